@@ -39,8 +39,8 @@ from benchmarks.workloads import MIXED, NO_REPEATS, made_stream
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.prebuilt import PrebuiltWriter
 from ssd.text.codec import TextCodec
 
 OFF, ALL = "off", "all together"
@@ -194,7 +194,7 @@ def _opened(
 
 def _know(directory: Path, codec: TextCodec) -> None:
     """Static text for full caches: tokens as frequent as in the prompts, in random order."""
-    with StaticWriter(directory, fingerprint=codec.fingerprint) as writer:
+    with PrebuiltWriter(directory, fingerprint=codec.fingerprint) as writer:
         writer.append(
             np.random.default_rng(0).permutation(np.resize(np.array(texts_of(codec), np.int32), _KNOWN_TOKENS))
         )
@@ -231,9 +231,9 @@ def _rounds(
         with ExitStack() as stack:
             for name, engine in engines.items():
                 if name != OFF:
-                    engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint))
+                    engine.caches = stack.enter_context(CacheManager(CacheConfig(), fingerprint=codec.fingerprint))
                     if traffic == "full":
-                        engine.caches.add_static_directory(known)
+                        engine.caches.add_prebuilt_directory(known)
             before = number * number_of_requests
             for first in range(0, number_of_requests, batch):
                 asked = range(before + first, before + min(first + batch, number_of_requests))

@@ -26,7 +26,7 @@ from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
 from benchmarks.workloads import NO_REPEATS, cut, made_stream, renamed, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Request
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 OFF, COUPLED, UNCOUPLED = NAMES = ("off", "coupled", "uncoupled")
@@ -144,7 +144,7 @@ class Bench:
         drafting = [engine for name, engine in self._engines.items() if name != OFF]
         with ExitStack() as stack:
             for engine in drafting:
-                engine.caches = stack.enter_context(CacheSet(CacheConfig(), fingerprint=self._codec.fingerprint))
+                engine.caches = stack.enter_context(CacheManager(CacheConfig(), fingerprint=self._codec.fingerprint))
             yield
             for engine in drafting:
                 engine.caches = None

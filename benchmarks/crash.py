@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import DEFAULT_NAMESPACE, CacheSet
+from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE, CacheManager
 from ssd.retrieval.files import read_manifest
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
@@ -95,7 +95,7 @@ Tally = Counter[str]
 def live(seed: int, directory: Path, first: int, chance: random.Random, life_s: float, say: Say) -> None:
     """A server's life: open, append from number ``first`` on, close after ``life_s``."""
     say("opening")
-    caches = CacheSet(CacheConfig(index=_INDEX, directory=directory), FINGERPRINT)
+    caches = CacheManager(CacheConfig(index=_INDEX, directory=directory), FINGERPRINT)
     cache = caches.get()
     say("running")
     stops: list[int] = []  # where sequences first, first + 1, ... end in the ring
@@ -103,7 +103,7 @@ def live(seed: int, directory: Path, first: int, chance: random.Random, life_s: 
     while time.monotonic() < close_at:
         say("appending", number)
         cache.append(text_of(seed, number))
-        stops.append(cache.snapshot().tail_stop)
+        stops.append(cache.snapshot().memtable_stop)
         number += 1
         while cache.stats().num_tail_tokens > _TAIL_SEALS * _INDEX.seal_tokens:
             time.sleep(0.0005)
@@ -189,7 +189,7 @@ def check(seed: int, store: Store, child: Child, was_killed: bool, tally: Tally)
     store.announced = max(store.announced, child.announced)
     tally["writer_failures"] += child.num_failures + (not was_killed)
     try:
-        caches = CacheSet(CacheConfig(index=_INDEX, directory=store.directory), FINGERPRINT, inline=True)
+        caches = CacheManager(CacheConfig(index=_INDEX, directory=store.directory), FINGERPRINT, inline=True)
     except Exception:
         traceback.print_exc()
         tally["unreadable_stores"] += 1

@@ -57,10 +57,10 @@ from ssd.drafting import make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine
 from ssd.model.loading.load_target import open_target
-from ssd.model.loading.threads import settle_threads
+from ssd.model.loading.threads import tune_threads
+from ssd.model.runners.batch_invariance import verify_batch_invariance
 from ssd.model.target import Target
-from ssd.model.ways.exactness import settle_exactness
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 
 _UNTIMED, _UNTIMED_PLAIN = 6, 24
 """Steps before those that are timed: they record shapes and fill caches; plain ones begin to follow each other."""
@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         enforce_eager=args.enforce_eager,
         exact="off",
     )
-    settle_threads(target)
-    settle_exactness(target, "auto")
+    tune_threads(target)
+    verify_batch_invariance(target, "auto")
     run.ran_on(target)
     copied = copy_bytes_per_second(target.device, args.copy_mb << 20)
     num_changed = 0
@@ -226,14 +226,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for way, found in baselines.items():
         run.say(f"{way}: {found.get('error') or '{tokens_per_s} tokens/s, engine {engine_over_it}x'.format(**found)}")
     return run.end(
-        way=target.way,
+        way=target.backend,
         passes=passes_of(target),
         weight_bytes=num_bytes,
         copy_bytes_per_s=round(copied),
         changed_outputs=num_changed,
         baselines=baselines,
-        is_exact=target.exactness.holds,
-        is_wrong=(num_changed > 0 and (target.exactness.holds or target.dtype == torch.float32))
+        is_exact=target.batch_invariance.holds,
+        is_wrong=(num_changed > 0 and (target.batch_invariance.holds or target.dtype == torch.float32))
         or (target.dtype == torch.float32 and not all(each.get("equal_to_eager", True) for each in baselines.values())),
     )
 
@@ -251,7 +251,7 @@ def measure(
     if shape.draft:
         plain = Rows(_engine(target, prompts, KnownDrafter(plain, 0), None, 0), prompts, num_tokens + 2).finish()
     random = np.random.default_rng(1)
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         for _ in range(-(-args.index_tokens // 2048)):
             other = random.integers(3, target.vocab_size, 2048).astype(np.int32)
             caches.get("default").append(other, prompt_length=0)
@@ -294,7 +294,9 @@ def measure(
     return row, outputs, plain if shape.draft else outputs
 
 
-def _engine(target: Target, prompts: Sequence[Tokens], drafter: Drafter, caches: CacheSet | None, draft: int) -> Engine:
+def _engine(
+    target: Target, prompts: Sequence[Tokens], drafter: Drafter, caches: CacheManager | None, draft: int
+) -> Engine:
     # A step that only decodes asks its drafter too, and gets nothing.
     most = DraftConfig(num_speculative_tokens=max(1, draft))
     return Engine(target, drafter=drafter, caches=caches, config=at_once(target, prompts), draft=most)

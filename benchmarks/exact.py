@@ -28,9 +28,9 @@ from benchmarks.steps import passes_of, synchronize
 from benchmarks.workloads import snippets
 from ssd.config import Exact, SamplingParams
 from ssd.model.loading.load_target import DTYPES, open_target
-from ssd.model.loading.threads import settle_threads
+from ssd.model.loading.threads import tune_threads
+from ssd.model.runners.batch_invariance import verify_batch_invariance
 from ssd.model.target import Target
-from ssd.model.ways.exactness import settle_exactness
 from ssd.text.codec import TextCodec
 
 _PREFILL = 448
@@ -82,17 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), exact="off",
             keeps_top=bool(args.drafters),
         )  # fmt: skip
-        settle_threads(target)
-        settle_exactness(target, "on")
+        tune_threads(target)
+        verify_batch_invariance(target, "on")
         this.ran_on(target)
         report = _compared(target, prompts, args, args.drafters if dtype == "float32" else (), codec)
         this.row(
             {
                 "model": this.facts["model"],
                 "dtype": dtype,
-                "way": target.way,
+                "way": target.backend,
                 "passes": passes_of(target),
-                "exact": str(target.exactness),
+                "exact": str(target.batch_invariance),
                 "num_distinct": report.num_distinct,
                 "num_positions": report.num_tokens,
                 "num_logprobs": report.num_logprobs,
@@ -161,7 +161,7 @@ def _ratios(target: Target, begin: Callable[[], None], passes: Callable[[], None
         for wanted in in_turn(_PLANS, number):
             for slot in range(target.num_slots):
                 target.rollback(slot, 0)
-            settle_exactness(target, wanted)
+            verify_batch_invariance(target, wanted)
             begin()
             passes()
             synchronize(target.device)

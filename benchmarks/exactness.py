@@ -1,7 +1,7 @@
 """Engines compared with plain decoding: tokens and log-probabilities, by ``==``.
 
 Near-ties are let pass in one place, `is_near_tie`, and only where the arithmetic is not ours or not exact: against
-``generate`` of transformers, and with targets whose `Exactness` does not hold. There two passes over the same tokens
+``generate`` of transformers, and with targets that are not batch-invariant. There two passes over the same tokens
 round differently, and where the two best scores, noise included, are within ``TIE_MARGIN`` another token may be chosen.
 """
 
@@ -21,11 +21,11 @@ from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, NoDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import secret_of
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import TokenLogprobs, gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
 from ssd.model.target import Target
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 
 TIE_MARGIN = 1e-4
 NUM_TOP = 2
@@ -170,7 +170,7 @@ def run(
     }
     name = "none" if setting is None else setting.drafter
     drafter = own[name]() if name in own else make_drafter(name, draft)
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(
             target,
             drafter=drafter,
@@ -221,7 +221,7 @@ def compare(
     )
     report.acceptance.setdefault(str(setting), acceptance)
     for index, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        is_exact = target.exactness.holds and wanted.logprobs is not None
+        is_exact = target.batch_invariance.holds and wanted.logprobs is not None
         ours, theirs = ((each if is_exact else None) for each in (found.logprobs, wanted.logprobs))
         place = first_difference(found.token_ids, wanted.token_ids)
         report.num_tokens += len(wanted.token_ids) if place is None else place + 1
@@ -249,7 +249,7 @@ def differs(
     """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie."""
     if list(got) == list(want):
         return False
-    return target.exactness.holds or not is_near_tie(target, prompt, params, got, want)
+    return target.batch_invariance.holds or not is_near_tie(target, prompt, params, got, want)
 
 
 @torch.inference_mode()
@@ -288,7 +288,7 @@ def reference_greedy(
     """Plain ``model.generate`` of transformers, greedy, one prompt at a time, on the model's own attention."""
     model = target.model
     ours = model.config._attn_implementation
-    if isinstance(target, SlotTarget):
+    if isinstance(target, SlotRunner):
         model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
     eos = list(eos_token_ids)
     outputs = []

@@ -30,8 +30,8 @@ from benchmarks.workloads import snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
 from ssd.engine.request import FinishReason
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _SLOTS: Final = 16
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Any] = {}
     after = []
     for drafter in [*loads, *["ssd"] * run.args.reopened]:
-        with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches, _counting_follows() as followed:
+        with CacheManager(CacheConfig(), codec.fingerprint, inline=True) as caches, _counting_run_ahead() as followed:
             engine = open_engine(
                 model, drafter, slots=_SLOTS, length=512, draft=draft, config=config, codec=codec, caches=caches
             )
@@ -101,19 +101,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _counting_follows() -> Iterator[list[None]]:
+def _counting_run_ahead() -> Iterator[list[None]]:
     """Has an item for each pass that began before the tokens that it is over were read."""
-    follow, counted = SlotTarget.follow, list[None]()
+    run_ahead, counted = SlotRunner.run_ahead, list[None]()
 
     def counting(*args: Any) -> Any:
         counted.append(None)
-        return follow(*args)
+        return run_ahead(*args)
 
-    with patch.object(SlotTarget, "follow", counting):
+    with patch.object(SlotRunner, "run_ahead", counting):
         yield counted
 
 
-def soak(engine: Engine, caches: CacheSet, questions: Questions, number: int) -> tuple[Answers, dict[str, Any]]:
+def soak(engine: Engine, caches: CacheManager, questions: Questions, number: int) -> tuple[Answers, dict[str, Any]]:
     """``number`` requests drawn from the questions, twice as many waiting as there are slots."""
     chance = random.Random(0)
     answers: Answers = defaultdict(set)

@@ -29,7 +29,7 @@ from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
 from benchmarks.workloads import Stream, cut, open_stream, snippets
 from ssd.config import CacheConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine, Request
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _LENGTH = 1024
@@ -101,7 +101,7 @@ def repeat(
     prompts = [cut(codec, text, 256) for text in snippets(seed + 1)[:num_requests]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     requests = requests_of(prompts, [params] * num_requests)
-    with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+    with CacheManager(CacheConfig(), fingerprint=codec.fingerprint) as caches:
         on, off = _pair(model, codec, caches, length)
         first = ask(on, requests)
         steps_first = on.metrics.num_verify_steps
@@ -142,7 +142,7 @@ def run_stream(
     groups = [requests[first : first + args.window] for first in range(0, len(requests), args.window)]
 
     def asked(some: Sequence[Sequence[Request]]) -> Iterator[Window]:
-        with CacheSet(CacheConfig(), fingerprint=codec.fingerprint) as caches:
+        with CacheManager(CacheConfig(), fingerprint=codec.fingerprint) as caches:
             on, off = _pair(model, codec, caches, _LENGTH)
             for number, group in enumerate(some):
                 cached = caches.get("default").snapshot().num_tokens
@@ -155,7 +155,7 @@ def _fifth(windows: Sequence[object]) -> int:
     return max(1, len(windows) // 5)
 
 
-def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheSet, length: int) -> list[Engine]:
+def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheManager, length: int) -> list[Engine]:
     """With speculation and without."""
     config = EngineConfig(max_num_seqs=1)
     return [

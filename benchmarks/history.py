@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.files import MANIFEST_NAME
 from ssd.retrieval.segment import SEPARATOR
 from ssd.text.codec import TextCodec
@@ -118,15 +118,15 @@ def number_of(text: str) -> int | None:
     return int(words[2]) if is_note else None
 
 
-def sequences(cache: SuffixCache) -> Iterator[npt.NDArray[np.int32]]:
+def sequences(cache: NamespaceCache) -> Iterator[npt.NDArray[np.int32]]:
     """The sequences a cache holds."""
     snapshot = cache.snapshot()
-    tail = snapshot.ring[np.arange(snapshot.tail_start, snapshot.tail_stop) & (len(snapshot.ring) - 1)]
+    tail = snapshot.ring[np.arange(snapshot.memtable_start, snapshot.memtable_stop) & (len(snapshot.ring) - 1)]
     text = np.concatenate([*(segment.tokens for segment in snapshot.segments), tail])
     return (part[part != SEPARATOR] for part in np.split(text, np.flatnonzero(text == SEPARATOR) + 1))
 
 
-def notes_in(cache: SuffixCache, codec: TextCodec) -> list[int]:
+def notes_in(cache: NamespaceCache, codec: TextCodec) -> list[int]:
     """The number of each note that a cache holds, as often as it does."""
     texts = (
         codec.decode(sequence[:_MARGIN].tolist(), skip_special_tokens=True)
@@ -145,7 +145,7 @@ def notes_on_disk(directory: Path, codec: TextCodec, num_tokens: int) -> list[tu
     with tempfile.TemporaryDirectory(prefix="faults-copy-") as copy:
         for namespace in _copy(directory, Path(copy)):
             config = CacheConfig(directory=Path(copy), index=IndexConfig(capacity_tokens=num_tokens))
-            with CacheSet(config, codec.fingerprint, inline=True) as caches:
+            with CacheManager(config, codec.fingerprint, inline=True) as caches:
                 found += ((namespace, number) for number in notes_in(caches.get(namespace), codec))
     return found
 

@@ -35,14 +35,14 @@ from ssd.drafting import make_drafter
 from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
 from ssd.jit.addresses import Int64s
+from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner, PassFunction
 from ssd.model.kv.kv_cache import SlotRows
 from ssd.model.kv.tree import TreeShape
 from ssd.model.loading.load_target import load_model
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import Noise, PassOutput
-from ssd.model.steps.static_steps import StaticSteps, Step
 from ssd.model.target import Integers, TokenMatrix
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 Texts = npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ _TOP = torch.arange(TOP_K, 0, -1, dtype=torch.float32).view(torch.int32)
 """Logits of what is held most probable at every position, as bits."""
 
 
-class RecitingTarget(SlotTarget):
+class RecitingTarget(SlotRunner):
     """Says of every slot the text that it was given, token by token, and behind a token that is not of it no more.
 
     Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. A
@@ -72,14 +72,14 @@ class RecitingTarget(SlotTarget):
     ) -> None:
         """``model`` : for its configuration. ``pass_seconds`` : of a pass over so many positions."""
         super().__init__(model, num_slots, max_length, max_width)
-        self.runs_beside_host = True
+        self.is_asynchronous = True
         self.can_verify_trees = True
         self.idle_s, self.is_engines = 0.0, False
         self._saying_s = self._waited_s = self._free_at = 0.0
-        self._chosen: TokenMatrix = np.zeros((0, 1), np.int64)
+        self._sampled: TokenMatrix = np.zeros((0, 1), np.int64)
         self._pass_seconds = pass_seconds
         self._texts: Texts = np.zeros((num_slots, max_length + max_width + 1), np.int64)
-        self.steps = StaticSteps(
+        self.graph_runner = CudaGraphRunner(
             self,
             self._recorded,
             tolerance=1e-4,
@@ -103,7 +103,7 @@ class RecitingTarget(SlotTarget):
         logits[..., 0] = _CERTAIN
         return logits.expand(*tokens.shape, -1)
 
-    def _recorded(self, step: Step) -> Step:
+    def _recorded(self, step: PassFunction) -> PassFunction:
         """It runs once, when it is compared with what was recorded, and computes nothing afterwards."""
         left = [step]
         return lambda: left.pop()() if left else None
@@ -135,20 +135,20 @@ class RecitingTarget(SlotTarget):
         starts = self.kv_cache.lengths[slots]
         return self._say(super()._append(slots, tokens, counts, trees, noise, **kwargs), slots, starts, tokens, trees)
 
-    def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
-        """As `Target.follow`."""
+    def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """As `Target.run_ahead`."""
         rows = np.asarray(slots, np.int64)
         starts = self.kv_cache.lengths[rows].copy()
-        return self._say(super().follow(slots, noise), rows, starts, self._chosen, None)
+        return self._say(super().run_ahead(slots, noise), rows, starts, self._sampled, None)
 
     def _say(
         self, output: PassOutput, slots: Int64s, starts: Int64s, tokens: TokenMatrix, trees: TreeShape | None
     ) -> PassOutput:
         began = time.perf_counter()
-        if output.chosen is not None and output.packed_top is not None:
-            self._chosen = self._said(slots, starts, tokens, trees)
-            said = torch.from_numpy(self._chosen)
-            output.chosen.copy_(said)
+        if output.sampled is not None and output.packed_top is not None:
+            self._sampled = self._said(slots, starts, tokens, trees)
+            said = torch.from_numpy(self._sampled)
+            output.sampled.copy_(said)
             output.packed_top[..., 0, :] = (said[..., None] + torch.arange(TOP_K)) % self.vocab_size
             output.packed_top[..., 1, :] = _TOP
         self._saying_s += time.perf_counter() - began
@@ -226,7 +226,7 @@ def time_steps(
     target = RecitingTarget(model, batch, length, limit + 1, pass_seconds)
     draft = DraftConfig(num_speculative_tokens=limit)
     with ExitStack() as resources:
-        caches = resources.enter_context(CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True))
+        caches = resources.enter_context(CacheManager(CacheConfig(), fingerprint=codec.fingerprint, inline=True))
         engine = Engine(
             target,
             drafter=make_drafter("none" if traffic == "off" else "ssd", draft),

@@ -83,10 +83,10 @@ def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, 
 def settle(model: PreTrainedModel) -> None:
     """Have this thread's passes use as many threads as the product would: once a process, before engines are opened."""
     from ssd.model.loading.load_target import open_target
-    from ssd.model.loading.threads import is_small, settle_threads
+    from ssd.model.loading.threads import is_small, tune_threads
 
     if is_small(model):
-        settle_threads(open_target(model, num_slots=1, max_length=128, exact="off"))
+        tune_threads(open_target(model, num_slots=1, max_length=128, exact="off"))
 
 
 def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:

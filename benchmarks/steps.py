@@ -24,8 +24,8 @@ from ssd.drafting.protocol import Drafter, DraftRequest
 from ssd.drafting.suffix_drafter import NamespaceGroup, RequestRow, SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.jit.addresses import Int64s, kernel
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import Target
-from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 
 Tokens = npt.NDArray[np.int32]
@@ -210,9 +210,9 @@ def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
 
 def passes_of(target: Target) -> str:
     """How a target's passes are run, as it was opened."""
-    if not isinstance(target, SlotTarget) or target.steps is None:
+    if not isinstance(target, SlotRunner) or target.graph_runner is None:
         return "plain"
-    return target.steps.failure or target.steps.name
+    return target.graph_runner.failure or target.graph_runner.name
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

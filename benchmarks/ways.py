@@ -16,7 +16,7 @@ from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import HybridDrafter, make_drafter
 from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
-from ssd.model.draft.drafter import HeadDrafter, tapped_by
+from ssd.model.draft.drafter import HeadDrafter, feature_spec
 from ssd.model.heads.layouts import load_head
 from ssd.model.loading.load_target import open_target
 
@@ -45,7 +45,7 @@ def open_engine(
         max_length=length,
         max_draft_tokens=draft.num_speculative_tokens,
         keeps_top=drafter != "none" and draft.recycling,
-        tapped=None if loaded is None else tapped_by(loaded, model.device, model.dtype),
+        tapped=None if loaded is None else feature_spec(loaded, model.device, model.dtype),
     )
     asked = make_drafter(drafter, draft) if isinstance(drafter, str) else drafter
     engine = Engine(
@@ -147,7 +147,7 @@ class Comparison:
     def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
         """One output and what ``off`` said."""
         self.num_tokens += len(got)
-        self.is_exact = off.target.exactness.holds
+        self.is_exact = off.target.batch_invariance.holds
         self.num_mismatches += differs(off.target, request.prompt_token_ids, request.sampling, got, want)
 
 

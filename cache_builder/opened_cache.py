@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from ssd.errors import StoreUnavailable, TokenizerMismatch
-from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_whole, read_learned
+from ssd.retrieval.directory import LEARNED_NAME, is_segment_file, load_all_segments, read_learned
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, read_manifest
 from ssd.retrieval.segment import Segment
 
@@ -48,7 +48,7 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
                 "token ids mean other text. Give caches of one tokenizer, or build one of them again"
             )
-        segments = tuple(load_whole(path, manifest))
+        segments = tuple(load_all_segments(path, manifest))
         found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
     return found
 

@@ -6,9 +6,9 @@ import sys
 import time
 from contextlib import ExitStack
 
-from ssd import CacheConfig, CacheSet, Engine, SamplingParams, TextCodec
+from ssd import CacheConfig, CacheManager, Engine, SamplingParams, TextCodec
 from ssd.bundled import MODEL_PATH
-from ssd.sharing.redis_log import RedisLog
+from ssd.replication.replication_log import ReplicationLog
 
 
 def main(url: str = "redis://localhost:6379/0") -> None:
@@ -18,8 +18,8 @@ def main(url: str = "redis://localhost:6379/0") -> None:
     with ExitStack() as stack:
         logs, engines = [], []
         for _ in range(2):
-            log = stack.enter_context(RedisLog(url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size))
-            caches = stack.enter_context(CacheSet(CacheConfig(), codec.fingerprint, on_open=log.attach))
+            log = stack.enter_context(ReplicationLog(url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size))
+            caches = stack.enter_context(CacheManager(CacheConfig(), codec.fingerprint, on_open=log.attach))
             logs.append(log)
             engines.append(Engine.from_pretrained(MODEL_PATH, caches=caches, codec=codec))
         for name, engine in zip(("first", "second"), engines, strict=True):

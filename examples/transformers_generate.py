@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM
 
-from ssd import CacheConfig, CacheSet, TextCodec
+from ssd import CacheConfig, CacheManager, TextCodec
 from ssd.bundled import MODEL_PATH
 from ssd.integrations.transformers import generate
 
@@ -19,7 +19,7 @@ def main() -> None:
     input_ids = torch.tensor([codec.encode_prompt("class Node:\n    def __init__(self")])
     plain = model.generate(input_ids, max_new_tokens=48, do_sample=False)
     print(f"the library alone: {len(passes)} passes")
-    with CacheSet(CacheConfig(), codec.fingerprint) as caches:
+    with CacheManager(CacheConfig(), codec.fingerprint) as caches:
         for attempt in ("first time", "second time"):
             passes.clear()
             output = generate(model, input_ids, cache=caches.get(), max_new_tokens=48, do_sample=False)

@@ -14,7 +14,7 @@ from ssd.errors import RequestError, SSDError
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request, RequestOutput
     from ssd.engine.llm import LLM, Choice, Completion
-    from ssd.retrieval.cache import CacheSet
+    from ssd.retrieval.cache_manager import CacheManager
     from ssd.text.codec import TextCodec
 
     __version__: str
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "CacheConfig",
-    "CacheSet",
+    "CacheManager",
     "Choice",
     "Completion",
     "DraftConfig",
@@ -42,7 +42,7 @@ __all__ = [
 _FROM = {
     **dict.fromkeys(("Engine", "Request", "RequestOutput"), "ssd.engine"),
     **dict.fromkeys(("LLM", "Choice", "Completion"), "ssd.engine.llm"),
-    "CacheSet": "ssd.retrieval.cache",
+    "CacheManager": "ssd.retrieval.cache_manager",
     "TextCodec": "ssd.text.codec",
 }
 

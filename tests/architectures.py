@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from ssd.model.layers.tap import FINAL
+from ssd.model.layers.hidden_states import FINAL
+from ssd.model.runners.sequential_runner import CheckpointRunner, FullContextRunner, RecurrentRunner, SequentialRunner
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import Target
-from ssd.model.ways.row_target import RecurrentTarget, ReplayTarget, RowTarget, WholeTarget
-from ssd.model.ways.slot_target import SlotTarget
 
 COMMON: dict[str, Any] = {
     "vocab_size": 300,
@@ -31,7 +31,7 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-SLOTS, ROWS, REPLAY, SINGLE, WHOLE = SlotTarget, RowTarget, ReplayTarget, RecurrentTarget, WholeTarget
+SLOTS, ROWS, REPLAY, SINGLE, WHOLE = SlotRunner, SequentialRunner, CheckpointRunner, RecurrentRunner, FullContextRunner
 
 _HEAD = {"head_dim": 16}
 _WINDOW = {"head_dim": 16, "sliding_window": 6}
@@ -163,14 +163,14 @@ ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 
 UNTAPPED: dict[str, tuple[tuple[int, ...], str]] = {
     "Gemma 3n (shared keys)": ((FINAL,), "its hidden states have 4 dimensions, not 3"),
-    "MiniCPM3": ((0, 1), "what its layers put out is changed before the output layer reads it"),
+    "MiniCPM3": ((0, 1), "the output of its layers is changed before the output layer reads it"),
 }
 """Architectures with slots where a draft head cannot read every hidden state: what it can read, and why no more."""
 
 
 def table() -> Iterator[str]:
-    """Lines of a Markdown table: how many architectures are driven in each way, and which."""
-    yield "| way | architectures | speculation | draft heads |"
+    """Lines of a Markdown table: which architectures each model runner serves, and how many."""
+    yield "| runner | architectures | speculation | draft heads |"
     yield "|---|---|---|---|"
     for kind in (SLOTS, ROWS, REPLAY, SINGLE, WHOLE):
         found = sorted((each.name for each in _ALL if each.kind is kind), key=str.lower)
@@ -181,7 +181,7 @@ def table() -> Iterator[str]:
                 f"{name} {'only' if layers == (FINAL,) else 'but not'} behind the final norm: {reason}"
                 for name, (layers, reason) in UNTAPPED.items()
             )
-        yield f"| {kind.way} | {len(found)}: {', '.join(found)} | {drafts} | {heads} |"
+        yield f"| {kind.backend} | {len(found)}: {', '.join(found)} | {drafts} | {heads} |"
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import StaticWriter, load_static_directory
+from ssd.retrieval.prebuilt import PrebuiltWriter, load_prebuilt_directory
+from ssd.retrieval.ring import iter_sequences
 
 FINGERPRINT = "0123456789abcdef" * 2
 
@@ -20,7 +20,7 @@ def write_cache(
     segment_tokens: int = 1000,
 ) -> Path:
     """``path``, with ``texts`` in it."""
-    with StaticWriter(path, fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens) as writer:
+    with PrebuiltWriter(path, fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens) as writer:
         for text in texts:
             writer.append(text)
     return path
@@ -28,4 +28,4 @@ def write_cache(
 
 def read_cache(path: Path, fingerprint: str = FINGERPRINT) -> list[list[int]]:
     """The sequences in it, in their order."""
-    return [found.tolist() for found in sequences_of(load_static_directory(path, fingerprint=fingerprint))]
+    return [found.tolist() for found in iter_sequences(load_prebuilt_directory(path, fingerprint=fingerprint))]

@@ -15,7 +15,7 @@ from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, Request
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.models import VOCAB, tiny_model
 
@@ -36,12 +36,12 @@ def make_engine(
     *,
     limit: int = 4,
     shape: DraftShape = "auto",
-    caches: CacheSet | None = None,
+    caches: CacheManager | None = None,
     codec: TextCodec | None = None,
     eos: Sequence[int] = (EOS,),
     root: Callable[[], bytes] = lambda: ROOT,
     draw_seed: Callable[[], int] | None = None,
-    runs_beside_host: bool = False,
+    is_asynchronous: bool = False,
     **config: Any,
 ) -> Engine:
     """A fresh one, over a target whose slots are emptied.
@@ -50,7 +50,7 @@ def make_engine(
     a seed share a stream of noise that is always the same.
     """
     target = target or target_of()
-    target.runs_beside_host = runs_beside_host
+    target.is_asynchronous = is_asynchronous
     for slot in range(target.num_slots):
         target.rollback(slot, 0)
     draft = DraftConfig(num_speculative_tokens=limit, draft_shape=shape)

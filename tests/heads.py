@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from ssd.model.draft.drafter import HeadDrafter, tapped_by
+from ssd.model.draft.drafter import HeadDrafter, feature_spec
 from ssd.model.heads.networks import Eagle3Head, Head, MedusaHead
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.tap import Tapped
+from ssd.model.layers.hidden_states import FeatureSpec
 from ssd.model.loading.load_target import open_target
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.runners.slot_runner import SlotRunner
 from tests.models import tiny_model
 
 
@@ -70,16 +70,16 @@ def random_eagle3(model: PreTrainedModel, layers: Sequence[int], draft_vocab_siz
 
 def head_drafter(
     model: PreTrainedModel, head: Head, *, num_slots: int = 4, max_length: int = 96, chunk_tokens: int = 512
-) -> tuple[SlotTarget, HeadDrafter]:
+) -> tuple[SlotRunner, HeadDrafter]:
     """A head beside a fresh target that is exact, and keeps what the head reads."""
-    tapped = tapped_by(head, model.device, model.dtype)
+    tapped = feature_spec(head, model.device, model.dtype)
     target = open_target(
         model, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, tapped=tapped, exact="on"
     )  # fmt: skip
-    assert isinstance(target, SlotTarget) and target.can_verify_trees
+    assert isinstance(target, SlotRunner) and target.can_verify_trees
     return target, HeadDrafter(head, target, chunk_tokens=chunk_tokens)
 
 
-def everything(layers: Sequence[int], hidden_size: int) -> Tapped:
+def everything(layers: Sequence[int], hidden_size: int) -> FeatureSpec:
     """The hidden states of layers side by side."""
-    return Tapped(tuple(layers), lambda hidden: torch.cat(list(hidden), -1), len(layers) * hidden_size)
+    return FeatureSpec(tuple(layers), lambda hidden: torch.cat(list(hidden), -1), len(layers) * hidden_size)

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from benchmarks.processes import find_redis_server, free_port
-from ssd.sharing.connection import connect
+from ssd.replication.connection import connect
 from tests.waiting import wait_until
 
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
+from ssd.replication.connection import connect
+from ssd.replication.entry import Entry, pack_entry, stream_key
+from ssd.replication.replication_log import ReplicationLog
+from ssd.replication.stream import FIELD
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.segment import SEPARATOR
-from ssd.sharing.connection import connect
-from ssd.sharing.entry import Entry, pack_entry, stream_key
-from ssd.sharing.redis_log import RedisLog
-from ssd.sharing.stream import FIELD
 from tests.waiting import PATIENCE_S, wait_until
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -29,8 +29,8 @@ KEY = stream_key(FINGERPRINT, "default")
 class Replica(NamedTuple):
     """A cache and what it shares through."""
 
-    caches: CacheSet
-    log: RedisLog
+    caches: CacheManager
+    log: ReplicationLog
 
     def append(self, *texts: list[int]) -> None:
         """Learn ``texts`` as finished sequences."""
@@ -49,16 +49,16 @@ def replica(
     """A replica without threads for its cache: it seals when told to, and when it is closed."""
     config = CacheConfig(directory=directory)
     with (
-        RedisLog(url, fingerprint=fingerprint, vocab_size=VOCAB_SIZE, max_tokens=max_tokens) as log,
-        CacheSet(config, fingerprint, inline=True, on_open=log.attach) as caches,
+        ReplicationLog(url, fingerprint=fingerprint, vocab_size=VOCAB_SIZE, max_tokens=max_tokens) as log,
+        CacheManager(config, fingerprint, inline=True, on_open=log.attach) as caches,
     ):
         yield Replica(caches, log)
 
 
-def stored(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
+def stored(caches: CacheManager, namespace: str = "default") -> list[list[int]]:
     """The sequences a cache holds, oldest first."""
     snapshot = caches.get(namespace).snapshot()
-    positions = np.arange(snapshot.tail_start, snapshot.tail_stop)
+    positions = np.arange(snapshot.memtable_start, snapshot.memtable_stop)
     tail = snapshot.ring[positions & (len(snapshot.ring) - 1)]
     text = np.concatenate([*(segment.tokens for segment in snapshot.segments), tail]).tolist()
     sequences: list[list[int]] = [[]]
@@ -113,8 +113,8 @@ def main(url: str, directory: str, writer: str, first: str) -> None:
     index = IndexConfig(seal_tokens=200, rebuild_interval_s=0.05)
     config = CacheConfig(directory=Path(directory), index=index)
     with (
-        RedisLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE) as log,
-        CacheSet(config, FINGERPRINT, on_open=log.attach) as caches,
+        ReplicationLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE) as log,
+        CacheManager(config, FINGERPRINT, on_open=log.attach) as caches,
     ):
         for number in count(int(first)):
             caches.get().append(text_of(int(writer), number))

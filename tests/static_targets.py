@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from ssd.model.cuda_graphs.graph_runner import CaptureFunction, CudaGraphCapture, CudaGraphRunner, run_eagerly
 from ssd.model.kv.kv_cache import AttentionKernel
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import Sampler
-from ssd.model.steps.static_steps import CudaGraphs, Recorder, StaticSteps, eagerly
-from ssd.model.ways.slot_target import SlotTarget
 from tests.models import VOCAB
 
 RECORDERS = [
@@ -22,9 +22,9 @@ RECORDERS = [
 """Ways to run a step; the tests are the same, so where there is a GPU graphs are tested too."""
 
 
-def recorder_of(name: str) -> Recorder:
+def recorder_of(name: str) -> CaptureFunction:
     """A fresh one."""
-    return eagerly if name == "eagerly" else CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    return run_eagerly if name == "eagerly" else CudaGraphCapture(torch.device("cuda", torch.cuda.current_device()))
 
 
 def pair_of_targets(
@@ -36,20 +36,20 @@ def pair_of_targets(
     max_width: int = 9,
     kernel: AttentionKernel | None = None,
     sampler: Sampler | None = None,
-) -> tuple[SlotTarget, SlotTarget]:
+) -> tuple[SlotRunner, SlotRunner]:
     """One that makes plain passes and one that makes static ones, over the same weights."""
     if recorder != "eagerly":
         model = model.to("cuda")
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # the usual one asks the host where types are not bfloat16
-    plain, static = (SlotTarget(model, num_slots, max_length, max_width) for _ in range(2))
-    static.steps = StaticSteps(
+    plain, static = (SlotRunner(model, num_slots, max_length, max_width) for _ in range(2))
+    static.graph_runner = CudaGraphRunner(
         static, recorder_of(recorder), tolerance=1e-4, kernel=kernel, sampler=sampler, keeps_top=True
     )
     return plain, static
 
 
-def have_same_bits(one: SlotTarget, other: SlotTarget) -> None:
+def have_same_bits(one: SlotRunner, other: SlotRunner) -> None:
     """Prompts, chains and trees on both: the same logits, and keys and values of what slots hold, to the bit."""
     random = np.random.default_rng(0)
     for width, tree in ((40, None), (1, None), (7, None), (5, [-1, 0, 0, 2, 1]), (1, None), (16, None)):
@@ -59,7 +59,7 @@ def have_same_bits(one: SlotTarget, other: SlotTarget) -> None:
         for target in (one, other):
             said.append(target.forward([2, 0], tokens, [width, width], parents=parents).logits)
             if tree is not None:
-                target.keep_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
+                target.accept_paths([2, 0], [width, width], [np.array([0, 2, 3]), np.arange(4)])
         assert torch.equal(*said)
     for found, want in zip(one.kv_cache.tensors(), other.kv_cache.tensors(), strict=True):
         for slot in (2, 0):  # beyond, what was tried at the start

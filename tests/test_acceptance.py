@@ -20,7 +20,7 @@ from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.drafting.votes import MAX_RECYCLED_CANDIDATES
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.snapshot import Snapshot
@@ -263,7 +263,7 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplo
     config = CacheConfig(directory=tmp_path)
     text = np.tile(np.arange(7, dtype=np.int32), 9)
     for expected in (0, 20):  # at least
-        with CacheSet(config, "0" * 32, inline=True) as caches:
+        with CacheManager(config, "0" * 32, inline=True) as caches:
             drafter, other = SuffixDrafter(), caches.get("other").learned
             snapshot, learned = caches.get().snapshot(), caches.get().learned
             assert drafter.model_of(learned).num_learned >= expected
@@ -274,14 +274,14 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplo
     kept = tmp_path / "default" / "learned.bin"
     assert AcceptanceModel.from_bytes(kept.read_bytes()).num_learned >= 40
     kept.write_bytes(kept.read_bytes()[:-1])
-    with CacheSet(config, "0" * 32, inline=True) as caches:
+    with CacheManager(config, "0" * 32, inline=True) as caches:
         assert SuffixDrafter().model_of(caches.get().learned).num_learned == 0
     assert "begins anew" in caplog.text
 
 
 def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: Path) -> None:
     """Another thread saves all the time; each file is what the model was between two calls of its owner."""
-    with CacheSet(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), "0" * 32, inline=True) as caches:
         cache, drafter, random = caches.get(), SuffixDrafter(), np.random.default_rng(3)
         files = cache._files
         assert files is not None

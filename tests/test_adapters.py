@@ -21,7 +21,7 @@ from ssd.engine import Engine, Request
 from ssd.errors import ModelError, RequestError
 from ssd.model.loading.adapters import load_adapters
 from ssd.model.loading.load_target import open_target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.engines import ask
 from tests.models import tiny_model
@@ -69,7 +69,7 @@ def codec() -> TextCodec:
 
 @pytest.fixture(scope="module")
 def engine(paths: dict[str, str], codec: TextCodec) -> Iterator[Engine]:
-    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), codec.fingerprint, inline=True) as caches:
         made = Engine.from_pretrained(
             MODEL_PATH,
             dtype="float32",

@@ -25,7 +25,7 @@ LAYERS = [
     "ssd.text",
     "ssd.jit",
     "ssd.retrieval",
-    "ssd.sharing",
+    "ssd.replication",
     "ssd.cost_model",
     "ssd.drafting",
     "ssd.model",
@@ -151,7 +151,8 @@ def test_folders_of_a_room_import_each_other_in_one_direction(room: str) -> None
 
 
 @pytest.mark.parametrize(
-    "module", ["ssd", "cache_builder", "ssd.retrieval.cache", "ssd.drafting", "ssd.sharing", "ssd.integrations.vllm"]
+    "module",
+    ["ssd", "cache_builder", "ssd.retrieval.cache_manager", "ssd.drafting", "ssd.replication", "ssd.integrations.vllm"],
 )
 def test_importing_loads_neither_torch_nor_the_web_framework(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'fastapi'}} & set(sys.modules)))"

@@ -20,6 +20,7 @@ from benchmarks.coupled import REPEATS
 from benchmarks.gpu_soak import num_changed
 from benchmarks.growth import repeat
 from benchmarks.index import measures
+from benchmarks.index.longest_match import longest_match
 from benchmarks.index.measures import (
     CONTEXT_TOKENS,
     Prober,
@@ -38,7 +39,6 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
 from ssd.model.loading import threads
 from ssd.model.loading.load_target import load_model
-from ssd.retrieval.search import longest_match
 from ssd.text.codec import TextCodec
 from tests.engines import make_engine, prompt_of
 from tests.reference.drafting import make_snapshot
@@ -129,7 +129,7 @@ def test_a_run_refuses_what_is_below_its_least_and_says_its_parameters(capsys: p
 def test_passes_are_made_on_the_threads_that_the_product_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    monkeypatch.setattr(threads, "settle_threads", lambda _: torch.set_num_threads(1))
+    monkeypatch.setattr(threads, "tune_threads", lambda _: torch.set_num_threads(1))
     try:
         run = Run("made", "Is it?", ["--json"], {}, has_model=True)
         run.load()

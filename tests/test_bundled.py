@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
-from ssd.model.layers.tap import Tap
+from ssd.model.layers.hidden_states import HiddenStateTap
 from ssd.model.loading.load_target import load_model
 
 END_OF_TEXT_ID = 0
@@ -116,7 +116,7 @@ def test_it_agrees_with_the_model_about_as_often_as_when_it_was_trained() -> Non
     recorded = next(line for line in lines if "held_out" in line)["held_out"][0]["most_probable"]
     prefixes = torch.tensor([[5, 300, 7, 41], [900, 12, 600, 33], [64, 250, 1000, 77], [2000, 9, 10, 400]])
     texts = target().generate(prefixes, do_sample=False, min_new_tokens=96, max_new_tokens=96)
-    with torch.inference_mode(), Tap(target(), head().feature_layers).listening() as hidden:
+    with torch.inference_mode(), HiddenStateTap(target(), head().feature_layers).recording() as hidden:
         target()(input_ids=texts, use_cache=False)
     features = head().combine(hidden)[:, :-1]
     positions = torch.arange(features.shape[1])[None]

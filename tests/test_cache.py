@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError, TokenizerMismatch
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.cache_state import Checkpoint
 from ssd.retrieval.directory import SegmentDirectory
+from ssd.retrieval.namespace_cache import NamespaceCache
 from ssd.retrieval.segment import Segment
-from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import naive_count, sequences, snapshot_count, snapshot_text
 from tests.sharing_replica import stored
 from tests.waiting import wait_until
@@ -36,11 +36,11 @@ def _config(directory: Path | None = None, **index: float) -> CacheConfig:
     return CacheConfig(index=IndexConfig(**{**settings, **index}), directory=directory)  # type: ignore[arg-type]
 
 
-def _said(caches: CacheSet, namespace: str = "default") -> list[list[int]]:
+def _said(caches: CacheManager, namespace: str = "default") -> list[list[int]]:
     return sequences(snapshot_text(caches.get(namespace).snapshot()))
 
 
-def _wait_until_sealed(caches: CacheSet) -> None:
+def _wait_until_sealed(caches: CacheManager) -> None:
     wait_until(lambda: not caches.get().stats().num_tail_tokens)
 
 
@@ -51,7 +51,7 @@ def _wait_until_sealed(caches: CacheSet) -> None:
     "bad", [[-1], [1 << 31], [1 << 70], [1.5], ["a"], None, 3, [[1, 2]], [[1], [2, 3]], [None], object()]
 )
 def test_what_is_no_sequence_is_counted_and_never_raised(bad: object, caplog: pytest.LogCaptureFixture) -> None:
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+    with CacheManager(_config(), FINGERPRINT, inline=True) as caches:
         caches.get().append(bad)  # type: ignore[arg-type]
         caches.get().append([])
         assert caches.get().stats().num_failures == 1
@@ -60,7 +60,7 @@ def test_what_is_no_sequence_is_counted_and_never_raised(bad: object, caplog: py
 
 
 def test_the_callers_array_may_change_afterwards() -> None:
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+    with CacheManager(_config(), FINGERPRINT, inline=True) as caches:
         heard: list[list[np.ndarray]] = []
         caches.get().add_listener(heard.append)
         tokens = np.array([1, 2, 3], np.int32)
@@ -73,13 +73,13 @@ def test_listeners_hear_local_pieces_only_and_may_fail() -> None:
     def fails(_: list[np.ndarray]) -> None:
         raise RuntimeError("listener")
 
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches:
+    with CacheManager(_config(), FINGERPRINT, inline=True) as caches:
         cache = caches.get()
         heard: list[list[list[int]]] = []
         cache.add_listener(fails)
         cache.add_listener(lambda pieces: heard.append([piece.tolist() for piece in pieces]))
         cache.append([1, 2, 3, 4, 5], prompt_length=5)
-        cache.append_all_shared([np.array([7, 8], np.int32)])
+        cache.append_replicated([np.array([7, 8], np.int32)])
         cache.append([1, 2, 3, 4, 6], prompt_length=5)
         cache.append([1, 2, 3, 4], prompt_length=4)  # nothing new
         assert heard == [[[1, 2, 3, 4, 5]], [[3, 4, 6]]]
@@ -90,7 +90,7 @@ def test_listeners_hear_local_pieces_only_and_may_fail() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".a", "a/b", "a\0", "ä", "a" * 65, "a b"])
 def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
-    with CacheSet(_config(), FINGERPRINT, inline=True) as caches, pytest.raises(ConfigError):
+    with CacheManager(_config(), FINGERPRINT, inline=True) as caches, pytest.raises(ConfigError):
         caches.get(name)
 
 
@@ -100,7 +100,7 @@ def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
 def test_threads_keep_what_several_threads_say() -> None:
     random_tokens = np.random.default_rng(1)
     texts = [random_tokens.integers(0, 50, 200).tolist() for _ in range(400)]
-    with CacheSet(_config(capacity_tokens=1 << 20, seal_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
+    with CacheManager(_config(capacity_tokens=1 << 20, seal_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
         cache = caches.get()
         stop = threading.Event()
         torn: list[object] = []
@@ -135,16 +135,16 @@ def test_threads_keep_what_several_threads_say() -> None:
 
 
 def test_the_tail_is_sealed_after_the_interval() -> None:
-    with CacheSet(_config(rebuild_interval_s=0.02), FINGERPRINT) as caches:
+    with CacheManager(_config(rebuild_interval_s=0.02), FINGERPRINT) as caches:
         caches.get().append([1, 2])
         _wait_until_sealed(caches)
         assert caches.get().stats().num_segments == 1
 
 
 def test_a_shared_log_does_not_outrun_the_sealing() -> None:
-    with CacheSet(_config(capacity_tokens=1 << 15, seal_tokens=256), FINGERPRINT) as caches:
+    with CacheManager(_config(capacity_tokens=1 << 15, seal_tokens=256), FINGERPRINT) as caches:
         for i in range(200):
-            caches.get().append_all_shared([np.array([i % 100] * 120, np.int32)])
+            caches.get().append_replicated([np.array([i % 100] * 120, np.int32)])
         assert caches.get().stats().num_dropped_tokens == 0
 
 
@@ -153,11 +153,11 @@ def test_a_shared_log_does_not_outrun_the_sealing() -> None:
 def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], together: int, capacity: int) -> None:
     pieces = [np.array(each, np.int32) for each in ids]
     config = IndexConfig(capacity_tokens=capacity, seal_tokens=16, dedup_block_tokens=4, lead_in_tokens=2)
-    one, other = (SuffixCache("a", config, fingerprint=FINGERPRINT) for _ in range(2))
+    one, other = (NamespaceCache("a", config, fingerprint=FINGERPRINT) for _ in range(2))
     for piece in pieces:
-        one.append_all_shared([np.array(piece, np.int32)], source={"n": 1})
+        one.append_replicated([np.array(piece, np.int32)], source={"n": 1})
     for start in range(0, len(pieces), together):
-        other.append_all_shared(pieces[start : start + together], source={"n": 1})
+        other.append_replicated(pieces[start : start + together], source={"n": 1})
     assert snapshot_text(one.snapshot()) == snapshot_text(other.snapshot())
     for cache in (one, other):
         for each in ids:
@@ -170,22 +170,22 @@ def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], t
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    with CacheSet(_config(tmp_path), FINGERPRINT) as caches:
+    with CacheManager(_config(tmp_path), FINGERPRINT) as caches:
         caches.get().append([1])
     with pytest.raises(TokenizerMismatch):
-        CacheSet(_config(tmp_path), "f" * 32)
+        CacheManager(_config(tmp_path), "f" * 32)
     with pytest.raises(ConfigError):
-        CacheSet(_config(), "not a fingerprint", inline=True)
+        CacheManager(_config(), "not a fingerprint", inline=True)
 
 
 # Marks come back after a restart exactly as far as the text before them had reached files
 
 
-def _set(path: Path, **index: Any) -> CacheSet:
-    return CacheSet(CacheConfig(directory=path, index=IndexConfig(**index)), FINGERPRINT, inline=True)
+def _set(path: Path, **index: Any) -> CacheManager:
+    return CacheManager(CacheConfig(directory=path, index=IndexConfig(**index)), FINGERPRINT, inline=True)
 
 
-def _after_crash(path: Path, copy: Path) -> CacheSet:
+def _after_crash(path: Path, copy: Path) -> CacheManager:
     """The directory opened as a process killed now would leave it."""
     shutil.copytree(path, copy)
     return _set(copy)
@@ -194,27 +194,27 @@ def _after_crash(path: Path, copy: Path) -> CacheSet:
 def test_a_mark_waits_for_the_text_before_it(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
         cache = caches.get()
-        assert cache.kept is None
-        cache.append_all_shared([np.array([1, 2], np.int32)], source={"n": 1})
+        assert cache.checkpoint is None
+        cache.append_replicated([np.array([1, 2], np.int32)], source={"n": 1})
         cache.set_source({"n": 2})
         caches.flush()
         cache.append([3])
         cache.set_source({"n": 3})
         caches.maintain()  # seals nothing
         with _after_crash(tmp_path / "a", tmp_path / "b") as again:
-            assert again.get().kept == Checkpoint({"n": 2}, 3)
+            assert again.get().checkpoint == Checkpoint({"n": 2}, 3)
             assert stored(again) == [[1, 2]]
     with _set(tmp_path / "a") as again:
-        assert again.get().kept == Checkpoint({"n": 3}, 5)
+        assert again.get().checkpoint == Checkpoint({"n": 3}, 5)
 
 
 def test_a_mark_is_kept_through_a_life_that_sets_none(tmp_path: Path) -> None:
     with _set(tmp_path / "a") as caches:
-        caches.get().append_all_shared([np.array([1, 2], np.int32)], source={"n": 1})
+        caches.get().append_replicated([np.array([1, 2], np.int32)], source={"n": 1})
     with _set(tmp_path / "a") as caches:
         caches.get().append([3, 4, 5])
     with _set(tmp_path / "a") as caches:
-        assert caches.get().kept == Checkpoint({"n": 1}, 3)
+        assert caches.get().checkpoint == Checkpoint({"n": 1}, 3)
 
 
 # Where files cannot be written
@@ -234,24 +234,24 @@ def test_what_could_not_be_written_holds_the_mark_back(
     monkeypatch.setattr(SegmentDirectory, "write", write)
     with _set(tmp_path / "a", merge_fanout=2, seal_tokens=1) as caches:
         cache = caches.get()
-        cache.append_all_shared([np.array([1, 1, 1, 1], np.int32)], source={"n": 1})
+        cache.append_replicated([np.array([1, 1, 1, 1], np.int32)], source={"n": 1})
         cache.maintain()
         is_full = True
         for number in range(2, 6):  # sealed, and merged with the file, in memory only
-            cache.append_all_shared([np.array([number] * 4, np.int32)], source={"n": number})
+            cache.append_replicated([np.array([number] * 4, np.int32)], source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         with _after_crash(tmp_path / "a", tmp_path / "b") as again:
-            assert again.get().kept == Checkpoint({"n": 1}, 5)
+            assert again.get().checkpoint == Checkpoint({"n": 1}, 5)
             assert stored(again) == [[1, 1, 1, 1]]  # the file it was merged from is still there
         is_full = False
         for number in range(6, 20):
-            cache.append_all_shared([np.array([number] * 4, np.int32)], source={"n": number})
+            cache.append_replicated([np.array([number] * 4, np.int32)], source={"n": number})
             cache.maintain()
         assert len(cache.snapshot().segments) < 5
         text = stored(caches)
     with _set(tmp_path / "a") as again:
-        kept = again.get().kept
+        kept = again.get().checkpoint
         assert kept is not None and kept.position % 5 == 0 and kept.source == {"n": kept.position // 5}
         assert (
             stored(again)[: kept.source["n"]]
@@ -264,9 +264,9 @@ def test_what_could_not_be_written_holds_the_mark_back(
 
 def test_positions_of_pieces_are_where_they_lie() -> None:
     index = IndexConfig(capacity_tokens=400, lead_in_tokens=2)
-    with CacheSet(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
         cache = caches.get()
-        cache.append_all_shared([np.array([9, 9, 9], np.int32)])
+        cache.append_replicated([np.array([9, 9, 9], np.int32)])
         heard: list[tuple[int, list[list[int]]]] = []
         cache.add_listener(lambda pieces: heard.append((pieces.position, [piece.tolist() for piece in pieces])))
         cache.append(np.arange(120))

@@ -26,14 +26,14 @@ from cache_builder.commands.merge import merge
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheLocked, ConfigError, SSDError, StoreUnavailable
-from ssd.retrieval import directory, static
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval import directory, prebuilt
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import MANIFEST_NAME, DirectoryLock, Manifest, new_segment_id, read_manifest, write_manifest
-from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.prebuilt import load_prebuilt_directory
+from ssd.retrieval.ring import iter_sequences
 from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
-from ssd.retrieval.static import load_static_directory
-from ssd.retrieval.suffix_array import build_fence, build_segment
+from ssd.retrieval.suffix_array import build_segment, build_sparse_index
 from ssd.text.codec import TextCodec
 from tests.cache_files import FINGERPRINT, read_cache
 from tests.cache_files import write_cache as write
@@ -48,7 +48,7 @@ texts = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=
 
 def text_of(path: Path) -> list[int]:
     found: list[int] = []
-    for segment in load_static_directory(path, fingerprint=FINGERPRINT):
+    for segment in load_prebuilt_directory(path, fingerprint=FINGERPRINT):
         found += segment.tokens.tolist()
     return found
 
@@ -68,13 +68,13 @@ def test_a_merged_cache_answers_as_the_caches_together(
     assert read_cache(base / "out") == together
     pattern = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
     assert naive_count(text_of(base / "out"), pattern) == sum(naive_count(text_of(path), pattern) for path in paths)
-    segments = load_static_directory(base / "out", fingerprint=FINGERPRINT)
+    segments = load_prebuilt_directory(base / "out", fingerprint=FINGERPRINT)
     assert all(segment.order.tolist() == naive_order(segment.tokens.tolist()) for segment in segments)
 
 
 def test_a_servers_own_cache_and_a_built_one_become_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     built = write_cache(tmp_path / "built", TEXTS)
-    with CacheSet(CacheConfig(directory=tmp_path / "served"), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path / "served"), FINGERPRINT, inline=True) as caches:
         caches.get("support").append([1, 2, 3] * 5)
     arguments = ["merge", str(built), str(tmp_path / "served/support"), "--out", str(tmp_path / "out")]
     assert main([*arguments, "--namespace", "all"]) == 0
@@ -83,7 +83,7 @@ def test_a_servers_own_cache_and_a_built_one_become_one(tmp_path: Path, capsys: 
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest.namespace == "all"
-    assert all(segment.start is None for segment in load_static_directory(tmp_path / "out", fingerprint=FINGERPRINT))
+    assert all(segment.start is None for segment in load_prebuilt_directory(tmp_path / "out", fingerprint=FINGERPRINT))
     assert inspect(tmp_path / "out", deep=True)["faults"] == []
 
 
@@ -209,16 +209,16 @@ def test_a_directory_is_read_though_a_server_merges_meanwhile(
             return manifest
 
         say_and_merge()
-        for module in (opened_cache, directory, static):
+        for module in (opened_cache, directory, prebuilt):
             monkeypatch.setattr(module, "read_manifest", read_before_a_merge)
         readers = (
-            partial(load_static_directory, fingerprint=FINGERPRINT),
+            partial(load_prebuilt_directory, fingerprint=FINGERPRINT),
             lambda path: opened_cache.open_cache(path, None).segments,
         )
         for read in readers:
             overtaken = 0
             if times == 3:
-                assert [found.tolist() for found in sequences_of(read(path))] == said
+                assert [found.tolist() for found in iter_sequences(read(path))] == said
             else:
                 with pytest.raises(StoreUnavailable, match="is incomplete"):
                     read(path)
@@ -243,7 +243,7 @@ def test_any_order_but_that_of_the_text_is_noticed(sequences: list[list[int]], d
     order = np.array(data.draw(st.permutations(segment.order.tolist())), np.int32)
     if data.draw(st.booleans()):
         order[data.draw(st.integers(0, len(order) - 1))] = data.draw(st.integers(1, len(order)))
-    changed = Segment(segment.text, order, segment.fence, segment.width, None, "s")
+    changed = Segment(segment.text, order, segment.sparse_index, segment.width, None, "s")
     assert is_sorted(changed) == (order.tolist() == naive_order(tokens.tolist()))
 
 
@@ -261,17 +261,22 @@ def test_a_sound_directory_is_called_sound(
 
 def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Path, model: Path) -> None:
     path = write_cache(tmp_path / "a", TEXTS)
-    segment = load_static_directory(path, fingerprint=FINGERPRINT)[0]
+    segment = load_prebuilt_directory(path, fingerprint=FINGERPRINT)[0]
     order = segment.order.copy()
     order[[3, 7]] = order[[7, 3]]
     unsorted = Segment(
-        segment.text, order, build_fence(segment.text, order, segment.width), segment.width, None, segment.segment_id
+        segment.text,
+        order,
+        build_sparse_index(segment.text, order, segment.width),
+        segment.width,
+        None,
+        segment.segment_id,
     )
     rewritten(path, unsorted)
     (fault,) = inspect(path, deep=True)["faults"]
     assert "is not that of its text" in fault
     assert "build the directory again" in fault
-    fence = segment.fence + np.uint64(1)
+    fence = segment.sparse_index + np.uint64(1)
     rewritten(path, Segment(segment.text, segment.order.copy(), fence, segment.width, None, segment.segment_id))
     assert "is not that of its text" in inspect(path, deep=True)["faults"][0]
     rewritten(path, build_segment(segment.tokens[:25], start=None, segment_id=segment.segment_id))
@@ -317,7 +322,7 @@ def test_names_that_a_terminal_would_obey_are_shown_as_escapes(
         assert "\x1b" not in said
         said.encode()
     faults = inspect(path, deep=True)["faults"]
-    assert any("holds text of namespace 'default'" in fault for fault in faults)
+    assert any("contains text of namespace 'default'" in fault for fault in faults)
 
 
 @given(st.data())

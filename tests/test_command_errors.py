@@ -87,7 +87,7 @@ ERRORS = {
     **{
         f"{command} {path}{more}": says
         for command, more in (("inspect", ""), ("push", f" {PUSH}"))
-        for path, says in (("ids.json", "is no directory"), ("none", "holds no cache"), ("dir", "no regular file"))
+        for path, says in (("ids.json", "is no directory"), ("none", "holds no cache"), ("dir", "not a regular file"))
     },
     "inspect damaged": "is damaged",
     "inspect --deep bare": "no manifest.json",
@@ -99,7 +99,7 @@ ERRORS = {
     "evaluate notes.txt": "the logs hold no answer",
     "evaluate asked.jsonl": "hold no answer",
     "evaluate pair.jsonl --cache frozen": "give --warm DIR",
-    "evaluate chat.jsonl --tokenizer MODEL --warm bare": "bare holds no cache",
+    "evaluate chat.jsonl --tokenizer MODEL --warm bare": "bare contains no cache",
     "evaluate pair.jsonl --draft-limit 200": "num_speculative_tokens must be within",
     "evaluate pair.jsonl --cost text.jsonl": "no cost curve in text.jsonl",
     "evaluate pair.jsonl --cost large.json": "is no cost curve",

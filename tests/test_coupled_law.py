@@ -32,7 +32,7 @@ from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
 from ssd.model.target import Target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.engines import FINGERPRINT, ROOT, ask, make_engine, prompt_of, target_of
 from tests.models import tiny_model
@@ -219,7 +219,7 @@ def test_nothing_of_one_request_is_seen_in_another(
     requests = []
     for number, (namespace, stream, prompt, length, _) in enumerate(script):
         requests.append(asked_of(str(number), prompt_of(prompt, length), stream, namespace=namespace))
-    with CacheSet(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(index=index), FINGERPRINT, inline=True) as caches:
         engine = engine_of("ssd", target_of(num_slots=slots, max_length=128), caches=caches, shape=shape)
         outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
         for request, (*_, is_cancelled) in zip(requests, script, strict=True):
@@ -319,7 +319,7 @@ def test_what_is_drafted_from_others_answers_has_the_models_law(rules: str, fres
     target, model = tiny()
     params, random = RULES[rules], np.random.default_rng(1)
 
-    with CacheSet(CacheConfig(), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(), FINGERPRINT, inline=True) as caches:
         drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=4, draft_shape="tree"))
         root = (lambda: random.bytes(32)) if fresh == "secrets" else (lambda: ROOT)
         engine = engine_of(drafter, target, caches=caches, coupled_window=1, shape="tree", root=root)
@@ -339,7 +339,7 @@ def test_each_stream_says_again_what_it_said_in_a_few_passes(shape: DraftShape) 
     target = open_target(model, num_slots=4, max_length=256, max_draft_tokens=LIMIT)
     prompts = [codec.encode_prompt(text)[-64:] for text in snippets(3)[:2]]
     more: dict[str, Any] = {"max_tokens": 48, "temperature": 0.7, "top_p": 0.9, "ignore_eos": True}
-    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), codec.fingerprint, inline=True) as caches:
         drafter = SuffixDrafter(retrieval=False, recycling=False)
         engine, outputs = engine_of(drafter, target, caches=caches, coupled_window=8, shape=shape), []
         for attempt in range(4):

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.crash import PROBLEMS
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.files import read_manifest
 
@@ -135,7 +135,7 @@ def test_a_power_failure_between_any_two_operations_loses_nothing_committed(
             assert failures == [] and directory.manifest.generation >= acknowledged
             assert len(segments) == len(directory.manifest.segment_ids)
 
-    with CacheSet(CacheConfig(index=index, directory=tmp_path / "cache"), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(index=index, directory=tmp_path / "cache"), FINGERPRINT, inline=True) as caches:
         path = tmp_path / "cache" / "default"
         with monkeypatch.context() as patch:
             disk = Disk(path, patch)

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ssd.replication.entry import Entry
+from ssd.replication.offsets import ReplicaOffset, position_of, sequence_id_of
+from ssd.replication.stream import id_key
 from ssd.retrieval.cache_state import Checkpoint
-from ssd.sharing.cursor import Cursor, position_of, sequence_id_of
-from ssd.sharing.entry import Entry
-from ssd.sharing.stream import order
 
 ONE, TWO, THREE = b"one.....", b"two.....", b"three..."
 
@@ -21,23 +21,23 @@ def stream(num_entries: int, first: int = 0) -> dict[bytes, bytes]:
     return {b"%d-%d" % (7 + n // 3, n % 3): b"sequence%08d" % n for n in range(first, first + num_entries)}
 
 
-def after_restart(cursor: Cursor, replica_id: bytes = TWO, position: int = 0) -> Cursor:
+def after_restart(cursor: ReplicaOffset, replica_id: bytes = TWO, position: int = 0) -> ReplicaOffset:
     """The cursor of the next life, as a manifest brings it."""
-    return Cursor(replica_id, Checkpoint(json.loads(json.dumps(cursor.position())), position))
+    return ReplicaOffset(replica_id, Checkpoint(json.loads(json.dumps(cursor.to_json())), position))
 
 
-def that_read(log: dict[bytes, bytes]) -> Cursor:
+def that_read(log: dict[bytes, bytes]) -> ReplicaOffset:
     """A cursor after all of ``log``."""
-    cursor = Cursor(ONE)
+    cursor = ReplicaOffset(ONE)
     for entry_id, sequence_id in log.items():
-        cursor.passed(entry_id, sequence_id)
+        cursor.advance(entry_id, sequence_id)
     return cursor
 
 
-def found(cursor: Cursor, log: dict[bytes, bytes]) -> int:
+def found(cursor: ReplicaOffset, log: dict[bytes, bytes]) -> int:
     """How many entries of ``log`` the cursor knows."""
-    known = cursor.find(next(iter(log), None), log.get)
-    return sum(known is not None and order(entry_id) <= order(known) for entry_id in log)
+    known = cursor.locate(next(iter(log), None), log.get)
+    return sum(known is not None and id_key(entry_id) <= id_key(known) for entry_id in log)
 
 
 def by(replica_id: bytes, position: int) -> Entry:
@@ -55,9 +55,9 @@ def test_what_was_read_is_known_after_a_restart_however_the_log_was_trimmed(
 
 def test_a_mark_of_a_former_version_is_read() -> None:
     mark = {"replica": "00" * 8, "lives": [], "waypoints": [[9, "9-0", "09" * 16], [4, "4-0", "04" * 16]]}
-    cursor = Cursor(ONE, Checkpoint(mark, 5))
+    cursor = ReplicaOffset(ONE, Checkpoint(mark, 5))
     log = {b"9-0": b"\x09" * 16}
-    assert cursor.find(b"1-0", log.get) == b"9-0"
+    assert cursor.locate(b"1-0", log.get) == b"9-0"
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -68,24 +68,24 @@ def test_another_log_with_the_same_ids_is_not_known(num_read: int, num_entries: 
 
 
 def test_of_an_empty_log_nothing_is_known() -> None:
-    assert that_read(stream(3)).find(None, lambda _: None) is None
+    assert that_read(stream(3)).locate(None, lambda _: None) is None
 
 
 def test_a_mark_stays_small() -> None:
     cursor = that_read(stream(1000))
     for life in range(200):
         cursor = after_restart(cursor, b"%08d" % life)
-    assert len(cursor.lives) == 64
-    assert len(json.dumps(cursor.position())) < 4000
+    assert len(cursor.incarnations) == 64
+    assert len(json.dumps(cursor.to_json())) < 4000
 
 
 def test_our_own_entries_are_known_by_position_and_life() -> None:
-    second = after_restart(Cursor(ONE), TWO, position=100)
+    second = after_restart(ReplicaOffset(ONE), TWO, position=100)
     third = after_restart(second, THREE, position=250)
-    assert third.is_ours(by(THREE, 10**9)) and third.is_ours(by(ONE, 99)) and third.is_ours(by(TWO, 249))
-    assert not third.is_ours(by(ONE, 100))  # lost with the tail
-    assert not third.is_ours(by(TWO, 250))
-    assert not third.is_ours(by(b"another.", 0))
+    assert third.is_stored(by(THREE, 10**9)) and third.is_stored(by(ONE, 99)) and third.is_stored(by(TWO, 249))
+    assert not third.is_stored(by(ONE, 100))  # lost with the tail
+    assert not third.is_stored(by(TWO, 250))
+    assert not third.is_stored(by(b"another.", 0))
     assert position_of(sequence_id_of(ONE, 1 << 40)) == 1 << 40
 
 
@@ -107,9 +107,9 @@ ALMOST = {"replica": "00" * 8, "lives": [], "waypoints": []}
     st.integers(0, 1 << 70),
 )
 def test_whatever_a_manifest_holds_makes_a_cursor_that_works(mark: dict[str, object], position: int) -> None:
-    cursor = Cursor(ONE, Checkpoint(mark, position))
-    assert found(cursor, stream(5)) == 0 and cursor.waypoint is None
+    cursor = ReplicaOffset(ONE, Checkpoint(mark, position))
+    assert found(cursor, stream(5)) == 0 and cursor.last_read is None
     for entry_id, sequence_id in stream(3).items():
-        cursor.passed(entry_id, sequence_id)
-    assert cursor.is_ours(by(ONE, 7)) and not cursor.is_ours(by(THREE, 1 << 60))
+        cursor.advance(entry_id, sequence_id)
+    assert cursor.is_stored(by(ONE, 7)) and not cursor.is_stored(by(THREE, 1 << 60))
     assert found(after_restart(cursor), stream(5)) == 3

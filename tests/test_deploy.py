@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_port
 from server.command.arguments import Options, parse_arguments
-from ssd.sharing.redis_log import SharingStats, StreamStats
+from ssd.replication.replication_log import ReplicationStats, StreamStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import ask, get, wait_until
 from tests.server.failing_engine import RunningServer, serving
@@ -81,10 +81,10 @@ def expressions() -> list[str]:
     return [expression for each in panels().values() for expression in each] + list(alerts().values())
 
 
-def sharing_stats() -> dict[str, SharingStats]:
+def sharing_stats() -> dict[str, ReplicationStats]:
     """Of a server whose Redis answers and has nothing to say."""
-    nothing: dict[str, Any] = dict.fromkeys(SharingStats.__dataclass_fields__, 0)
-    return {"default": SharingStats(**nothing | {"is_connected": True, "streams": {"default": StreamStats()}})}
+    nothing: dict[str, Any] = dict.fromkeys(ReplicationStats.__dataclass_fields__, 0)
+    return {"default": ReplicationStats(**nothing | {"is_connected": True, "streams": {"default": StreamStats()}})}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,9 @@ def test_whatever_tells_that_sharing_is_slow_or_loses_is_documented_drawn_and_wa
 
 def test_every_number_of_sharing_is_documented() -> None:
     page = (ROOT / "docs" / "sharing.md").read_text()
-    names = {name.removeprefix("num_").removeprefix("is_") for name in SharingStats.__dataclass_fields__} - {"streams"}
+    names = {name.removeprefix("num_").removeprefix("is_") for name in ReplicationStats.__dataclass_fields__} - {
+        "streams"
+    }
     (row,) = re.findall(r"sharing_{(published[a-z_,]+)}", page)
     (failures,) = re.findall(r"sharing_{(failures[a-z_,]+)}", page)
     alone = re.findall(r"`ssd:sharing_([a-z]+?)(?:_total)?`", page)

@@ -18,7 +18,7 @@ import pytest
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import CacheLocked, FormatVersion, NamespaceMismatch, StoreUnavailable
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory, remove_directory
 from ssd.retrieval.files import DAMAGED_NAME, LOCK_NAME, MANIFEST_NAME, PREVIOUS_NAME, read_manifest, write_file
 from ssd.retrieval.segment import SEPARATOR, Segment, write_segment
@@ -28,17 +28,17 @@ from tests.reference.retrieval import sequences, snapshot_text
 FINGERPRINT = "0123456789abcdef" * 2
 
 
-def opened(path: Path, namespace: str = "default") -> CacheSet:
+def opened(path: Path, namespace: str = "default") -> CacheManager:
     index = IndexConfig(capacity_tokens=8000, seal_tokens=16, merge_fanout=4, dedup_block_tokens=0)
-    return CacheSet(CacheConfig(index=index, directory=path), FINGERPRINT, namespace=namespace, inline=True)
+    return CacheManager(CacheConfig(index=index, directory=path), FINGERPRINT, namespace=namespace, inline=True)
 
 
-def said(caches: CacheSet) -> list[int]:
+def said(caches: CacheManager) -> list[int]:
     """The first token of every sequence."""
     return [sequence[0] for sequence in sequences(snapshot_text(caches.get().snapshot()))]
 
 
-def learn(caches: CacheSet, numbers: range) -> None:
+def learn(caches: CacheManager, numbers: range) -> None:
     for number in numbers:
         caches.get().append([number] * 20)
         caches.maintain()
@@ -133,7 +133,7 @@ def test_a_damaged_manifest_is_made_anew_from_the_segments(
     DAMAGE[damage](path / MANIFEST_NAME)
     with opened(tmp_path) as caches:
         assert said(caches) == list(range(30)) and caches.get().stats().num_failures == 1
-        assert "its manifest was made anew from its segments" in caplog.text
+        assert "the manifest was rebuilt from the segments" in caplog.text
         learn(caches, range(30, 40))
     manifest = read_manifest(path)
     assert manifest is not None and (manifest.generation > before.generation or not has_previous)
@@ -261,7 +261,7 @@ def test_no_manifest_of_another_writer_is_replaced_where_directories_cannot_be_l
         with opened(tmp_path) as others:
             learn(others, range(100, 105))
             learn(caches, range(5, 10))
-            assert "is being written by another process" in caplog.text and "a restart loses it" in caplog.text
+            assert "another process writes" in caplog.text and "a restart loses it" in caplog.text
         learn(caches, range(10, 15))
         assert "manifest.json was written by another process" in caches_failure(caches)
         assert said(caches) == list(range(15))  # it is searched all the same
@@ -269,7 +269,7 @@ def test_no_manifest_of_another_writer_is_replaced_where_directories_cannot_be_l
         assert said(caches) == [*range(5), *range(100, 105)]
 
 
-def caches_failure(caches: CacheSet) -> str:
+def caches_failure(caches: CacheManager) -> str:
     """What the next commit fails with."""
     files = caches.get()._files
     assert files is not None
@@ -286,7 +286,7 @@ def test_a_directory_that_was_put_in_the_place_of_ours_is_left_alone(tmp_path: P
         (tmp_path / "copy").rename(tmp_path / "default")
         before = (tmp_path / "default" / MANIFEST_NAME).read_bytes()
         learn(caches, range(5, 10))
-        assert "another was put there" in caches_failure(caches)
+        assert "was replaced by another directory" in caches_failure(caches)
     assert (tmp_path / "default" / MANIFEST_NAME).read_bytes() == before
 
 
@@ -351,7 +351,7 @@ def test_a_directory_copied_to_another_namespace_is_refused(tmp_path: Path) -> N
         assert (other.stats().num_failures, caches.get().stats().num_failures) == (1, 0)
     assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
     with opened(tmp_path / "new", "other") as caches:
-        caches.get().add_static_directory(tmp_path / "other")
+        caches.get().add_prebuilt_directory(tmp_path / "other")
         assert caches.get().stats().num_static_tokens == 30 * 21  # on purpose
 
 

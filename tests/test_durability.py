@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import SEPARATOR, Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
@@ -130,7 +130,7 @@ class Halves(RuleBasedStateMachine):
     @precondition(lambda self: self.sealing is None and self.twin.tail)
     @rule()
     def begin_to_seal(self) -> None:
-        due = self.index.tail_to_seal()
+        due = self.index.memtable_to_flush()
         assert due is not None
         start, tokens = due
         num_due = tokens.tolist().count(SEPARATOR)
@@ -143,14 +143,14 @@ class Halves(RuleBasedStateMachine):
         assert self.sealing is not None
         segment, due = self.sealing
         self.sealing = None
-        self.index.install_sealed(segment)
+        self.index.install_flushed(segment)
         self.twin.seal(due)
         self.groups[segment.segment_id] = due
 
     @precondition(lambda self: self.merging is None)
     @rule()
     def begin_to_merge(self) -> None:
-        inputs = self.index.merge_plan()
+        inputs = self.index.plan_merge()
         if inputs is not None:
             tokens = np.concatenate([segment.tokens for segment in inputs])
             self.merging = inputs, self.build(tokens, inputs[0].start)
@@ -170,8 +170,8 @@ class Halves(RuleBasedStateMachine):
     @precondition(lambda self: self.merging is None and self.sealing is None)
     @rule()
     def commit(self) -> None:
-        self.directory.commit(self.index.ring_born, next_position=self.index.next_position)
-        self.committed = [(s.segment_id, self.groups[s.segment_id]) for s in self.index.ring_born]
+        self.directory.commit(self.index.ring_segments, next_position=self.index.next_position)
+        self.committed = [(s.segment_id, self.groups[s.segment_id]) for s in self.index.ring_segments]
 
     @rule()
     def die_and_reopen(self) -> None:
@@ -214,17 +214,17 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
     index = IndexConfig(capacity_tokens=capacity, seal_tokens=8, merge_fanout=2, dedup_block_tokens=0, lead_in_tokens=1)
     with tempfile.TemporaryDirectory() as directory:
         config = CacheConfig(index=index, directory=Path(directory))
-        caches = CacheSet(config, FINGERPRINT, inline=True)
+        caches = CacheManager(config, FINGERPRINT, inline=True)
         said: list[Text] = []
         on_disk: list[Text] = []
         for operation in operations:
             if operation == "die":
                 die(caches)
-                caches = CacheSet(config, FINGERPRINT, inline=True)
+                caches = CacheManager(config, FINGERPRINT, inline=True)
                 said = on_disk
             elif operation == "close":
                 caches.close()
-                caches = CacheSet(config, FINGERPRINT, inline=True)
+                caches = CacheManager(config, FINGERPRINT, inline=True)
             elif operation == "maintain":
                 caches.maintain()
             elif operation == "flush":
@@ -242,14 +242,14 @@ def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, op
             said = found
             check_counts(snapshot, said)
             if isinstance(operation, str):
-                tail = num_tokens(said) - (snapshot.tail_stop - snapshot.tail_start)
+                tail = num_tokens(said) - (snapshot.memtable_stop - snapshot.memtable_start)
                 on_disk = [s for i, s in enumerate(said) if num_tokens(said[: i + 1]) <= tail]
                 assert operation == "maintain" or on_disk == said
         assert caches.get().stats().num_failures == 0
         caches.close()
 
 
-def die(caches: CacheSet) -> None:
+def die(caches: CacheManager) -> None:
     """Let go of an inline set as the end of its process would: nothing is sealed or written, the locks are free."""
     for name in caches.names():
         files = caches.get(name)._files
@@ -265,7 +265,7 @@ import json, logging, os, resource, shutil, subprocess, sys
 from pathlib import Path
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import StoreUnavailable
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.segment import SEPARATOR
 
 home = Path(sys.argv[1])
@@ -273,12 +273,13 @@ logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
 index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64, merge_fanout=2, dedup_block_tokens=0)
 
 def opened():
-    return CacheSet(CacheConfig(index=index, directory=home), "0123456789abcdef" * 2, inline=True)
+    return CacheManager(CacheConfig(index=index, directory=home), "0123456789abcdef" * 2, inline=True)
 
 def numbers(caches):
     snapshot = caches.get().snapshot()
     text = [int(t) for s in snapshot.segments for t in s.tokens]
-    text += [int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    memtable = range(snapshot.memtable_start, snapshot.memtable_stop)
+    text += [int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in memtable]
     return [b for a, b in zip([SEPARATOR] + text, text) if a == SEPARATOR]
 
 def learn(caches, first, stop):
@@ -413,8 +414,8 @@ def test_segments_that_cannot_be_read_for_now_are_not_removed(tmp_path: Path) ->
 _READ_ONLY = (
     _CHILD_SETUP
     + """
-from ssd.retrieval import suffix_cache
-suffix_cache.RETRY_S = 0.01
+from ssd.retrieval import namespace_cache
+namespace_cache.RETRY_S = 0.01
 
 def mount(*arguments):
     subprocess.run(["mount", *arguments, str(home)], check=True)
@@ -455,7 +456,7 @@ def test_a_directory_that_becomes_read_only_and_writable_again_costs_nothing(tmp
     result, log = run_child(_READ_ONLY, tmp_path, *in_mounts)
     said, num_failures = result["read_only"]
     assert said == list(range(21)) and num_failures > 0
-    assert "being written by another process" in result["CacheLocked"]  # the lock outlives it
+    assert "another process writes" in result["CacheLocked"]  # the lock outlives it
     assert result["writable"] == result["reopened"] == list(range(30))
     assert "Read-only file system" in result["StoreUnavailable"]
     assert [line.split()[0] for line in log.splitlines()] == ["ERROR", "WARNING"]

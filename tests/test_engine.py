@@ -25,7 +25,7 @@ from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import FinishReason, pass_timing, proposals
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from tests import fixed_times
 from tests.engines import EOS, FINGERPRINT, ask, make_engine, prompt_of, target_of
 from tests.fixed_times import measure_asking, seconds_of, unfixed_passes
@@ -89,7 +89,7 @@ def test_an_output_ends_inside_of_an_accepted_draft_and_nothing_behind_it_is_lea
     said = plain_decode(tiny_model(), prompt_of(3), ask("a", ()).sampling)
     at = next(i for i in range(2, 11) if said[i] not in said[:i])
     token = said[at]
-    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
         drafter = OracleDrafter({prompt_of(3): said}, VOCAB)
         is_stop = end == "stop token"
         engine = make_engine(drafter, limit=8, caches=caches, eos=[EOS if is_stop else token])
@@ -169,7 +169,7 @@ def test_repeated_requests_are_drafted_however_wrong_passes_were_timed(
         return {(rows, width): seconds_of(rows * width) * (factor if width > 1 else 1.0) for rows, width in sizes}
 
     monkeypatch.setattr(proposals, "timed_passes", wrong)
-    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
         engine = make_engine(SuffixDrafter(), caches=caches, limit=16)
         engine.calibrate()
         for number in range(20):
@@ -181,7 +181,7 @@ def test_repeated_requests_are_drafted_however_wrong_passes_were_timed(
 def test_what_withholds_drafts_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A drafted token costs more than a pass here, so nothing is drafted, and that is reported."""
     monkeypatch.setattr(fixed_times, "seconds_of", lambda positions: 1e-3 if positions == 1 else 1.5e-3 * positions)
-    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
         engine = make_engine(SuffixDrafter(), caches=caches, limit=16)
         engine.calibrate()
         assert engine.speculation.active
@@ -236,15 +236,15 @@ def test_a_number_is_counted_at_the_first_bound_it_is_not_above() -> None:
     assert histogram.counts == [sum(low < v <= high for v in values) for low, high in pairwise(bounds)]
 
 
-@pytest.mark.parametrize("runs_beside_host", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_every_request_ends_once_and_counts_add_up(runs_beside_host: bool, seed: int) -> None:
+def test_every_request_ends_once_and_counts_add_up(is_asynchronous: bool, seed: int) -> None:
     """Every third request is cancelled, some before they begin."""
     random = np.random.default_rng(seed)
     outputs = []
-    with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
-        engine = make_engine(target=target_of(num_slots=3), caches=caches, runs_beside_host=runs_beside_host)
+    with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        engine = make_engine(target=target_of(num_slots=3), caches=caches, is_asynchronous=is_asynchronous)
         prompts, most = random.integers(3, 50, (3, 9)), random.integers(3, 30, 9).tolist()
         for number in range(9):
             sampling = {"max_tokens": most[number], "ignore_eos": True}

@@ -26,7 +26,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
 from ssd.drafting.draft_records import SOURCES
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from tests.reference.decoding import SlowDecoder
 
 TOKENIZER = str(MODEL_PATH)
@@ -97,7 +97,7 @@ def test_the_figures_are_those_of_decoding_the_log_request_by_request() -> None:
     log = made_log()
     found = evaluate(log, plan(), COSTS)
     decoder, num_steps, num_drafted = OutputDecoder(COSTS.curve, draft=plan().draft), 0, 0
-    with CacheSet(CacheConfig(index=IndexConfig()), FINGERPRINT, inline=True) as caches:
+    with CacheManager(CacheConfig(index=IndexConfig()), FINGERPRINT, inline=True) as caches:
         for number in range(len(log)):
             row = log.row(number)
             steps = decoder.decode(row, caches.get().snapshot())
@@ -200,8 +200,8 @@ STEEP = CostCurve("steep", np.array([1.0, 2.0, 8.0]), np.array([1.0, 1.3, 1.6]))
 
 
 @contextmanager
-def small_cache() -> Iterator[SuffixCache]:
-    with CacheSet(CacheConfig(index=IndexConfig(seal_tokens=64)), "0" * 32, inline=True) as caches:
+def small_cache() -> Iterator[NamespaceCache]:
+    with CacheManager(CacheConfig(index=IndexConfig(seal_tokens=64)), "0" * 32, inline=True) as caches:
         yield caches.get()
 
 

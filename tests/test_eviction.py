@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.files import is_kept, new_segment_id
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.files import is_retained, new_segment_id
 from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.namespace_cache import NamespaceCache
+from ssd.retrieval.reuse import WINDOW_TOKENS, hot_texts
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
-from ssd.retrieval.suffix_cache import SuffixCache
-from ssd.retrieval.usage import WINDOW_TOKENS, used_texts
 from tests.reference.eviction import SlowIndex
 from tests.reference.retrieval import sequences, snapshot_text
 
@@ -46,36 +46,36 @@ def longest_known(snapshot: Snapshot, text: Tokens) -> int:
 
 
 def seal(index: SuffixIndex) -> Segment | None:
-    due = index.tail_to_seal()
+    due = index.memtable_to_flush()
     if due is None:
         return None
     segment = build_segment(due[1], start=due[0], segment_id=new_segment_id(due[0]))
-    index.install_sealed(segment)
+    index.install_flushed(segment)
     return segment
 
 
 def merge(index: SuffixIndex) -> list[int]:
     """Start positions of what was merged."""
-    inputs = index.merge_plan()
+    inputs = index.plan_merge()
     if inputs is None:
         return []
     text = np.concatenate([segment.tokens for segment in inputs])
-    kept = {is_kept(segment.segment_id) for segment in inputs}
+    kept = {is_retained(segment.segment_id) for segment in inputs}
     assert len(kept) == 1, "text of use is merged with text that is yet to be"
-    merged = build_segment(text, start=inputs[0].start, segment_id=new_segment_id(inputs[0].start, kept=kept.pop()))
+    merged = build_segment(text, start=inputs[0].start, segment_id=new_segment_id(inputs[0].start, retained=kept.pop()))
     assert index.install_merged(inputs, merged)
     return [segment.start or 0 for segment in inputs]
 
 
 def keep(index: SuffixIndex) -> bool:
-    due = index.leaving()
+    due = index.eviction_pass()
     if due is None:
         return False
     kept = [
-        (left, build_segment(text, start=left.start, segment_id=new_segment_id(left.start, kept=True)))
-        for left, text in used_texts(due)
+        (left, build_segment(text, start=left.start, segment_id=new_segment_id(left.start, retained=True)))
+        for left, text in hot_texts(due)
     ]
-    index.install_kept(due.left, kept)
+    index.install_retained(due.evicted, kept)
     return True
 
 
@@ -89,7 +89,7 @@ def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
     num_kept = num_stored = 0
     for _ in range(150):
         operation = random.choice(["say", "say", "flood", "seal", "merge", "keep"])
-        if index.num_tail_tokens > capacity // 2:
+        if index.num_memtable_tokens > capacity // 2:
             operation = "seal"  # or the ring would drop what is in no segment
         if operation in ("say", "flood"):
             prompt = random.integers(0, 500, int(random.integers(0, 20))).tolist()
@@ -106,29 +106,29 @@ def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
         elif keep(index):
             twin.keep()
         assert snapshot_text(index.snapshot()) == twin.text()
-        assert index.num_kept_tokens == sum(len(tokens) for _, tokens in twin.kept) <= capacity / 2
+        assert index.num_retained_tokens == sum(len(tokens) for _, tokens in twin.kept) <= capacity / 2
         assert index.snapshot().num_tokens == num_stored - index.num_evicted_tokens <= capacity
         assert all(len(segment) <= max(2, capacity // 8) for segment in index.snapshot().segments)
-        starts = [segment.start or 0 for segment in index.ring_born]
-        assert starts == sorted(starts) and all(sequences(segment.tokens.tolist()) for segment in index.ring_born)
-        num_kept += index.num_kept_tokens
+        starts = [segment.start or 0 for segment in index.ring_segments]
+        assert starts == sorted(starts) and all(sequences(segment.tokens.tolist()) for segment in index.ring_segments)
+        num_kept += index.num_retained_tokens
     assert num_kept > 0, "nothing was ever kept"
 
 
 # The cache
 
 
-def opened(directory: Path | None = None, capacity_tokens: int = CAPACITY) -> CacheSet:
+def opened(directory: Path | None = None, capacity_tokens: int = CAPACITY) -> CacheManager:
     index = IndexConfig(capacity_tokens=capacity_tokens, seal_tokens=256, merge_fanout=2)
-    return CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
+    return CacheManager(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
 
 
-def said(cache: SuffixCache, text: Tokens, *, prompt_length: int = 0) -> None:
+def said(cache: NamespaceCache, text: Tokens, *, prompt_length: int = 0) -> None:
     cache.append(text, prompt_length=prompt_length)
     cache.maintain()
 
 
-def flood(cache: SuffixCache, num_tokens: int, seed: int = 1) -> None:
+def flood(cache: NamespaceCache, num_tokens: int, seed: int = 1) -> None:
     """Random text as prompts that come once."""
     random = np.random.default_rng(seed)
     for _ in range(num_tokens // 200):
@@ -210,12 +210,12 @@ def test_a_snapshot_is_unchanged_by_a_later_seal_and_merge() -> None:
 def test_sequences_dropped_while_they_are_being_sealed_are_not_lost() -> None:
     index = index_of(capacity_tokens=16)
     index.append(tokens_of([1]))
-    due = index.tail_to_seal()
+    due = index.memtable_to_flush()
     assert due is not None
     for token in range(2, 10):
         index.append(tokens_of([token]))
     assert index.num_dropped_tokens == 0  # [1] left the ring, but its copy is on the way
-    index.install_sealed(build_segment(due[1], start=due[0], segment_id="a"))
+    index.install_flushed(build_segment(due[1], start=due[0], segment_id="a"))
     assert index.snapshot().num_tokens <= 16
     index.append(tokens_of([10]))
     assert index.num_dropped_tokens == 2
@@ -231,11 +231,11 @@ def test_a_backlog_of_seals_is_sorted_about_as_often_as_a_steady_stream(fanout: 
         index.append(tokens)
         seal(index)
         total += len(tokens) + 1
-    num_sorted, inputs = 0, index.merge_plan()
+    num_sorted, inputs = 0, index.plan_merge()
     while inputs is not None:
         num_sorted += sum(map(len, inputs))
         assert merge(index)
-        inputs = index.merge_plan()
+        inputs = index.plan_merge()
     assert num_sorted <= 2.5 * total * math.log(1250 / size, fanout)
     assert len(index.snapshot().segments) <= 2 * fanout * math.log(1250 / size, fanout) + 8
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.layers.row_plan import find_rows
+from ssd.model.layers.row_plan import find_invariant_shapes
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target, pad_rows
 from tests.architectures import ARCHITECTURES, SLOTS
@@ -103,7 +103,7 @@ def read_as_trees(
     counts = [len(tree) for tree in trees]
     fed, above_each = (pad_rows([np.array(row) for row in rows]) for rows in (trees, parents))
     found = target.forward(slots, fed, counts, parents=above_each).logits.clone()
-    target.keep_paths(slots, counts, paths)
+    target.accept_paths(slots, counts, paths)
     return found, paths
 
 
@@ -125,7 +125,7 @@ def test_a_number_of_rows_whose_results_agree_by_chance_is_found_out() -> None:
         """Of a single row in eight another result, as where few sums round differently in another order."""
         return x @ weight if len(x) > 1 or x[0, 0] < 1.15 else x @ weight + 1
 
-    assert find_rows(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).least > 1
+    assert find_invariant_shapes(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).least > 1
 
 
 def test_rows_that_differ_in_few_numbers_once_they_are_rounded_are_found() -> None:
@@ -136,7 +136,7 @@ def test_rows_that_differ_in_few_numbers_once_they_are_rounded_are_found() -> No
         sums = (x.double() @ weight).float()
         return (torch.nextafter(sums, sums + 1) if len(x) == 1 else sums).bfloat16()
 
-    assert find_rows(compute, 2048, 640, torch.bfloat16).least == 2
+    assert find_invariant_shapes(compute, 2048, 640, torch.bfloat16).least == 2
 
 
 def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
@@ -146,7 +146,7 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
         """As two threads of an EPYC: 4 and 8 rows agree with all from 12 on, the others between do not."""
         return x @ weight + (len(x) < 12 and len(x) % 4)
 
-    plan = find_rows(compute, 64, 192, torch.float32)
+    plan = find_invariant_shapes(compute, 64, 192, torch.float32)
     assert (plan.least, plan.is_exact) == (12, True)
     rows = torch.randn(5, 64)
     assert torch.equal(plan.product(compute, rows), compute(rows.repeat(3, 1))[:5])
@@ -154,7 +154,9 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
 
 def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_least() -> None:
     weight = torch.randint(-8, 9, (256, 8192), generator=torch.Generator().manual_seed(0)).float()  # read long: timed
-    plan = find_rows(lambda x: x.round() @ weight, 256, 8192, torch.float32)  # sums of whole numbers are exact
+    plan = find_invariant_shapes(
+        lambda x: x.round() @ weight, 256, 8192, torch.float32
+    )  # sums of whole numbers are exact
     assert (plan.most, plan.is_exact) == (512, True)
     assert plan.least <= 4
 
@@ -163,9 +165,9 @@ def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_leas
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     model = tiny_model(name)
     target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH)
-    assert not target.exactness.holds and target.exactness.reason
+    assert not target.batch_invariance.holds and target.batch_invariance.reason
     with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
         open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="on")
-    assert target.exactness.reason in str(refused.value)
+    assert target.batch_invariance.reason in str(refused.value)
     off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="off")
-    assert not off.exactness.holds and off.exactness.reason == "switched off"
+    assert not off.batch_invariance.holds and off.batch_invariance.reason == "switched off"

@@ -13,8 +13,8 @@ from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.static import load_static_directory
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.prebuilt import load_prebuilt_directory
 from ssd.text.codec import TextCodec
 from tests.cache_files import write_cache
 
@@ -56,16 +56,16 @@ def test_a_draft_is_shown_with_the_places_its_beginning_stands_at(
 
 
 def blocks_of_all(cache: Path, codec: TextCodec) -> list[list[int]]:
-    return [each.tokens.tolist() for each in load_static_directory(cache, fingerprint=codec.fingerprint)]
+    return [each.tokens.tolist() for each in load_prebuilt_directory(cache, fingerprint=codec.fingerprint)]
 
 
 def test_the_draft_is_the_drafters_own_and_learned_bin_is_used(
     codec: TextCodec, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = codec.encode_completion(SAID)
-    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
         caches.get("served").append(said)
-    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), codec.fingerprint, inline=True) as caches:
         snapshot, learned = caches.get("served").snapshot(), caches.get("served").learned
         drafter = SuffixDrafter()
         for number in range(30):  # what stands there comes every time

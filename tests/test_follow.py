@@ -59,7 +59,7 @@ class Story:
         )
         self.index = SuffixIndex(config)
         self.num_built = 0
-        self.index.add_static([self.build(np.array([*STORY, SEPARATOR], np.int32), None)])  # stays
+        self.index.add_prebuilt([self.build(np.array([*STORY, SEPARATOR], np.int32), None)])  # stays
         for _ in range(int(self.random.integers(1, 4))):
             self.append()
         self.output = [token for _ in range(6) for token in self.text()]
@@ -79,26 +79,26 @@ class Story:
 
     def append(self) -> None:
         text = self.text()
-        if self.index.num_tail_tokens + len(text) + 1 > self.index.config.capacity_tokens // 2:
+        if self.index.num_memtable_tokens + len(text) + 1 > self.index.config.capacity_tokens // 2:
             self.seal()  # sealing that keeps up: nothing is dropped unsealed
         self.index.append(np.array(text, np.int32))
 
     def seal(self) -> None:
-        due = self.index.tail_to_seal()
+        due = self.index.memtable_to_flush()
         if due is not None:
-            self.index.install_sealed(self.build(due[1], due[0]))
+            self.index.install_flushed(self.build(due[1], due[0]))
 
     def merge(self) -> None:
-        inputs = self.index.merge_plan()
+        inputs = self.index.plan_merge()
         if inputs is not None:
             self.index.install_merged(inputs, self.build(concatenate(inputs), inputs[0].start))
 
-    def add_static(self) -> None:
-        self.index.add_static([self.build(np.array([*self.text(), SEPARATOR], np.int32), None)])
+    def add_prebuilt(self) -> None:
+        self.index.add_prebuilt([self.build(np.array([*self.text(), SEPARATOR], np.int32), None)])
 
     def go_on(self) -> None:
         """Often nothing, sometimes several things."""
-        kinds = [self.append, self.append, self.seal, self.merge, self.add_static]
+        kinds = [self.append, self.append, self.seal, self.merge, self.add_prebuilt]
         for _ in range(max(0, int(self.random.integers(-3, 4)))):
             kinds[int(self.random.integers(0, len(kinds)))]()
 
@@ -135,8 +135,8 @@ def test_text_that_is_gone_is_not_followed(is_sealed: bool) -> None:
     carried = drafter()
     assert carried.propose([ask([*range(20)], index.snapshot())])[0].token_ids.tolist() == [20, 21, 22, 23]
     if is_sealed:
-        start, tokens = index.tail_to_seal() or (0, np.empty(0, np.int32))
-        index.install_sealed(build_segment(tokens, start=start, segment_id="s"))
+        start, tokens = index.memtable_to_flush() or (0, np.empty(0, np.int32))
+        index.install_flushed(build_segment(tokens, start=start, segment_id="s"))
     while index.num_dropped_tokens + index.num_evicted_tokens == 0:
         index.append(np.full(189, 777, np.int32))
     assert len(index.snapshot().segments) == 0

@@ -23,15 +23,15 @@ from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
-from ssd.model.draft.candidates import comb
+from ssd.model.draft.candidates import build_draft
 from ssd.model.draft.drafter import DraftModelDrafter, HeadDrafter, NetworkDrafter, load_draft_model
 from ssd.model.draft.slots import HeadSlots
 from ssd.model.heads.networks import Head
 from ssd.model.kv.tree import leading_chain
-from ssd.model.layers.tap import FINAL
+from ssd.model.layers.hidden_states import FINAL
 from ssd.model.loading.load_target import open_target
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import pad_rows
-from ssd.model.ways.slot_target import SlotTarget
 from ssd.retrieval.cache_state import LearnedState
 from ssd.text.codec import TextCodec
 from tests.engines import ask, make_engine
@@ -44,7 +44,7 @@ SLOTS, LENGTH = 3, 48
 NAMES = ("perfect", "random", "whole vocabulary", "parallel", "model")
 
 
-def kind_of(name: str, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[SlotTarget, NetworkDrafter]:
+def kind_of(name: str, dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[SlotRunner, NetworkDrafter]:
     """A fresh target and drafter: of a head that is always right, of random ones."""
     model = (forgetful_model() if name == "perfect" else tiny_model()).to(dtype)
     head: Head
@@ -61,14 +61,14 @@ def kind_of(name: str, dtype: torch.dtype = torch.float32, **sizes: int) -> tupl
 
 def model_drafter(
     model: PreTrainedModel, *, num_slots: int = 4, max_length: int = 96, chunk_tokens: int = 512
-) -> tuple[SlotTarget, NetworkDrafter]:
+) -> tuple[SlotRunner, NetworkDrafter]:
     """A target, and a smaller model of random weights that is as exact."""
     small = tiny_model(hidden_size=32, num_hidden_layers=1).to(model.dtype)
     target, draft = (
         open_target(each, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, exact="on")
         for each in (model, small)
     )
-    assert isinstance(target, SlotTarget)
+    assert isinstance(target, SlotRunner)
     return target, DraftModelDrafter(draft, chunk_tokens=chunk_tokens)
 
 
@@ -79,7 +79,7 @@ kept = cache(kind_of)
 
 
 def run(
-    target: SlotTarget, drafter: Drafter | str, requests: Sequence[Request], *, late: int = 0, **more: Any
+    target: SlotRunner, drafter: Drafter | str, requests: Sequence[Request], *, late: int = 0, **more: Any
 ) -> tuple[Engine, list[Answer]]:
     """Answers to requests, the last ``late`` of which come after two steps."""
     engine = make_engine(drafter, target, limit=6, **more)
@@ -164,7 +164,7 @@ class House:
         self.target, self.drafter = kept(name, dtype, num_slots=SLOTS, max_length=LENGTH, chunk_tokens=5)
         for slot in range(SLOTS):
             self.target.rollback(slot, 0)
-        self.drafter._slots.reread()
+        self.drafter._slots.clear()
         self.texts: list[list[int]] = [[] for _ in range(SLOTS)]
         self.names = [""] * SLOTS
         self.count = 0
@@ -202,7 +202,7 @@ class House:
         count = fed.shape[1]
         self.target.forward([slot], fed, [count], parents=np.array([[-1, *([0] * len(draft))]]))
         path = [0, 1 + accepted % len(draft)] if draft else [0]
-        self.target.keep_paths([slot], [count], [np.array(path)])
+        self.target.accept_paths([slot], [count], [np.array(path)])
         self.texts[slot] += [*fed[0, path[1:]].tolist(), 3 + accepted]
 
     def check(self, slots: Sequence[int], temperature: float) -> None:
@@ -221,14 +221,14 @@ class House:
         def broken(*_given: Any, **_named: Any) -> Any:
             raise RuntimeError("out of memory")
 
-        choose = self.drafter._choose
-        self.drafter._choose = broken  # type: ignore[method-assign]
+        choose = self.drafter._add_candidates
+        self.drafter._add_candidates = broken  # type: ignore[method-assign]
         try:
             assert not len(self.drafter.propose([self._request(slot, 0.0)])[0].token_ids)
         except RuntimeError as error:
             assert str(error) == "out of memory"
         finally:
-            self.drafter._choose = choose  # type: ignore[method-assign]
+            self.drafter._add_candidates = choose  # type: ignore[method-assign]
 
     def _propose(self, requests: list[DraftRequest]) -> list[Draft]:
         """It reads a few positions at a time, so it may have to be asked again."""
@@ -252,7 +252,7 @@ class House:
         if len(text) > 1:
             target.prefill([0], pad_rows([np.array(text[:-1])]), [len(text) - 1])
         request = replace(self._request(slot, temperature), slot=0, request_id="fresh")
-        drafter._slots.reread()
+        drafter._slots.clear()
         (draft,) = drafter.propose([request])
         return draft
 
@@ -276,14 +276,14 @@ def test_what_a_head_read_for_one_namespace_is_read_again_for_another(other: Lea
         return replace(asked(0, name, text.tolist()), learned=learned)
 
     target.prefill([0], text[None, :-1].astype(np.int64), [len(text) - 1])
-    state = slots.follow(asked_in("one", SHARED))
+    state = slots.assign(asked_in("one", SHARED))
     assert state is not None
     slots.read([state])
     held = int(slots._kv_cache.lengths[0])
     assert held > 5
-    slots.follow(asked_in("one", SHARED))
+    slots.assign(asked_in("one", SHARED))
     assert slots._kv_cache.lengths[0] == len(text) - 2
-    slots.follow(asked_in("other", other))
+    slots.assign(asked_in("other", other))
     assert slots._kv_cache.lengths[0] == (len(text) - 2 if other is SHARED else 0)
 
 
@@ -372,7 +372,7 @@ def test_a_draft_is_a_chain_with_the_leaves_that_pay(weights: list[list[float]],
     ids = np.arange(chances.size).reshape(chances.shape)
     prices = np.array([price])
     chain = [int(each) for each in ids[:, 0]]
-    draft = comb(list(ids), list(chances), prices, limit)
+    draft = build_draft(list(ids), list(chances), prices, limit)
     found: dict[tuple[int, ...], float] = {}
     by_node: list[tuple[int, ...]] = []
     for token, parent, chance in zip(
@@ -389,11 +389,11 @@ def test_a_draft_is_a_chain_with_the_leaves_that_pay(weights: list[list[float]],
 @pytest.mark.parametrize("right", [0, 4])
 def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
     _, drafter = kind_of("model", num_slots=1, max_length=32)
-    before = drafter._chances[True].estimate(np.array([0.5]))[0]
+    before = drafter._calibration[True].estimate(np.array([0.5]))[0]
     for _ in range(30):
         (draft,) = drafter.propose([asked(0, "a", [5, 6, 7])])
         drafter.observe("a", draft, min(right, leading_chain(np.array(draft.parents_of_all()))))
-    after = drafter._chances[True].estimate(np.array([0.5]))[0]
+    after = drafter._calibration[True].estimate(np.array([0.5]))[0]
     assert after < before if right == 0 else after > before
 
 

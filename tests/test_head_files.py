@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.draft.drafter import tapped_by
-from ssd.model.heads.layouts import load_head, say
+from ssd.model.draft.drafter import feature_spec
+from ssd.model.heads.layouts import load_head, run_head
 from ssd.model.heads.networks import FusedHead
 from ssd.model.loading.load_target import load_model, open_target
 from tests import published_heads as published
@@ -63,7 +63,7 @@ KINDS: dict[str, Callable[[], Contents]] = {"eagle": eagle, "medusa": medusa, "m
 def test_heads_are_in_the_dtype_of_the_target(kind: str, tmp_path: Path) -> None:
     model = tiny_model().to(torch.bfloat16)
     head = load_head(published.write(tmp_path, *KINDS[kind]()), model)
-    assert {tensor.dtype for tensor in say(head, model)} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in run_head(head, model)} == {torch.bfloat16}
 
 
 ANOTHER = "it was made for another model: its config.json says {} {}, the model has"
@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_named(kind: str, change: Change, message: str, tmp
     [
         ("config.json", None, "config.json .*cannot be read"),
         ("config.json", b"{", "config.json .*cannot be read"),
-        ("config.json", b"[1]", "config.json .*no JSON object"),
+        ("config.json", b"[1]", "config.json .*not a JSON object"),
         ("model.safetensors", None, "has no weights"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_directory_that_is_not_whole_is_refused(
     with pytest.raises(ModelError, match=message):
         load_head(tmp_path, target())
     published.write(tmp_path, {}, {"some.thing": random(2, seed=0)})
-    with pytest.raises(ModelError, match=r"none of the layouts known here.*Medusa.*MTP module.*1 tensors: some\.thing"):
+    with pytest.raises(ModelError, match=r"none of the supported layouts.*Medusa.*MTP module.*1 tensors: some\.thing"):
         load_head(tmp_path, target())
 
 
@@ -136,14 +136,14 @@ EAGLE3_REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "more ids than entries": (lambda path: published.eagle3(path, draft_vocab_size=81), "d2t has 80 entries"),
     "no such layer": (lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
     "odd layers": (
-        lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=["a"]), "no list of layers"
+        lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=["a"]), "not a list of layers"
     ),
     "no layer config": (
         lambda path: published.speculators(path, transformer_layer_config=None), "transformer_layer_config"
     ),
     "several layers": (lambda path: published.eagle3(path, num_hidden_layers=2), "several layers"),
     "normed before": (lambda path: published.speculators(path, norm_before_fc=True), "norm_before_fc"),
-    "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), "not read, gate.weight"),
+    "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), "tensors, gate.weight"),
     "missing": (lambda path: published.eagle3(path, {"norm.weight": None}), "norm.weight"),
     "ids outside": (lambda path: published.eagle3(path, {"d2t": torch.full((80,), VOCAB)}), "outside 0..299"),
 }  # fmt: skip
@@ -162,8 +162,8 @@ def test_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         load_head(published.eagle3(tmp_path), target())
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}
     head = load_head(published.eagle3(tmp_path, eagle_config=listed), deep())
-    with pytest.raises(ModelError, match="reads behind layer 9, and LlamaForCausalLM has 8"):
-        open_target(deep(), num_slots=2, max_length=32, tapped=tapped_by(head, deep().device, deep().dtype))
+    with pytest.raises(ModelError, match="reads the output of layer 9, but LlamaForCausalLM has 8"):
+        open_target(deep(), num_slots=2, max_length=32, tapped=feature_spec(head, deep().device, deep().dtype))
 
 
 def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_a_module_lies_among_the_tensors_of_its_target(tmp_path: Path) -> None:
 def test_a_head_is_not_changed_with_its_files(tmp_path: Path) -> None:
     published.write(tmp_path, *medusa())
     head = load_head(tmp_path, target())
-    wanted = say(head, target())
+    wanted = run_head(head, target())
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(bytes(20000))
-    assert all(map(torch.equal, say(head, target()), wanted))
+    assert all(map(torch.equal, run_head(head, target()), wanted))
 
 
 class Mischief:

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from ssd.drafting.protocol import DraftRequest
 from ssd.errors import ModelError
-from ssd.model.draft.drafter import HeadDrafter, tapped_by
+from ssd.model.draft.drafter import HeadDrafter, feature_spec
 from ssd.model.heads.layouts import load_head
-from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, decoder_layers
+from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, mtp_layers
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
-from ssd.model.layers.tap import FINAL
+from ssd.model.layers.hidden_states import FINAL
 from ssd.model.loading.load_target import open_target
 from tests import published_heads as published
 from tests.models import VOCAB, tiny_model
@@ -122,11 +122,11 @@ def test_mtp_modules_say_what_a_plain_pass_says(case: str, tmp_path: Path) -> No
 
 
 def test_a_model_whose_layers_are_built_in_another_way_has_no_module() -> None:
-    with pytest.raises(ModelError, match=r"cannot be driven beside .*'layers'"):
-        decoder_layers(tiny_model("GPT-2"))
+    with pytest.raises(ModelError, match=r"cannot be used with .*'layers'"):
+        mtp_layers(tiny_model("GPT-2"))
     windows = tiny_model("Gemma 3", layer_types=["sliding_attention"] * 2)
     with pytest.raises(ModelError, match="none of its layers attends to the whole text"):
-        decoder_layers(windows)
+        mtp_layers(windows)
 
 
 MEDUSA_CASES: dict[str, dict[str, Any]] = {
@@ -261,7 +261,7 @@ def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path:
         return after[-1] @ plain.get_output_embeddings().weight.T
 
     head = load_head(directory, model)
-    tapped = tapped_by(head, model.device, model.dtype)
+    tapped = feature_spec(head, model.device, model.dtype)
     target = open_target(model, num_slots=4, max_length=64, tapped=tapped, exact="on")
     drafter, text, fed = HeadDrafter(head, target), np.random.default_rng(5).integers(3, VOCAB, 30), 0
     for length in (9, 10, 14, 30):

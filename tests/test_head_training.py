@@ -13,7 +13,7 @@ from benchmarks.training.head import Eagle3Training, read, save, unroll
 from benchmarks.training.model import make_optimizers, take_step
 from ssd.model.heads.layouts import load_head
 from ssd.model.heads.networks import Eagle3Head
-from ssd.model.layers.tap import Tap
+from ssd.model.layers.hidden_states import HiddenStateTap
 
 VOCABULARY = 60
 
@@ -45,7 +45,7 @@ def new_training(target: LlamaForCausalLM) -> Eagle3Training:
 def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> None:
     training = Eagle3Training(target, torch.arange(VOCABULARY), (1, 2, 3), 40)
     tokens = torch.randint(1, VOCABULARY, (2, 9))
-    hidden, _ = read(target, tokens, Tap(target, (1, 2, 3)))
+    hidden, _ = read(target, tokens, HiddenStateTap(target, (1, 2, 3)))
     features = training.head.combine(hidden)
     steps = list(unroll(training.head, tokens[:, 1:], features[:, :-1], 3))
     for start in range(8):
@@ -63,7 +63,7 @@ def test_unrolled_steps_are_the_passes_of_serving(target: LlamaForCausalLM) -> N
 
 def test_some_steps_lower_the_loss(target: LlamaForCausalLM) -> None:
     training = new_training(target)
-    tap = Tap(target, training.head.feature_layers)
+    tap = HiddenStateTap(target, training.head.feature_layers)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, VOCABULARY, (4, 32)))
     hidden, logits = read(target, tokens, tap)
     optimizers = make_optimizers(training.head, "lm_head", 0.01, 0.0)

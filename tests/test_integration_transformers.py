@@ -27,7 +27,7 @@ from ssd.drafting import Draft, DraftRequest, make_drafter
 from ssd.engine.sequence import secret_of
 from ssd.errors import RequestError
 from ssd.integrations.transformers import CoupledSampling, generate
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.text.codec import TextCodec
 from tests.engines import ask, make_engine, target_of
 from tests.models import VOCAB, tiny_model
@@ -49,8 +49,8 @@ def codec() -> TextCodec:
 
 
 @pytest.fixture
-def cache(codec: TextCodec) -> Iterator[SuffixCache]:
-    with CacheSet(CacheConfig(), codec.fingerprint, inline=True) as caches:
+def cache(codec: TextCodec) -> Iterator[NamespaceCache]:
+    with CacheManager(CacheConfig(), codec.fingerprint, inline=True) as caches:
         yield caches.get()
 
 
@@ -118,7 +118,7 @@ def ids(codec: TextCodec, text: str) -> torch.Tensor:
     return torch.tensor([codec.encode_prompt(text)])
 
 
-def test_greedy_output_is_that_of_generate(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
+def test_greedy_output_is_that_of_generate(model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache) -> None:
     counting = Counting(model)
     for text in PROMPTS:
         prompt = ids(codec, text)
@@ -153,7 +153,7 @@ STATEFUL: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_processors_that_keep_state_see_what_generate_shows_them(
-    kind: str, do_sample: bool, cache: SuffixCache
+    kind: str, do_sample: bool, cache: NamespaceCache
 ) -> None:
     """Drafts are right for some tokens and then wrong, so there is something to take back at nearly every step."""
     model, rules = tiny_model(), STATEFUL[kind]
@@ -183,7 +183,7 @@ def test_processors_that_keep_state_see_what_generate_shows_them(
 
 
 @pytest.mark.parametrize("is_coupled", [False, True])
-def test_the_law_of_tokens_is_that_of_generate(is_coupled: bool, cache: SuffixCache) -> None:
+def test_the_law_of_tokens_is_that_of_generate(is_coupled: bool, cache: NamespaceCache) -> None:
     """Pairs of tokens over many runs, or many secrets, with a draft that is often right; by enumeration."""
     model, drafter, prompt = tiny_model(), make_drafter("ssd", DraftConfig()), [5, 6, 7, 5, 6]
     config: dict[str, Any] = {"max_new_tokens": 2, "do_sample": True, "top_k": 4, "temperature": 0.7}
@@ -207,7 +207,7 @@ KINDS: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k":
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: SuffixCache) -> None:
+def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: NamespaceCache) -> None:
     """Short texts of a small model: no two scores are as near as rounding would need to tell them apart."""
     prompts = [(5, 6, 7, 5, 6), (9, 8), (40, 41, 42, 43, 44, 45, 46, 47, 48, 49)]
     target = target_of(max_length=128)
@@ -226,7 +226,7 @@ def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: SuffixCach
 
 
 def test_coupled_text_does_not_depend_on_drafts_and_is_drafted_where_it_was_said(
-    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+    model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache
 ) -> None:
     counting, coupled = Counting(model), CoupledSampling(secret=7, stream=3)
     drafter = make_drafter("ssd", DraftConfig())
@@ -259,7 +259,7 @@ def test_coupling_by_impossible_numbers_is_refused(numbers: dict[str, int], mess
 
 
 def test_what_is_generated_is_learned_unless_told_otherwise(
-    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+    model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache
 ) -> None:
     prompt = ids(codec, PROMPTS[0])
     generate(model, prompt, cache=cache, learn=False, max_new_tokens=8, do_sample=False)
@@ -269,7 +269,7 @@ def test_what_is_generated_is_learned_unless_told_otherwise(
 
 
 def test_dictionaries_streamers_and_configurations_pass_through(
-    model: PreTrainedModel, codec: TextCodec, cache: SuffixCache, capsys: pytest.CaptureFixture[str]
+    model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt, config = ids(codec, PROMPTS[0]), GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=0)
     streamer = TextStreamer(AutoTokenizer.from_pretrained(MODEL_PATH), skip_prompt=True)
@@ -281,7 +281,7 @@ def test_dictionaries_streamers_and_configurations_pass_through(
     assert capsys.readouterr().out.strip() == codec.decode(output.sequences[0, prompt.shape[1] :].tolist()).strip()
 
 
-def test_max_length_is_kept(model: PreTrainedModel, codec: TextCodec, cache: SuffixCache) -> None:
+def test_max_length_is_kept(model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache) -> None:
     prompt = ids(codec, PROMPTS[2])
     whole = model.generate(prompt, max_new_tokens=32, do_sample=False)
     cache.append(whole[0].numpy(), prompt_length=prompt.shape[1])
@@ -292,7 +292,7 @@ def test_max_length_is_kept(model: PreTrainedModel, codec: TextCodec, cache: Suf
 
 @pytest.mark.parametrize("kind", ["eos_token_id", "stop_strings", "generation_config", "stopping_criteria"])
 def test_output_ends_within_a_text_that_is_known_to_go_on(
-    kind: str, model: PreTrainedModel, codec: TextCodec, cache: SuffixCache
+    kind: str, model: PreTrainedModel, codec: TextCodec, cache: NamespaceCache
 ) -> None:
     prompt = ids(codec, PROMPTS[2])
     length = prompt.shape[1]
@@ -317,7 +317,7 @@ def test_output_ends_within_a_text_that_is_known_to_go_on(
     assert cache.stats().num_appended_tokens == whole.shape[1] + stopped.shape[1]
 
 
-def test_ids_that_the_model_has_not_are_not_drafted(cache: SuffixCache) -> None:
+def test_ids_that_the_model_has_not_are_not_drafted(cache: NamespaceCache) -> None:
     model, prompt = tiny_model(), torch.tensor([[5, 6, 7]])
     cache.append([5, 6, 7, VOCAB, VOCAB + 1, 8])
     wanted = model.generate(prompt, max_new_tokens=8, do_sample=False)

@@ -23,8 +23,8 @@ from ssd.errors import CacheLocked, ConfigError, ModelError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm import SuffixProposer
 from ssd.integrations.vllm_hooks import LENGTHS, Hook
-from ssd.retrieval.cache import CacheSet
-from ssd.sharing.redis_log import RedisLog
+from ssd.replication.replication_log import ReplicationLog
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.redis_server import RedisServer, redis_server
 from tests.server.client import wait_until
@@ -111,7 +111,7 @@ def test_a_proposer_that_vllm_drops_keeps_what_it_learned(tmp_path: Path) -> Non
     del proposer
     gc.collect()
     codec = TextCodec.load(str(MODEL_PATH))
-    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
         assert batch.requests["a"].text in stored(caches)
 
 
@@ -364,7 +364,7 @@ def test_a_tokenizer_with_code_of_its_own_is_loaded_where_vllm_may(
 # One cache, several engines
 
 
-def engine_outputs(cache: CacheSet, prompt: list[int]) -> list[int]:
+def engine_outputs(cache: CacheManager, prompt: list[int]) -> list[int]:
     """What our own engine says, learning it."""
     from ssd import Engine
 
@@ -376,7 +376,7 @@ def engine_outputs(cache: CacheSet, prompt: list[int]) -> list[int]:
 def test_a_directory_serves_our_engine_and_vllm_in_turn(tmp_path: Path) -> None:
     codec = TextCodec.load(str(MODEL_PATH))
     prompt = codec.encode_prompt("import os\nimport sys\n\ndef walk(")
-    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
         output = engine_outputs(caches, prompt)
     assert len(output) == 40
 
@@ -390,7 +390,7 @@ def test_a_directory_serves_our_engine_and_vllm_in_turn(tmp_path: Path) -> None:
     told = batch.requests["b"].text
     proposer.close()
 
-    with CacheSet(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), codec.fingerprint) as caches:
         assert told in stored(caches)
 
 
@@ -398,8 +398,8 @@ def test_a_redis_log_is_shared_with_our_server(redis_server: RedisServer) -> Non
     codec = TextCodec.load(str(MODEL_PATH))
     ours, theirs = scripted(50, max_tokens=40), scripted(51, max_tokens=5)
     with (
-        RedisLog(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
-        CacheSet(CacheConfig(), codec.fingerprint, on_open=log.attach) as caches,
+        ReplicationLog(redis_server.url, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size) as log,
+        CacheManager(CacheConfig(), codec.fingerprint, on_open=log.attach) as caches,
     ):
         proposer = SuffixProposer(vllm_config(redis_url=redis_server.url))
         core = proposer._core

@@ -22,8 +22,8 @@ from ssd.errors import EngineBroken
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling import target_tokens as choosing
 from ssd.model.target import Target
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.namespace_cache import NamespaceCache
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from tests.engines import ask, make_engine
@@ -45,11 +45,11 @@ def target_of_all() -> Target:
     return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4, exact="on")
 
 
-def engine_of(caches: CacheSet, *, overlap: bool, shape: Any, drafter: Any = "ssd") -> Engine:
+def engine_of(caches: CacheManager, *, overlap: bool, shape: Any, drafter: Any = "ssd") -> Engine:
     settings: dict[str, Any] = {"max_num_seqs": SLOTS, "prefill_chunk_tokens": 24}
     target = target_of_all()
     return make_engine(
-        drafter, target, shape=shape, caches=caches, codec=CODEC, runs_beside_host=overlap, **settings
+        drafter, target, shape=shape, caches=caches, codec=CODEC, is_asynchronous=overlap, **settings
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def requests_of(grammar_for: str | None = None) -> list[Request]:
 
 @cache
 def undisturbed() -> dict[str, Answer]:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         return all_answered(engine_of(caches, overlap=False, shape="chain"), requests_of())
 
 
@@ -109,7 +109,7 @@ STAGES: dict[str, list[Place]] = {
     "prefill": [(lambda engine: engine.target, "prefill", lambda engine, slots, *_: _slot_of(engine) in slots)],
     "forward": [_FORWARD],
     # Alone, without drafts, it has no path to move.
-    "paths": [(lambda engine: engine.target, "keep_paths", lambda engine, slots, *_: _slot_of(engine) in slots),
+    "paths": [(lambda engine: engine.target, "accept_paths", lambda engine, slots, *_: _slot_of(engine) in slots),
               _FORWARD],
     "choosing": [(lambda _: choosing, "host_tokens", _chooses)],
     "mask": [(lambda _: GrammarState, "_mask", lambda _, state, *__: len(state._token_ids) > 3)],
@@ -146,7 +146,7 @@ FAULTS = [
 def test_a_fault_ends_the_request_it_belongs_to(
     monkeypatch: pytest.MonkeyPatch, stage: str, kind: type[BaseException], shape: str, overlap: bool
 ) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=overlap, shape=shape)
         inject(monkeypatch, engine, stage, kind("injected"))
         grammar_for = POISON if stage in ("mask", "advance") else None
@@ -211,15 +211,15 @@ class Poisoned:
 def test_a_fault_in_drafting_or_learning_fails_nothing_and_silences_nobody_else(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], several: bool, overlap: bool
 ) -> None:
-    append = SuffixCache.append
+    append = NamespaceCache.append
 
-    def failing(cache: SuffixCache, tokens: Any, **options: Any) -> None:
+    def failing(cache: NamespaceCache, tokens: Any, **options: Any) -> None:
         if "# poison" in CODEC.decode(tokens.tolist()):
             raise kind("injected")
         append(cache, tokens, **options)
 
-    monkeypatch.setattr(SuffixCache, "append", failing)
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    monkeypatch.setattr(NamespaceCache, "append", failing)
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         poisoned = Poisoned(kind("injected"))
         drafter = HybridDrafter([poisoned, make_drafter("none", DraftConfig())]) if several else poisoned
         engine = engine_of(caches, overlap=overlap, shape="chain", drafter=drafter)
@@ -260,7 +260,7 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(tmp_path: P
 def test_a_target_that_computes_nothing_any_more_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], overlap: bool
 ) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=overlap, shape="chain")
 
         def failing(*_arguments: Any, **_options: Any) -> Any:
@@ -279,7 +279,7 @@ def test_a_target_that_computes_nothing_any_more_ends_the_engine(
 def test_what_tells_the_program_to_end_is_not_contained_and_cancels_what_runs(
     monkeypatch: pytest.MonkeyPatch, stage: str, kind: type[BaseException], overlap: bool
 ) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=overlap, shape="chain")
         inject(monkeypatch, engine, stage, kind())
         with pytest.raises(kind):
@@ -293,7 +293,7 @@ def test_what_tells_the_program_to_end_is_not_contained_and_cancels_what_runs(
 
 
 def test_a_failed_copy_of_keys_and_values_is_computed_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of(caches, overlap=False, shape="chain")
         copies = []
 

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ssd.model.layers import decoder_layers, packed_linear
-from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
-from ssd.model.layers.packed_embedding import PackedEmbedding, reader_of
-from ssd.model.layers.packed_linear import FusedLinears, FusedMember, PackedLinear, pack_linears, packed_types
-from ssd.model.layers.replace import plain_logits, replace_layers
-from ssd.model.layers.tap import require_tap
+from ssd.model.layers.adapted_linear import AdaptedLinear, AdapterRows
+from ssd.model.layers.hidden_states import check_hidden_states
+from ssd.model.layers.packed_embedding import PackedEmbedding, pack_embedding
+from ssd.model.layers.packed_linear import PackedGroup, PackedLinear, PackedMember, pack_linears, packable_dtypes
+from ssd.model.layers.replace import reference_logits, replace_layers
 from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
 from ssd.model.loading import load_target
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
-from ssd.model.ways.find_way import CPU_LAYERS
+from ssd.model.runners.select_runner import CPU_LAYERS
 from tests.models import tiny_model
 from tests.static_targets import have_same_bits
 
@@ -37,7 +37,7 @@ def linear(out: int, size: int, *, bias: bool, dtype: torch.dtype = torch.float3
     out=st.integers(1, 70),
     size=st.integers(1, 70),
     bias=st.booleans(),
-    dtype=st.sampled_from(packed_types()),
+    dtype=st.sampled_from(packable_dtypes()),
     seed=st.integers(0, 99),
 )
 def test_a_packed_layer_computes_what_torch_does(
@@ -65,7 +65,7 @@ def test_layers_with_something_special_stay() -> None:
 
 
 def test_a_type_that_cannot_be_packed_is_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_target, "packed_types", lambda: (torch.float32,))
+    monkeypatch.setattr(load_target, "packable_dtypes", lambda: (torch.float32,))
     assert load_target.faster_type(tiny_model().to(torch.bfloat16)) is torch.float32
 
 
@@ -86,8 +86,8 @@ def test_what_the_library_keeps_in_float32_stays_so(monkeypatch: pytest.MonkeyPa
 def test_fused_layers_answer_in_any_order(outs: list[int], bias: bool, asked: list[tuple[int, int]]) -> None:
     torch.manual_seed(0)
     layers = [linear(out, 11, bias=bias) for out in outs]
-    group = FusedLinears(layers)
-    members = [FusedMember(group, member) for member in range(len(layers))]
+    group = PackedGroup(layers)
+    members = [PackedMember(group, member) for member in range(len(layers))]
     inputs = [torch.randn(2, 3, 11) for _ in range(2)]
     with torch.inference_mode():
         for asked_member, number in asked:
@@ -109,12 +109,12 @@ def test_layers_that_do_not_fit_together_stay() -> None:
     ):
         module = nn.ModuleDict({"gate_proj": gate, "up_proj": up})
         list(pack_linears(module))
-        assert any(isinstance(each, FusedMember) for each in module.children()) is fit
+        assert any(isinstance(each, PackedMember) for each in module.children()) is fit
 
 
 # -- weights are held once -------------------------------------------------------------------------------------------
 
-DTYPES = packed_types()
+DTYPES = packable_dtypes()
 WIDE = {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
 
 
@@ -154,7 +154,7 @@ def test_rows_of_a_packed_matrix_are_those_it_was_made_of(
 ) -> None:
     torch.manual_seed(seed)
     embedding = nn.Embedding(out, size, dtype=dtype).requires_grad_(False)
-    reader = reader_of(embedding, packed(embedding.weight))
+    reader = pack_embedding(embedding, packed(embedding.weight))
     assert reader is not None
     ids = torch.randint(out, shape)
     assert torch.equal(reader(ids), embedding(ids))
@@ -181,17 +181,17 @@ class _Shifted(nn.Embedding):
 def test_an_embedding_that_scales_its_rows_is_read_and_others_are_not(dtype: torch.dtype) -> None:
     ids = torch.tensor([[0, 8, 3]])
     scaled = _Scaled(9, 5, dtype=dtype).requires_grad_(False)
-    reader = reader_of(scaled, packed(scaled.weight))
+    reader = pack_embedding(scaled, packed(scaled.weight))
     assert reader is not None and torch.equal(reader(ids), scaled(ids))
     shifted, renormed = (kind.requires_grad_(False) for kind in (_Shifted(9, 5), nn.Embedding(9, 5, max_norm=1.0)))
     for other in (shifted, renormed, nn.Linear(5, 9)):
-        assert reader_of(other, packed(other.weight.detach())) is None
+        assert pack_embedding(other, packed(other.weight.detach())) is None
 
 
 def test_a_tied_layer_stays_where_its_embedding_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "reader_of", lambda *_: None)
+    monkeypatch.setattr(packed_linear, "pack_embedding", lambda *_: None)
     model: Any = tiny_model(tie_word_embeddings=True)
-    assert replace_layers(model, (pack_linears,), expected=plain_logits(model), tolerance=1e-3)
+    assert replace_layers(model, (pack_linears,), expected=reference_logits(model), tolerance=1e-3)
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
 
 
@@ -199,20 +199,20 @@ def test_layers_that_compute_something_else_go_again_and_tied_ones_come_back_tie
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model: Any = tiny_model(tie_word_embeddings=True)
-    expected = plain_logits(model)
+    expected = reference_logits(model)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert not replace(model, [x + 1 for x in expected])
-    assert "stay as they are" in caplog.text and "logits differ by" in caplog.text and kinds(model) == {nn.Linear}
+    assert "are not replaced" in caplog.text and "logits differ by" in caplog.text and kinds(model) == {nn.Linear}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert all(torch.equal(found, want) for found, want in zip(plain_logits(model), expected, strict=True))
+    assert all(torch.equal(found, want) for found, want in zip(reference_logits(model), expected, strict=True))
 
 
 KINDS = (pack_linears, fuse_norms, fuse_rotary)
 
 
 def replace(model: Any, expected: list[torch.Tensor] | None = None) -> bool:
-    return replace_layers(model, KINDS, expected=expected or plain_logits(model), tolerance=1e-3)
+    return replace_layers(model, KINDS, expected=expected or reference_logits(model), tolerance=1e-3)
 
 
 def kinds(model: nn.Module) -> set[type]:
@@ -220,15 +220,15 @@ def kinds(model: nn.Module) -> set[type]:
     changed = [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
     used = [type(each) for each in model.modules()]
     used += [type(forward.__func__.__globals__["apply_rotary_pos_emb"]) for forward in changed]
-    return set(used) & {nn.Linear, PackedLinear, FusedMember, FusedNorm, FusedRotary}
+    return set(used) & {nn.Linear, PackedLinear, PackedMember, FusedNorm, FusedRotary}
 
 
 def test_a_model_says_the_same_and_is_changed_once() -> None:
     model = tiny_model()
-    expected = plain_logits(model)
+    expected = reference_logits(model)
     assert replace(model, expected)
-    assert kinds(model) == {PackedLinear, FusedMember, FusedNorm, FusedRotary}
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    assert kinds(model) == {PackedLinear, PackedMember, FusedNorm, FusedRotary}
+    for found, want in zip(reference_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
     assert not replace(model, expected)
 
@@ -248,16 +248,12 @@ class _Reaching(nn.Module):
 def test_a_model_that_computes_with_its_layers_weights_is_left_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = tiny_model()
     model.lm_head = _Reaching(model.lm_head, with_numbers=True)
-    expected = plain_logits(model)
+    expected = reference_logits(model)
     with caplog.at_level(logging.WARNING):
         assert not replace(model, expected)
     assert kinds(model) == {nn.Linear}
-    [line] = caplog.messages
-    assert line == (
-        "the layers of LlamaForCausalLM stay as they are, which is slower: "
-        "the model computes with the weights of its layers itself"
-    )
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    assert "are not replaced" in caplog.text and "weight" in caplog.text
+    for found, want in zip(reference_logits(model), expected, strict=True):
         assert torch.equal(found, want)
 
 
@@ -266,9 +262,9 @@ def test_a_model_that_looks_at_the_type_of_a_weight_is_changed(name: str) -> Non
     model: Any = tiny_model(name)
     if name == "Llama":
         model.lm_head = _Reaching(model.lm_head, with_numbers=False)
-    expected = plain_logits(model)
+    expected = reference_logits(model)
     assert replace(model, expected) and PackedLinear in kinds(model) and nn.Linear not in kinds(model)
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    for found, want in zip(reference_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
@@ -285,7 +281,7 @@ def test_flat_layers_have_the_bits_of_the_library_s(
 
     flat = opened()
     assert all("forward" in vars(layer) for layer in flat.model.model.layers)
-    monkeypatch.setattr(decoder_layers, "_KNOWN", frozenset())
+    monkeypatch.setattr(decoder_layers, "_LAYER_CLASSES", frozenset())
     plain = opened()
     assert not any("forward" in vars(layer) for layer in plain.model.model.layers)
     assert decoder_layers.is_flat(flat.model) and not decoder_layers.is_flat(plain.model)
@@ -294,17 +290,19 @@ def test_flat_layers_have_the_bits_of_the_library_s(
 
 def test_a_layer_with_adapters_or_hooks_is_the_library_s() -> None:
     model: Any = tiny_model()
-    replace_layers(model, CPU_LAYERS, expected=plain_logits(model), tolerance=1e-3)
+    replace_layers(model, CPU_LAYERS, expected=reference_logits(model), tolerance=1e-3)
     layer = model.model.layers[0]
     flat = vars(layer)["forward"].__func__.__self__
     assert flat.is_usable() and decoder_layers.is_flat(model)
     hook = model.model.norm.register_forward_hook(lambda *_: None)
     assert not decoder_layers.is_flat(model)
     hook.remove()
-    layer.self_attn.q_proj = AdaptedLinear(layer.self_attn.q_proj, {}, Rows())
+    layer.self_attn.q_proj = AdaptedLinear(layer.self_attn.q_proj, {}, AdapterRows())
     assert not flat.is_usable()
     hooked: Any = tiny_model()
-    require_tap(hooked, (1,))  # the library's collector stays with attention: it wants nothing of passes of slots
+    check_hidden_states(
+        hooked, (1,)
+    )  # the library's collector stays with attention: it wants nothing of passes of slots
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
-    replace_layers(hooked, CPU_LAYERS, expected=plain_logits(hooked), tolerance=1e-3)
+    replace_layers(hooked, CPU_LAYERS, expected=reference_logits(hooked), tolerance=1e-3)
     assert ["forward" in vars(layer) for layer in hooked.model.layers] == [False, True]

@@ -26,10 +26,10 @@ from ssd.errors import ModelError
 from ssd.model.loading import memory as kv_budget
 from ssd.model.loading import threads
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.loading.memory import Group, fit_slots, free_bytes, tightest_group, total_bytes, usable_bytes
-from ssd.model.loading.threads import settle_threads
+from ssd.model.loading.memory import ControlGroup, fit_slots, free_bytes, tightest_group, total_bytes, usable_bytes
+from ssd.model.loading.threads import tune_threads
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import Target
-from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.codec import TextCodec
 from tests.models import tiny_model
 
@@ -101,7 +101,7 @@ def test_weights_without_a_place_are_warned_of(checkpoint: Path, caplog: pytest.
     change(checkpoint, num_hidden_layers=1)
     load_model(checkpoint, device="cpu")
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "no place for 9 weights" in caplog.text and "model.layers.1." in caplog.text
+    assert "does not use 9 weights" in caplog.text and "model.layers.1." in caplog.text
 
 
 def test_a_file_cut_short_is_an_error_of_one_line(checkpoint: Path) -> None:
@@ -190,12 +190,12 @@ def test_the_tightest_control_group_counts_and_cached_files_are_free(tmp_path: P
     mount = tmp_path / "fs"
     group(mount / "outer", memory__max="1000\n", memory__current="700\n", memory__stat="anon 1\ninactive_file 50\n")
     group(mount / "outer" / "inner", memory__max="max\n", memory__current="600\n")
-    assert tightest_group(mount, membership) == Group(1000, 350)
+    assert tightest_group(mount, membership) == ControlGroup(1000, 350)
     group(mount / "outer" / "inner", memory__max="800\n", memory__current="600\n")
-    assert tightest_group(mount, membership) == Group(800, 200)
+    assert tightest_group(mount, membership) == ControlGroup(800, 200)
     membership.write_text("3:cpuset:/\n0::/the/hosts/path\n")  # which is not mounted here
     group(mount, memory__max="500", memory__current="100")
-    assert tightest_group(mount, membership) == Group(500, 400)
+    assert tightest_group(mount, membership) == ControlGroup(500, 400)
 
 
 def test_no_limit_and_no_control_groups_at_all(tmp_path: Path) -> None:
@@ -242,14 +242,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> list[
         tried.append(torch.get_num_threads())
         return seconds[tried[-1]] * width
 
-    monkeypatch.setattr(threads, "_seconds", timed)
+    monkeypatch.setattr(threads, "_time_pass", timed)
     return tried
 
 
 @pytest.mark.parametrize("best", [1, 2, 4])
 def test_the_fastest_is_used(monkeypatch: pytest.MonkeyPatch, best: int) -> None:
     tried = pretend(monkeypatch, {count: 0.002 if count == best else 0.003 for count in (1, 2, 4)})
-    assert settle_threads(tiny_target()) == best == torch.get_num_threads()
+    assert tune_threads(tiny_target()) == best == torch.get_num_threads()
     assert set(tried) == {1, 2, 4}
 
 
@@ -264,7 +264,7 @@ def test_a_small_model_is_opened_by_one_thread(monkeypatch: pytest.MonkeyPatch) 
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = pretend(monkeypatch, {})
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert settle_threads(tiny_target()) == 4 and tried == []
+    assert tune_threads(tiny_target()) == 4 and tried == []
 
 
 # Quantised checkpoints
@@ -295,7 +295,7 @@ def test_a_quantised_checkpoint_says_what_its_own_generate_says(kind: str, tmp_p
     model = load_model(tmp_path, device="cpu")
     assert type(model.model.layers[0].self_attn.q_proj.weight) is not torch.nn.Parameter
     target = open_target(model, num_slots=4, max_length=256)
-    assert isinstance(target, SlotTarget)
+    assert isinstance(target, SlotRunner)
     codec = TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text)[-64:] for text in snippets(1)[:4]]
     expected = reference_greedy(target, prompts, MAX_TOKENS, codec.eos_token_ids)

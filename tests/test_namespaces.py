@@ -16,11 +16,11 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import HeldNamespace, Namespace, NamespaceTerms
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.namespace import NamespaceEntry, NamespaceLease, NamespacePolicy
+from ssd.retrieval.namespace_cache import NamespaceCache
+from ssd.retrieval.prebuilt import PrebuiltWriter
 from ssd.retrieval.snapshot import Snapshot
-from ssd.retrieval.static import StaticWriter
-from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -32,7 +32,7 @@ class Panic(BaseException):
     """As a library written in Rust raises it: no Exception."""
 
 
-class SlowSet(CacheSet):
+class SlowSet(CacheManager):
     """Waits at ``gate`` before it opens or closes a namespace called "slow", and notes which thread comes by."""
 
     error: type[BaseException] = RuntimeError
@@ -46,7 +46,7 @@ class SlowSet(CacheSet):
         self.closed: list[tuple[str, str]] = []
         super().__init__(CacheConfig(directory=directory), fingerprint, max_namespaces=max_namespaces)
 
-    def _open(self, namespace: Namespace) -> SuffixCache:
+    def _open(self, namespace: NamespaceEntry) -> NamespaceCache:
         if namespace.name == "slow":
             assert self.gate.wait(PATIENCE_S)
         if namespace.name == "broken":
@@ -54,7 +54,7 @@ class SlowSet(CacheSet):
         self.opened.append((namespace.name, threading.current_thread().name))
         return super()._open(namespace)
 
-    def _close_one(self, cache: SuffixCache) -> None:
+    def _close_one(self, cache: NamespaceCache) -> None:
         if cache.name == "slow":
             assert self.gate.wait(PATIENCE_S)
         super()._close_one(cache)
@@ -68,13 +68,13 @@ def caches(tmp_path: Path) -> Iterator[SlowSet]:
         made.gate.set()
 
 
-def held(caches: CacheSet, name: str) -> HeldNamespace:
-    found = caches.hold(name)
+def held(caches: CacheManager, name: str) -> NamespaceLease:
+    found = caches.acquire(name)
     assert found is not None
     return found
 
 
-def said(cache: SuffixCache) -> list[list[int]]:
+def said(cache: NamespaceCache) -> list[list[int]]:
     return sequences(snapshot_text(cache.snapshot()))
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_opened_is_counted_logged_once_and_tried_again(
         wait_until(lambda: caches.num_failed_openings == number)  # noqa: B023
         assert holder.cache is None
         wait_until(lambda: not caches._namespaces["broken"].is_opening)
-    assert caches.hold("no/name") is None
+    assert caches.acquire("no/name") is None
     assert caches.num_failed_openings == 4
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     with pytest.raises(error):
@@ -183,8 +183,8 @@ def test_closing_does_not_wait_for_a_directory(tmp_path: Path) -> None:
 def test_only_the_least_used_that_nobody_holds_are_closed(operations: list[tuple[str, str]]) -> None:
     """Against a list in order of use."""
     config = CacheConfig(index=IndexConfig(capacity_tokens=4096))
-    with CacheSet(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
-        used, holders = ["default"], dict[str, HeldNamespace]()
+    with CacheManager(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
+        used, holders = ["default"], dict[str, NamespaceLease]()
         for name, what in operations:
             if what == "drop":
                 holders.pop(name, None)
@@ -203,14 +203,14 @@ def test_only_the_least_used_that_nobody_holds_are_closed(operations: list[tuple
 # Terms: what is lent to others, what is not, how many there are, and that one can be forgotten
 
 
-READER = NamespaceTerms(reads_shared=True)
+READER = NamespacePolicy(reads_shared=True)
 OWNERS = ("default", "a", "b", "c")
 """The shared namespace, two that read it, and one that does not."""
-TERMS = {"default": NamespaceTerms(), "a": READER, "b": READER, "c": NamespaceTerms()}
+TERMS = {"default": NamespacePolicy(), "a": READER, "b": READER, "c": NamespacePolicy()}
 
 
-def holder(caches: CacheSet, name: str, terms: NamespaceTerms | None = None) -> HeldNamespace:
-    found = caches.hold(name, terms or TERMS.get(name, NamespaceTerms()))
+def holder(caches: CacheManager, name: str, terms: NamespacePolicy | None = None) -> NamespaceLease:
+    found = caches.acquire(name, terms or TERMS.get(name, NamespacePolicy()))
     assert found is not None
     wait_until(lambda: found.cache)
     return found
@@ -218,7 +218,9 @@ def holder(caches: CacheSet, name: str, terms: NamespaceTerms | None = None) -> 
 
 def seen(snapshot: Snapshot) -> set[int]:
     """Every token that a lookup in the snapshot may come by."""
-    tail = [int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    tail = [
+        int(snapshot.ring[p & (len(snapshot.ring) - 1)]) for p in range(snapshot.memtable_start, snapshot.memtable_stop)
+    ]
     return {int(token) for segment in snapshot.segments for token in segment.tokens} | set(tail)
 
 
@@ -228,9 +230,9 @@ def words(owner: str, draw: int) -> list[int]:
     return [1, 2, 3, 4, 5, 6, 7, 8, *(own + (draw + i) % 7 for i in range(12))]
 
 
-def inline_set(capacity: int = 256, directory: Path | None = None) -> CacheSet:
+def inline_set(capacity: int = 256, directory: Path | None = None) -> CacheManager:
     index = IndexConfig(capacity_tokens=capacity, seal_tokens=16, merge_fanout=2)
-    return CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
+    return CacheManager(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
 
 
 steps = st.lists(st.tuples(st.sampled_from([*OWNERS, "maintain", "flush", "revoke", "grant"]), st.integers(0, 6)))
@@ -246,7 +248,7 @@ def test_nothing_that_only_one_tenant_said_is_drafted_for_another(given_steps: l
         for what, number in given_steps:
             if what in OWNERS:
                 for _ in range(1 + number):
-                    holder(caches, what, NamespaceTerms(reads_shared=what in may_read)).append(
+                    holder(caches, what, NamespacePolicy(reads_shared=what in may_read)).append(
                         np.array(words(what, number), np.int32), prompt_length=0
                     )
             elif what == "maintain":
@@ -256,7 +258,7 @@ def test_nothing_that_only_one_tenant_said_is_drafted_for_another(given_steps: l
             else:
                 may_read = may_read - {"a"} if what == "revoke" else may_read | {"a"}
             for name in OWNERS:
-                cache = holder(caches, name, NamespaceTerms(reads_shared=name in may_read)).cache
+                cache = holder(caches, name, NamespacePolicy(reads_shared=name in may_read)).cache
                 assert cache is not None
                 snapshot = cache.snapshot()
                 readable = {name} | ({"default"} if name in may_read else set())
@@ -286,11 +288,11 @@ def test_readers_search_what_is_sealed_of_the_shared_namespace_in_the_same_memor
 
 
 def test_warm_up_directories_are_read_by_every_namespace_and_loaded_once(tmp_path: Path) -> None:
-    with StaticWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
+    with PrebuiltWriter(tmp_path / "warm", fingerprint=FINGERPRINT) as writer:
         writer.append([9, 8, 7])
     with inline_set() as caches:
         before = holder(caches, "a")
-        caches.add_static_directory(tmp_path / "warm")
+        caches.add_prebuilt_directory(tmp_path / "warm")
         caches.get().append([5, 5, 5])
         caches.flush()
         after = holder(caches, "c")
@@ -310,14 +312,14 @@ def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_no
 ) -> None:
     index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64)
     closed: list[str] = []
-    with CacheSet(
+    with CacheManager(
         CacheConfig(index=index, directory=tmp_path),
         FINGERPRINT,
         inline=inline,
         on_close=lambda c: closed.append(c.name),
     ) as caches:
         mine, other = holder(caches, "a"), holder(caches, "c")
-        group = holder(caches, "salted", NamespaceTerms(group="a", is_kept=False))
+        group = holder(caches, "salted", NamespacePolicy(group="a", is_durable=False))
         for each in (mine, other, group):
             for number in range(40):
                 each.append(np.array(words("a", number), np.int32), prompt_length=0)
@@ -327,7 +329,7 @@ def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_no
         for each in (mine, group):
             assert each.cache is not None
             each.append(np.array(words("a", 0), np.int32), prompt_length=0)
-            each.cache.append_all_shared([np.array([1, 2], np.int32)])
+            each.cache.append_replicated([np.array([1, 2], np.int32)])
             assert seen(each.cache.snapshot()) == set()
         assert not (tmp_path / "a").exists() and sorted(closed) == ["a", "salted"]
         assert other.cache is not None and len(seen(other.cache.snapshot())) > 7
@@ -357,17 +359,17 @@ def test_forgetting_and_an_opening_that_is_under_way_wait_for_each_other_only_on
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    opened = getattr(CacheSet, where)
+    opened = getattr(CacheManager, where)
 
-    def slow(caches: CacheSet, namespace: Namespace) -> SuffixCache:
+    def slow(caches: CacheManager, namespace: NamespaceEntry) -> NamespaceCache:
         if namespace.name == "a":
             assert gate.wait(PATIENCE_S)
-        found: SuffixCache = opened(caches, namespace)
+        found: NamespaceCache = opened(caches, namespace)
         return found
 
-    monkeypatch.setattr(CacheSet, where, slow)
-    with CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
-        mine = caches.hold("a")
+    monkeypatch.setattr(CacheManager, where, slow)
+    with CacheManager(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
+        mine = caches.acquire("a")
         assert mine is not None
         mine.append(np.array([1, 2, 3], np.int32), prompt_length=0)
         forgetting = threading.Thread(target=caches.discard, args=("a",))
@@ -386,24 +388,24 @@ def test_forgetting_and_an_opening_that_is_under_way_wait_for_each_other_only_on
 
 
 def test_of_a_group_few_are_open_and_none_is_taken_from_who_holds_it() -> None:
-    terms = NamespaceTerms(group="a", most_in_group=2, is_kept=False, capacity_tokens=1024)
+    terms = NamespacePolicy(group="a", max_in_group=2, is_durable=False, capacity_tokens=1024)
     with inline_set() as caches:
         main = holder(caches, "a")
         holders = [holder(caches, f"s{number}", terms) for number in range(2)]
-        assert caches.hold("s2", terms) is None  # both are holder
-        assert caches.hold("s1", terms) is not None
+        assert caches.acquire("s2", terms) is None  # both are holder
+        assert caches.acquire("s1", terms) is not None
         holders.pop(0)
         gc.collect()
-        assert caches.hold("s2", terms) is not None
+        assert caches.acquire("s2", terms) is not None
         assert caches.names() == ["a", "default", "s1", "s2"]
         assert set(caches.stats()) == {"a", "default"}
         assert main.cache is caches.get("a")
 
 
 def test_what_is_kept_stays_open_longer_than_what_is_not() -> None:
-    brief = NamespaceTerms(is_kept=False, group="x")
+    brief = NamespacePolicy(is_durable=False, group="x")
     config = CacheConfig(index=IndexConfig(capacity_tokens=256))
-    with CacheSet(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
+    with CacheManager(config, FINGERPRINT, inline=True, max_namespaces=3) as caches:
         for name, terms in (("a", TERMS["a"]), ("brief", brief), ("b", TERMS["b"])):
             holder(caches, name, terms)
             gc.collect()
@@ -412,7 +414,7 @@ def test_what_is_kept_stays_open_longer_than_what_is_not() -> None:
 
 def test_the_capacity_is_the_one_of_the_terms() -> None:
     with inline_set(capacity=1 << 12) as caches:
-        small = holder(caches, "a", NamespaceTerms(capacity_tokens=64))
+        small = holder(caches, "a", NamespacePolicy(capacity_tokens=64))
         for number in range(40):
             small.append(np.array(words("a", number), np.int32), prompt_length=0)
         caches.flush()

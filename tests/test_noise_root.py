@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssd.errors import ConfigError
-from ssd.sharing.connection import connect
-from ssd.sharing.noise_root import KEY, ROOT_BYTES, NoiseRoot, SharedRoot
+from ssd.replication.connection import connect
+from ssd.replication.noise_secret import KEY, SECRET_BYTES, NoiseSecret, ReplicatedSecret
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import eventually
 from tests.waiting import PATIENCE_S
@@ -26,30 +26,33 @@ __all__ = ["redis_server"]  # the fixture
 
 
 def test_a_root_of_a_secret_or_a_seed_is_that_of_no_other() -> None:
-    def roots() -> list[NoiseRoot]:
+    def roots() -> list[NoiseSecret]:
         secrets, seeds = (b"a" * 16, b"b" * 16), (0, -1)
-        return [*map(NoiseRoot.of_secret, secrets), *map(NoiseRoot.of_seed, seeds)]
+        return [*map(NoiseSecret.from_secret, secrets), *map(NoiseSecret.from_seed, seeds)]
 
     assert [root() for root in roots()] == [root() for root in roots()]
     assert len({root() for root in roots()}) == 4
     assert [root.source for root in roots()] == ["secret", "secret", "seed", "seed"]
-    assert NoiseRoot.kept_at(None)() != NoiseRoot.kept_at(None)()
+    assert NoiseSecret.load_or_create(None)() != NoiseSecret.load_or_create(None)()
 
 
 def test_a_root_is_kept_for_its_owner_alone_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "cache" / ".ssd" / "noise"
-    made = NoiseRoot.kept_at(path)
-    assert made.source == "directory" and NoiseRoot.kept_at(path)() == made() != NoiseRoot.kept_at(tmp_path / "other")()
+    made = NoiseSecret.load_or_create(path)
+    assert (
+        made.source == "directory"
+        and NoiseSecret.load_or_create(path)() == made() != NoiseSecret.load_or_create(tmp_path / "other")()
+    )
     assert [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)] == [0o600, 0o700]
-    made.adopt(b"r" * ROOT_BYTES)
-    assert NoiseRoot.kept_at(path)() == made() == b"r" * ROOT_BYTES
+    made.adopt(b"r" * SECRET_BYTES)
+    assert NoiseSecret.load_or_create(path)() == made() == b"r" * SECRET_BYTES
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [*path.parent.iterdir()] == [path]
 
 
 def test_processes_that_begin_at_once_keep_one_root(tmp_path: Path) -> None:
     found: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(NoiseRoot.kept_at(tmp_path / ".ssd" / "noise")()))
+        threading.Thread(target=lambda: found.append(NoiseSecret.load_or_create(tmp_path / ".ssd" / "noise")()))
         for _ in range(8)
     ]
     for thread in threads:
@@ -66,7 +69,7 @@ def test_a_file_of_any_bytes_is_a_root_or_one_line(content: bytes, tmp_path_fact
     path.chmod(0o600)
     is_root = len(content) == 64 and not set(content) - set(b"0123456789abcdef")
     try:
-        assert NoiseRoot.kept_at(path)() == bytes.fromhex(content.decode()) and is_root
+        assert NoiseSecret.load_or_create(path)() == bytes.fromhex(content.decode()) and is_root
     except ConfigError as error:
         assert not is_root
         assert str(path) in str(error) and "remove it" in str(error) and "\n" not in str(error)
@@ -76,30 +79,30 @@ def test_what_is_no_file_is_said_and_never_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path / "pipe", tmp_path / "directory"):
         os.mkfifo(path) if path.name == "pipe" else path.mkdir()
         with pytest.raises(ConfigError, match="remove it"):
-            NoiseRoot.kept_at(path)
+            NoiseSecret.load_or_create(path)
 
 
 def test_where_nothing_can_be_kept_the_root_is_of_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    root = NoiseRoot.kept_at(tmp_path / "file" / "noise")
-    assert root.source == "memory" and "cannot be kept" in caplog.text
+    root = NoiseSecret.load_or_create(tmp_path / "file" / "noise")
+    assert root.source == "memory" and "cannot be stored" in caplog.text
 
 
 def test_a_root_is_told_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "noise"
-    root = NoiseRoot.kept_at(path)
+    root = NoiseSecret.load_or_create(path)
     path.chmod(0o644)
     with caplog.at_level(logging.DEBUG):
-        root = NoiseRoot.kept_at(path)
+        root = NoiseSecret.load_or_create(path)
         first = root()
-        root.adopt(b"s" * ROOT_BYTES)
+        root.adopt(b"s" * SECRET_BYTES)
     assert "chmod 600" in caplog.text
     for secret in (first, root()):
         for said in (caplog.text, repr(root), str(root)):
             assert secret.hex() not in said and repr(secret)[2:-1] not in said
     path.write_text(first.hex() + "!")
     with pytest.raises(ConfigError) as caught:
-        NoiseRoot.kept_at(path)
+        NoiseSecret.load_or_create(path)
     assert first.hex() not in str(caught.value)
 
 
@@ -107,9 +110,9 @@ def test_a_root_is_told_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 @contextmanager
-def sharing(server: RedisServer, path: Path | None = None) -> Iterator[tuple[NoiseRoot, SharedRoot]]:
-    root = NoiseRoot.kept_at(path)
-    shared = SharedRoot(server.url, root)
+def sharing(server: RedisServer, path: Path | None = None) -> Iterator[tuple[NoiseSecret, ReplicatedSecret]]:
+    root = NoiseSecret.load_or_create(path)
+    shared = ReplicatedSecret(server.url, root)
     try:
         yield root, shared
     finally:
@@ -121,7 +124,7 @@ def test_replicas_agree_and_a_directory_keeps_what_they_agree_on(redis_server: R
         a.wait(PATIENCE_S)
         b.wait(PATIENCE_S)
         assert one() == two() and one.source == two.source == "replicas"
-        assert NoiseRoot.kept_at(tmp_path / "one")() == NoiseRoot.kept_at(tmp_path / "two")() == one()
+        assert NoiseSecret.load_or_create(tmp_path / "one")() == NoiseSecret.load_or_create(tmp_path / "two")() == one()
     redis_server.kill()
     with sharing(redis_server, tmp_path / "two") as (two, b):
         b.wait(PATIENCE_S)
@@ -151,7 +154,7 @@ def test_a_root_that_redis_lost_is_written_again(redis_server: RedisServer) -> N
         assert not a.loop.num_failures
 
 
-@pytest.mark.parametrize("hostile", [b"", b"short", b"x" * (ROOT_BYTES + 1), bytes(1 << 24), ["a", "list"]])
+@pytest.mark.parametrize("hostile", [b"", b"short", b"x" * (SECRET_BYTES + 1), bytes(1 << 24), ["a", "list"]])
 def test_whatever_else_is_under_the_key_costs_the_agreement_alone(
     redis_server: RedisServer, hostile: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

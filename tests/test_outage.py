@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, IndexConfig
-from ssd.retrieval import directory, suffix_cache
+from ssd.retrieval import directory, namespace_cache
 from ssd.retrieval import directory as directories
 from ssd.retrieval import files as manifests
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory
 from ssd.retrieval.index import SuffixIndex
-from ssd.retrieval.search import longest_match
+from ssd.retrieval.namespace_cache import NamespaceCache
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS, build_segment
-from ssd.retrieval.suffix_cache import SuffixCache
 from tests.reference.retrieval import sequences, snapshot_text
 
 FINGERPRINT = "0123456789abcdef" * 2
@@ -36,16 +36,16 @@ def config(path: Path | None, **settings: Any) -> CacheConfig:
     return CacheConfig(index=index, directory=path)
 
 
-def opened(path: Path, **settings: Any) -> CacheSet:
-    return CacheSet(config(path, **settings), FINGERPRINT, inline=True)
+def opened(path: Path, **settings: Any) -> CacheManager:
+    return CacheManager(config(path, **settings), FINGERPRINT, inline=True)
 
 
-def said(caches: CacheSet) -> list[int]:
+def said(caches: CacheManager) -> list[int]:
     """The first token of every sequence."""
     return [sequence[0] for sequence in sequences(snapshot_text(caches.get().snapshot()))]
 
 
-def learn(caches: CacheSet, numbers: range) -> None:
+def learn(caches: CacheManager, numbers: range) -> None:
     for number in numbers:
         caches.get().append([number] + [number % 3] * 9)
         caches.maintain()
@@ -82,7 +82,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReadOnly]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What upkeep takes for the time, in its first element."""
     now = [1000.0]
-    monkeypatch.setattr("ssd.retrieval.suffix_cache.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("ssd.retrieval.namespace_cache.time.monotonic", lambda: now[0])
     return now
 
 
@@ -180,7 +180,7 @@ class Unsortable:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         self.limit = limit
         self.num_refused = 0
-        monkeypatch.setattr(suffix_cache, "build_segment", self._build)
+        monkeypatch.setattr(namespace_cache, "build_segment", self._build)
 
     def _build(self, tokens: np.ndarray, **names: Any) -> Segment:
         if len(tokens) > self.limit:
@@ -208,14 +208,14 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         assert all(map(cache._files.has, cache.snapshot().segments))
         cache.maintain()
         assert memory.num_refused == refused
-        clock[0] += suffix_cache.FIRST_PAUSE_S + 1
+        clock[0] += namespace_cache.FIRST_BACKOFF_S + 1
         cache.maintain()
         again = memory.num_refused
-        clock[0] += suffix_cache.FIRST_PAUSE_S + 1  # twice as long by now
+        clock[0] += namespace_cache.FIRST_BACKOFF_S + 1  # twice as long by now
         cache.maintain()
         assert refused < again == memory.num_refused
         memory.limit = 1 << 30
-        clock[0] += suffix_cache.FIRST_PAUSE_S
+        clock[0] += namespace_cache.FIRST_BACKOFF_S
         cache.maintain()
         assert cache.stats().num_segments < stats.num_segments / 2 and cache.stats().num_failed_merges == again
     with opened(tmp_path, capacity_tokens=1 << 22) as caches:
@@ -226,16 +226,16 @@ def test_the_number_of_segments_is_bounded_though_every_merge_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Unsortable(monkeypatch, limit=60)
-    monkeypatch.setattr(suffix_cache, "_MOST_SEGMENTS", 32)
+    monkeypatch.setattr(namespace_cache, "_MAX_SEGMENTS", 32)
     with opened(tmp_path, capacity_tokens=1 << 22) as caches:
         cache = caches.get()
         for number in range(200):
             cache.append([number] * 50)
-            cache.maintain(seal_all=True, wait=False)
+            cache.maintain(flush_all=True, wait=False)
         stats = cache.stats()
         assert stats.num_segments <= 33 and stats.num_failed_merges > 0
         assert said(caches) == list(range(200)) and stats.num_dropped_tokens == 0
-        monkeypatch.setattr(suffix_cache, "build_segment", build_segment)
+        monkeypatch.setattr(namespace_cache, "build_segment", build_segment)
     with opened(tmp_path, capacity_tokens=1 << 22) as caches:  # closing seals what is left
         assert said(caches) == list(range(200))
 
@@ -260,17 +260,17 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
         nonlocal num_sorts
         num_sorts += 1
         if num_sorts < 1000:  # or else what is tested would not end
-            cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
+            cache.append_replicated([np.array([next(numbers)] * 20, np.int32)])
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(suffix_cache, "build_segment", sort)
+    monkeypatch.setattr(namespace_cache, "build_segment", sort)
     for call in (cache.maintain, cache.flush, cache.close):
-        cache.append_all_shared([np.array([next(numbers)] * 20, np.int32)])
+        cache.append_replicated([np.array([next(numbers)] * 20, np.int32)])
         before = num_sorts
         call()
         assert num_sorts == before + 1
     assert cache.stats().num_tail_tokens > 0  # the last one, in memory
-    cache.append_all_shared([np.array([next(numbers)], np.int32)])
+    cache.append_replicated([np.array([next(numbers)], np.int32)])
     assert cache.stats().num_failures == 0
     learned = next(numbers) - 2
     caches.close()
@@ -282,9 +282,9 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
 def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suffix_cache, "_ROOM_WAIT_S", 1e6)
+    monkeypatch.setattr(namespace_cache, "_ROOM_WAIT_S", 1e6)
     settings = IndexConfig(capacity_tokens=64, seal_tokens=16)
-    cache = SuffixCache("a", settings, fingerprint=FINGERPRINT, wake=lambda: None)
+    cache = NamespaceCache("a", settings, fingerprint=FINGERPRINT, wake=lambda: None)
     piece = [1] * 6
     for _ in range(5):
         cache.append(piece)
@@ -293,7 +293,7 @@ def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
     def read_log() -> None:
         entered.set()
         for _ in range(20):
-            cache.append_all_shared([np.array(piece, np.int32)])
+            cache.append_replicated([np.array(piece, np.int32)])
 
     reader = threading.Thread(target=read_log)
     reader.start()
@@ -307,9 +307,11 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sorted_, num_merged = build_segment, 0
-    cache = SuffixCache("a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT)
+    cache = NamespaceCache(
+        "a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(SuffixCache, "_merge", lambda _, wait: None)
+        patch.setattr(NamespaceCache, "_merge", lambda _, wait: None)
         for number in range(16):
             cache.append([number] * 8)
             cache.maintain()
@@ -320,7 +322,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
         cache.begin_close()
         return sorted_(*arguments, **settings)
 
-    monkeypatch.setattr(suffix_cache, "build_segment", sort)
+    monkeypatch.setattr(namespace_cache, "build_segment", sort)
     cache.maintain()
     cache.close()
     assert num_merged == 1

@@ -17,10 +17,10 @@ from ssd.engine import Engine, FinishReason, Request, RequestOutput, passes
 from ssd.engine.batch import Batch
 from ssd.engine.sequence import Sequence
 from ssd.engine.verify import Pass
+from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner, run_eagerly
 from ssd.model.loading.load_target import load_model, open_target
-from ssd.model.steps.static_steps import StaticSteps, eagerly
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.engines import FINGERPRINT, ask, make_engine, prompt_of
 from tests.fixed_times import fix_times
@@ -41,7 +41,7 @@ def opened(kind: str) -> Any:
     exact: Exact = "auto" if kind == "bundled" else "on"  # not every CPU has it of packed weights
     target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, keeps_top=True, exact=exact)
     if kind == "static":
-        target.steps = StaticSteps(target, eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
+        target.graph_runner = CudaGraphRunner(target, run_eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
     return target
 
 
@@ -49,8 +49,8 @@ def opened(kind: str) -> Any:
 def followed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each pass that began before the tokens that it is over were read."""
     found: list[int] = []
-    follow = SlotTarget.follow
-    monkeypatch.setattr(SlotTarget, "follow", lambda *args: found.append(len(args[1])) or follow(*args))
+    run_ahead = SlotRunner.run_ahead
+    monkeypatch.setattr(SlotRunner, "run_ahead", lambda *args: found.append(len(args[1])) or run_ahead(*args))
     return found
 
 
@@ -82,13 +82,13 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
         requests.append(ask(str(number), prompt, priority=int(random.integers(-2, 3)), **more))
     arrivals = random.integers(0, 9, count).tolist()
     found = []
-    for runs_beside_host in (False, True):
+    for is_asynchronous in (False, True):
         with (
-            CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches,
+            CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches,
             pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(passes, "_QUIET", quiet)
-            engine = engine_of(kind, runs_beside_host=runs_beside_host, caches=caches)
+            engine = engine_of(kind, is_asynchronous=is_asynchronous, caches=caches)
             begun: list[RequestOutput] = []
             for number, request in enumerate(requests):
                 engine.submit(request)
@@ -103,18 +103,18 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_passes_follow_each_other_where_nothing_is_drafted(followed: list[int], kind: str) -> None:
     said = []
-    for runs_beside_host in (False, True):
-        engine = engine_of(kind, drafter="none", runs_beside_host=runs_beside_host)
+    for is_asynchronous in (False, True):
+        engine = engine_of(kind, drafter="none", is_asynchronous=is_asynchronous)
         asked = [sampled(str(number), 20 + number, temperature=number) for number in range(2)]
         said.append([answer.token_ids for answer in answers_of(engine, asked)])
-        assert bool(followed) == runs_beside_host and engine.check() == []
+        assert bool(followed) == is_asynchronous and engine.check() == []
     assert said[0] == said[1]
     assert followed[:18] == [2] * 18
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[int], kind: str) -> None:
-    engine = engine_of(kind, drafter="none", runs_beside_host=True)
+    engine = engine_of(kind, drafter="none", is_asynchronous=True)
     engine.submit(sampled("first", 60))
     while len(followed) < 3:
         engine.step()
@@ -128,7 +128,7 @@ def test_who_comes_and_who_goes_waits_for_the_passes_under_way(followed: list[in
 
 def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(fails: bool) -> dict[str, list[int]]:
-        engine = engine_of(drafter="none", runs_beside_host=True)
+        engine = engine_of(drafter="none", is_asynchronous=True)
         for name in "ab":
             engine.submit(sampled(name, 25, seed=ord(name)))
         outputs, verify, number = [], Pass.verify, len(followed)
@@ -151,8 +151,8 @@ def _fail(_pass: Pass) -> None:
 
 
 def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with CacheSet(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
-        engine = engine_of("bundled", runs_beside_host=True, caches=caches)
+    with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
+        engine = engine_of("bundled", is_asynchronous=True, caches=caches)
         made: list[bool] = []
         output, cache = Sequence.output, caches.get("default")
         monkeypatch.setattr(
@@ -171,7 +171,7 @@ def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pyt
 
 
 def test_what_a_cancelled_request_had_is_sent_before_its_end() -> None:
-    engine = engine_of("tiny", runs_beside_host=True)
+    engine = engine_of("tiny", is_asynchronous=True)
     engine.submit(sampled("a", 30))
     assert engine.step() == [] and engine.has_work(), "the first pass is under way"
     engine.cancel("a")
@@ -187,16 +187,16 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
     fix_times(monkeypatch)
     prompts = [prompt_of(row, 12) for row in range(3)]
 
-    def answered(answers: list[list[int]], *, runs_beside_host: bool) -> tuple[list[list[int]], int, int]:
+    def answered(answers: list[list[int]], *, is_asynchronous: bool) -> tuple[list[list[int]], int, int]:
         """What was said; passes of all rows, and of how many the draft was prepared."""
-        with CacheSet(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
+        with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
             for prompt, answer in zip(prompts, answers, strict=False):
                 text = np.array([*prompt, *answer], np.int32)
                 if wrong is not None:
                     text[len(prompt) + wrong] = (text[len(prompt) + wrong] + 1) % VOCAB
                 caches.get("default").append(text, prompt_length=len(prompt))
             caches.maintain()
-            engine = engine_of("tiny", runs_beside_host=runs_beside_host, caches=caches)
+            engine = engine_of("tiny", is_asynchronous=is_asynchronous, caches=caches)
             propose, prepared = engine._proposals.propose, list[bool]()
 
             def counted(batch: Batch) -> Any:
@@ -210,8 +210,8 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
             tokens = [answer.token_ids for answer in answers_of(engine, asked)]
         return tokens, engine.metrics.num_verify_steps, sum(prepared)
 
-    answers, _, _ = answered([], runs_beside_host=False)
-    in_turn, num_passes, num_prepared = answered(answers, runs_beside_host=False)
-    beside, num_beside, num_prepared_beside = answered(answers, runs_beside_host=True)
+    answers, _, _ = answered([], is_asynchronous=False)
+    in_turn, num_passes, num_prepared = answered(answers, is_asynchronous=False)
+    beside, num_beside, num_prepared_beside = answered(answers, is_asynchronous=True)
     assert in_turn == beside == answers and num_prepared == 0
     assert num_beside <= num_passes + 2 * len(prompts) and num_prepared_beside > num_beside // 2

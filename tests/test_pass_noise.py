@@ -16,18 +16,18 @@ from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
 from ssd.engine import verify
 from ssd.model.loading.load_target import open_target
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import (
     Noise,
     PassOutput,
     Sampler,
     argmax_with_noise,
     device_argmax,
+    is_sampler_correct,
     noisy_scores,
-    sampler_of,
-    samples_rightly,
+    select_sampler,
 )
-from ssd.model.sampling.target_tokens import noise_of, target_tokens
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.sampling.target_tokens import make_noise, target_tokens
 from tests.models import VOCAB, tiny_model
 from tests.reference.noise import position_keys
 from tests.reference.tree import node_parents
@@ -77,20 +77,20 @@ def batches(draw: st.DrawFn) -> list[SamplingRow]:
     return rows
 
 
-def check_batch(target: SlotTarget, rows: list[SamplingRow]) -> None:
+def check_batch(target: SlotRunner, rows: list[SamplingRow]) -> None:
     """What is chosen inside of the pass and what is chosen from its logits alone."""
     fed = np.zeros((len(rows), max(row.width for row in rows)), np.int64)
     for b, row in enumerate(rows):
         fed[b, 1 : row.width] = row.draft.token_ids
     slots, counts = list(range(len(rows))), [row.width for row in rows]
-    noise = noise_of(rows, fed.shape[1])
+    noise = make_noise(rows, fed.shape[1])
     assert (noise is not None) == any(row.params.temperature in (0.3, 1.0) and plain(row) for row in rows)
     has_trees = any(row.draft.parents is not None for row in rows)
     parents = node_parents([row.draft.parents for row in rows], fed.shape[1]) if has_trees else None
     output = target.forward(slots, fed, counts, noise, parents)
     for slot in slots:
         target.rollback(slot, 0)
-    assert output.chosen is not None and output.noise is noise
+    assert output.sampled is not None and output.noise is noise
     expected, found = target_tokens(PassOutput(output.logits), rows), target_tokens(output, rows)
     blind = target_tokens(replace(output, logits=torch.zeros_like(output.logits)), rows)
     for b, count in enumerate(counts):
@@ -110,16 +110,16 @@ STATIC = pair_of_targets(MODEL, num_slots=5, max_width=7, sampler=formula)[1]
 @given(batches())
 def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) -> None:
     check_batch(STATIC, rows)
-    assert STATIC.steps is not None and STATIC.steps.failure is None
+    assert STATIC.graph_runner is not None and STATIC.graph_runner.failure is None
 
 
 @pytest.mark.parametrize("recorder", RECORDERS)
 def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = formula if recorder == "eagerly" else sampler_of(torch.device("cuda"))
+    sampler = formula if recorder == "eagerly" else select_sampler(torch.device("cuda"))
     plain, static = pair_of_targets(tiny_model(), recorder, num_slots=6, max_length=64, sampler=sampler)
-    assert static.takes_noise
+    assert static.supports_noise
     given: list[Noise | None] = []
-    monkeypatch.setattr(verify, "noise_of", lambda *args: given.append(noise_of(*args)) or given[-1])
+    monkeypatch.setattr(verify, "make_noise", lambda *args: given.append(make_noise(*args)) or given[-1])
     random = np.random.default_rng(0)
     prompts = [random.integers(3, VOCAB, int(random.integers(2, 12))).tolist() for _ in range(10)]
     mixed = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **KINDS[i]) for i in range(10)]
@@ -141,8 +141,8 @@ def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch:
 def test_targets_without_a_sampler_take_no_noise() -> None:
     plain, static = pair_of_targets(MODEL)
     whole = open_target(tiny_model("StableLM"), num_slots=2, max_length=32)
-    assert not (plain.takes_noise or static.takes_noise or whole.takes_noise)
-    assert sampler_of(CPU) is None
+    assert not (plain.supports_noise or static.supports_noise or whole.supports_noise)
+    assert select_sampler(CPU) is None
 
 
 def second_best(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -157,8 +157,8 @@ def raising(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor
 def test_a_sampler_that_is_wrong_or_fails_is_found_out(
     sampler: Sampler, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert samples_rightly(formula, CPU) and not caplog.text
-    assert not samples_rightly(sampler, CPU) and said in caplog.text
+    assert is_sampler_correct(formula, CPU) and not caplog.text
+    assert not is_sampler_correct(sampler, CPU) and said in caplog.text
 
 
 @settings(max_examples=30)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.dedup import PromptDeduplicator, split_sequence
 from tests.reference.retrieval import naive_skipped, naive_split
 
 
@@ -12,8 +12,8 @@ def _tokens(ids: list[int]) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def _pieces(known: PrefixFilter, ids: list[int], prompt_length: int, position: int = 0) -> list[list[int]]:
-    return [piece.tolist() for piece in known.pieces(_tokens(ids), prompt_length, position)]
+def _pieces(known: PromptDeduplicator, ids: list[int], prompt_length: int, position: int = 0) -> list[list[int]]:
+    return [piece.tolist() for piece in known.new_pieces(_tokens(ids), prompt_length, position)]
 
 
 @given(
@@ -21,7 +21,7 @@ def _pieces(known: PrefixFilter, ids: list[int], prompt_length: int, position: i
     st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=14), st.integers(0, 16)), max_size=20),
 )
 def test_equals_remembering_every_beginning(block_tokens: int, requests: list[tuple[list[int], int]]) -> None:
-    known = PrefixFilter(block_tokens, 3)
+    known = PromptDeduplicator(block_tokens, 3)
     beginnings: set[tuple[int, ...]] = set()
     for position, (ids, prompt_length) in enumerate(requests):
         skipped = naive_skipped(beginnings, ids, prompt_length, block_tokens)
@@ -37,8 +37,8 @@ def test_splitting_equals_cutting_step_by_step(length: int, max_tokens: int, lea
     assert {token for piece in pieces for token in piece} == set(range(length))
 
 
-def _follower() -> PrefixFilter:
-    return PrefixFilter(4, 2, follows_others=True)
+def _follower() -> PromptDeduplicator:
+    return PromptDeduplicator(4, 2, follows_others=True)
 
 
 def test_a_conversation_is_stored_once_though_each_turn_is_answered_elsewhere() -> None:
@@ -46,18 +46,18 @@ def test_a_conversation_is_stored_once_though_each_turn_is_answered_elsewhere() 
     for number, replica in enumerate(replicas):
         prompt_length = len(text) + 3
         text += range(100 * number, 100 * number + 11)
-        (piece,) = replica.pieces(_tokens(text), prompt_length, 0)
+        (piece,) = replica.new_pieces(_tokens(text), prompt_length, 0)
         num_stored += len(piece)
         for other in replicas:
             if other is not replica:
-                other.note(piece, 0)
+                other.note_replicated(piece, 0)
     assert len(text) <= num_stored <= len(text) + 4 * (2 + 3)  # lead-ins, and blocks that were not full
 
 
 def test_what_was_noted_is_forgotten_with_its_text() -> None:
     known = _follower()
     for begin in (0, 8, 16):
-        known.note(_tokens(list(range(max(0, begin - 2), begin + 8))), begin)
+        known.note_replicated(_tokens(list(range(max(0, begin - 2), begin + 8))), begin)
     assert len(known._blocks) == 6
     known.forget_before(8)
     assert len(known._blocks) == 4
@@ -74,10 +74,10 @@ def test_whatever_is_left_out_is_stored_with_what_stands_before_it(
     replicas = [_follower() for _ in range(3)]
     stored: set[tuple[int, ...]] = set()
     for number, ids, prompt_length in requests:
-        pieces = list(replicas[number].pieces(_tokens(ids), min(prompt_length, len(ids)), 0))
+        pieces = list(replicas[number].new_pieces(_tokens(ids), min(prompt_length, len(ids)), 0))
         for piece in pieces:
             stored |= {tuple(piece[i - 2 : i + 1].tolist()) for i in range(2, len(piece))}
             for other in replicas:
                 if other is not replicas[number]:
-                    other.note(piece, 0)
+                    other.note_replicated(piece, 0)
         assert all(tuple(ids[i - 2 : i + 1]) in stored for i in range(2, len(ids)))

@@ -28,7 +28,7 @@ from cache_builder.evaluation.log import Log
 from cache_builder.opened_cache import open_caches
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
-from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.ring import iter_sequences
 from tests.cache_files import read_cache, write_cache
 
 FINGERPRINT = "0" * 32
@@ -80,7 +80,7 @@ def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
     written, of_use = capsys.readouterr().out.splitlines()
     prune(whole, other, budget, [])
     assert num_tokens(used) <= budget and num_tokens(other) <= budget
-    without_separators = [sum(map(len, sequences_of(open_caches([path])[0].segments))) for path in (used, whole)]
+    without_separators = [sum(map(len, iter_sequences(open_caches([path])[0].segments))) for path in (used, whole)]
     assert written.startswith("{}: {:,} of {:,} tokens in ".format(used, *without_separators)), "as merge counts"
     kept, used_blocks = re.findall(r"[0-9,]+", of_use)
     assert kept == used_blocks and int(kept) > 30

@@ -15,10 +15,10 @@ from cache_builder.commands.options import escape_value
 from cache_builder.commands.push import push
 from cache_builder.commands.redis_status import as_text, read_status
 from ssd.errors import StoreUnavailable
-from ssd.sharing.connection import connect
-from ssd.sharing.entry import stream_key
-from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.stream import FIELD
+from ssd.replication.connection import connect
+from ssd.replication.entry import stream_key
+from ssd.replication.noise_secret import KEY as NOISE
+from ssd.replication.stream import FIELD
 from tests.cache_files import write_cache
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText, Tokens
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.rows import SlowRowDrafter
 
@@ -28,9 +28,9 @@ def drafter() -> BatchDrafter:
     return BatchDrafter(longest=LIMIT, **SETTINGS)
 
 
-def filled(random: np.random.Generator) -> Iterator[SuffixCache]:
+def filled(random: np.random.Generator) -> Iterator[NamespaceCache]:
     """A namespace with repetitive text, a part of it sealed; some ids are not the target's."""
-    with CacheSet(CacheConfig(index=IndexConfig(capacity_tokens=4096)), "0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(index=IndexConfig(capacity_tokens=4096)), "0" * 32, inline=True) as caches:
         cache = caches.get()
         for number in range(12):
             cache.append(np.tile(random.integers(0, VOCAB_SIZE + (number % 3 == 0), 9), 4))

@@ -16,7 +16,7 @@ from ssd.config import SamplingParams
 from ssd.errors import RequestError
 from ssd.model.sampling.row_choice import DeviceRules
 from ssd.model.sampling.sampler import token_logprobs
-from ssd.model.sampling.target_tokens import apply_prefix_rules, truncated_scores, with_prefix_rules
+from ssd.model.sampling.target_tokens import apply_prefix_rules, logits_with_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules
 from tests.reference import target as slow
 from tests.reference.sampling import bad_word_ends
@@ -167,7 +167,7 @@ def test_tokens_that_were_held_back_cost_nothing_once_there_are_enough() -> None
     logits = torch.zeros(1, 1, 8)
     for output, is_held in (([5], True), ([5, 6], False)):
         row = make_row(SamplingParams(min_tokens=2), prompt=[1], output=output, forbidden_ids=(3,))
-        ruled = with_prefix_rules(logits, [row])
+        ruled = logits_with_rules(logits, [row])
         assert ruled[0, 0, 3].isinf() if is_held else ruled is logits
 
 

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.index.longest_match import longest_match
 from ssd.errors import CacheError
 from ssd.jit.addresses import address, dtype_of
-from ssd.retrieval.lanes import (
+from ssd.retrieval.batched_search import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,
-    Lane,
-    Walker,
+    RangeExpander,
+    SegmentSearch,
+    added_rank,
     as_context,
-    ask_to_widen,
-    new_rank,
-    num_new,
-    num_taken,
-    open_lanes,
-    search_lanes,
-    widen,
+    binary_search_all,
+    expand_ranges,
+    num_added,
+    range_size,
+    request_range,
+    start_searches,
 )
-from ssd.retrieval.search import longest_match
-from ssd.retrieval.segment import FENCE_STEP, SEPARATOR
+from ssd.retrieval.segment import SEPARATOR, SPARSE_INDEX_STEP
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import build_order, build_segment
 from tests.reference.drafting import make_snapshot
@@ -37,7 +37,7 @@ Text = list[int]
 LIMITS = [0, 1, 255, 256, 65_533, 65_534, 65_535, 65_536, 2**24 - 2, 2**24 - 1, 2**24, 2**31 - 2, 2**31 - 1]
 """The last id of a width, the first of the next, those beside them, and ids whose packed bytes are mostly zeros."""
 
-FENCE_SIZES = [posts * FENCE_STEP + beside for posts in (1, 2, 3, 8) for beside in (-1, 0, 1)]
+FENCE_SIZES = [posts * SPARSE_INDEX_STEP + beside for posts in (1, 2, 3, 8) for beside in (-1, 0, 1)]
 """Sizes, separator included, at which a post of the fence comes or goes."""
 
 
@@ -184,20 +184,20 @@ def ranks_by_length(snapshot: Snapshot, context: Text, lengths: list[int], exact
     count = len(snapshot.segments)
     segments: Any = snapshot.segment_table.records.array
     ids, patterns = as_context(np.array(context, np.int64)), np.zeros(PATTERNS_BYTES, np.uint8)
-    lanes: Any = np.empty(count, dtype_of(Lane))
-    walkers: Any = np.empty(2 * count, dtype_of(Walker))
+    lanes: Any = np.empty(count, dtype_of(SegmentSearch))
+    walkers: Any = np.empty(2 * count, dtype_of(RangeExpander))
     for scratch in (lanes, walkers):
         scratch.view(np.int64)[:] = -7
-    open_lanes(segments, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
-    search_lanes(lanes, count)
+    start_searches(segments, ids, min(len(ids), MAX_MATCH_LENGTH), address(patterns), lanes, walkers)
+    binary_search_all(lanes, count)
     found = []
     for length in lengths:
         for lane in range(count):
-            ask_to_widen(lanes[lane], length)
-        widen(lanes, walkers, count, exact)
-        found.append([[new_rank(lanes, walkers, n, i) for i in range(num_new(walkers, n))] for n in range(count)])
+            request_range(lanes[lane], length)
+        expand_ranges(lanes, walkers, count, exact)
+        found.append([[added_rank(lanes, walkers, n, i) for i in range(num_added(walkers, n))] for n in range(count)])
     totals = [sum(len(new[lane]) for new in found) for lane in range(count)]
-    assert totals == [num_taken(walkers, lane) for lane in range(count)]
+    assert totals == [range_size(walkers, lane) for lane in range(count)]
     return found
 
 

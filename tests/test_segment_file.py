@@ -17,20 +17,20 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DRAFTER_NAMES, DraftRequest, make_drafter
 from ssd.errors import CacheError, SegmentCorrupt
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.files import MANIFEST_NAME, read_manifest
-from ssd.retrieval.search import longest_match
 from ssd.retrieval.segment import (
     GUARD_BYTES,
     HEADER_LENGTH,
     SEPARATOR,
     Segment,
-    num_posts,
+    allocate_tokens,
+    num_samples,
     open_segment,
-    own_tokens,
     pack,
     packed_size,
     segment_file_size,
@@ -71,8 +71,8 @@ def test_what_is_written_is_read(tmp_path: Path, num_tokens: int, start: int | N
     read = open_segment(path, fingerprint=FINGERPRINT)
     assert np.array_equal(read.tokens, written.tokens) and np.array_equal(read.order, written.order)
     assert (read.start, read.segment_id) == (start, "some-segment")
-    assert np.array_equal(read.fence, written.fence)
-    for array in (read.text, read.order, read.fence):
+    assert np.array_equal(read.sparse_index, written.sparse_index)
+    for array in (read.text, read.order, read.sparse_index):
         assert not array.flags.writeable and array.ctypes.data % 64 == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.seg"]
 
@@ -126,7 +126,7 @@ def _of_no_token() -> Segment:
     [
         *((replace(_segment(), order=np.full(20, position, np.int32)), "position") for position in (0, -1, 21)),
         *((_closed_wrongly(*tokens), "separator") for tokens in ((1, 2), (5, SEPARATOR, 0))),
-        (_of_no_token(), "no token id"),
+        (_of_no_token(), "invalid token id"),
     ],
 )
 def test_sections_that_no_writer_writes_are_refused_though_the_checksums_match(
@@ -189,7 +189,7 @@ def test_no_forged_file_leads_a_lookup_outside_it(
             assert str(path) in str(error)
             return
     n = len(segment)
-    assert segment.order.min() >= 1 and segment.order.max() <= n and len(segment.fence) == num_posts(n)
+    assert segment.order.min() >= 1 and segment.order.max() <= n and len(segment.sparse_index) == num_samples(n)
     assert len(segment.text) == packed_size(n, segment.width) and segment.tokens[-1] == SEPARATOR
     empty = reference.make_snapshot([])
     snapshot = Snapshot(1, SegmentTable([segment]), empty.ring, 0, 0)
@@ -202,9 +202,9 @@ def test_no_forged_file_leads_a_lookup_outside_it(
 
 def test_pages_that_cannot_be_had_are_a_lack_of_memory() -> None:
     with pytest.raises(MemoryError):
-        own_tokens(1 << 60)
-    assert len(own_tokens(0)) == 0
-    pages = own_tokens(3)
+        allocate_tokens(1 << 60)
+    assert len(allocate_tokens(0)) == 0
+    pages = allocate_tokens(3)
     pages[:] = 7
     assert pages.tolist() == [7, 7, 7]
 
@@ -236,9 +236,9 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return places
 
 
-def opened(home: Path) -> CacheSet:
+def opened(home: Path) -> CacheManager:
     index = IndexConfig(capacity_tokens=4000, seal_tokens=16, merge_fanout=2, dedup_block_tokens=0)
-    return CacheSet(CacheConfig(index=index, directory=home), FINGERPRINT, inline=True)
+    return CacheManager(CacheConfig(index=index, directory=home), FINGERPRINT, inline=True)
 
 
 @pytest.fixture(scope="module")

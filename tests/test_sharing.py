@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
 from ssd.config import CacheConfig
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import NamespaceTerms
-from ssd.sharing.entry import (
+from ssd.replication.entry import (
     FORMAT_VERSION,
     MAX_ENTRY_TOKENS,
     Entry,
     InvalidEntryError,
-    num_tokens_of,
     pack_entry,
     stream_key,
     unpack_entry,
+    unverified_num_tokens,
 )
-from ssd.sharing.redis_log import RedisLog
-from ssd.sharing.stream import FIELD
+from ssd.replication.replication_log import ReplicationLog
+from ssd.replication.stream import FIELD
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.namespace import NamespacePolicy
 from tests.cache_files import read_cache, write_cache
 from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, catch_up, entry, eventually, replica, stored
@@ -49,7 +49,7 @@ def test_an_entry_comes_back_as_it_was(tokens: list[int], ids: bytes) -> None:
     back = unpack_entry(data, KEY, vocab_size=VOCAB_SIZE)
     assert (back.replica_id, back.sequence_id, back.tokens.tolist()) == (ids[:8], ids[8:], tokens)
     assert back.tokens.dtype == np.int32
-    assert num_tokens_of(data) == len(tokens)
+    assert unverified_num_tokens(data) == len(tokens)
 
 
 @given(st.data())
@@ -68,7 +68,7 @@ def test_a_changed_entry_is_refused(data: st.DataObject) -> None:
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidEntryError):
         unpack_entry(data, KEY, vocab_size=VOCAB_SIZE)
-    assert 1 <= num_tokens_of(data) <= MAX_ENTRY_TOKENS
+    assert 1 <= unverified_num_tokens(data) <= MAX_ENTRY_TOKENS
 
 
 @given(
@@ -118,9 +118,9 @@ def test_the_log_is_bounded_in_tokens(redis_server: RedisServer, client: Any) ->
 
 
 def test_the_log_of_a_small_cache_is_no_larger_than_that(redis_server: RedisServer, client: Any) -> None:
-    small = NamespaceTerms(capacity_tokens=70_000)
+    small = NamespacePolicy(capacity_tokens=70_000)
     with replica(redis_server.url) as (one, _):
-        held = one.hold("small", small)
+        held = one.acquire("small", small)
         assert held is not None
         eventually(lambda: held.cache is not None)
         for number in range(40):
@@ -209,8 +209,8 @@ def test_a_full_queue_drops_the_oldest() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
-        with RedisLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=4096) as log:
-            with CacheSet(CacheConfig(), FINGERPRINT, inline=True, on_open=log.attach) as caches:
+        with ReplicationLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE, max_queued_tokens=4096) as log:
+            with CacheManager(CacheConfig(), FINGERPRINT, inline=True, on_open=log.attach) as caches:
                 for number in range(100):
                     caches.get().append([number] * 100)
             eventually(lambda: log.stats().num_queued == 40)
@@ -313,13 +313,13 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
     with ExitStack() as stack:
         logs, sets = [], []
         for _ in range(2):
-            log = stack.enter_context(RedisLog(redis_server.url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
-            caches = CacheSet(
+            log = stack.enter_context(ReplicationLog(redis_server.url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE))
+            caches = CacheManager(
                 CacheConfig(), FINGERPRINT, inline=True, max_namespaces=3, on_open=log.attach, on_close=log.detach
             )
             logs.append(log)
             sets.append(stack.enter_context(caches))
-        held = [[caches.hold(name) for name in ("a", "b")] for caches in sets]
+        held = [[caches.acquire(name) for name in ("a", "b")] for caches in sets]
         stranger = stack.enter_context(replica(redis_server.url, fingerprint="f" * 32)).caches
         stranger.get("a")
         sets[0].get("a").append([1, 2, 3])
@@ -328,15 +328,17 @@ def test_each_namespace_has_a_stream_and_one_that_is_forgotten_leaves_none(
         assert stored(sets[0]) == stored(sets[1]) == stored(stranger, "a") == []
         for caches, log in zip(sets, logs, strict=True):
             caches.discard("a")
-            log.forget("a")
+            log.delete_stream("a")
         assert client.exists(stream_key(FINGERPRINT, "a")) == 0
         assert client.exists(stream_key(FINGERPRINT, "b")) == 1
-        assert held and all(len(log.reader._streams) == 2 for log in logs)
-        brief = NamespaceTerms(is_kept=False)  # neither published nor read
+        assert held and all(len(log.subscriber._streams) == 2 for log in logs)
+        brief = NamespacePolicy(is_durable=False)  # neither published nor read
         caches = sets[0]
-        assert caches.hold("c", brief) is not None
+        assert caches.acquire("c", brief) is not None
         caches.get("c").append([7, 8, 9])
-        caches.hold("d")
-        caches.hold("e")
-        assert set(logs[0].reader._streams) == {stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"}
+        caches.acquire("d")
+        caches.acquire("e")
+        assert set(logs[0].subscriber._streams) == {
+            stream_key(FINGERPRINT, name) for name in caches.names() if name != "c"
+        }
         assert stored(sets[1], "c") == []

@@ -19,10 +19,10 @@ from redis.exceptions import InvalidResponse
 
 from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
-from ssd.sharing import clients as bounded_parser
-from ssd.sharing.background import Backoff
-from ssd.sharing.redis_log import RedisCounters
-from ssd.sharing.stream import BEGINNING, FIELD
+from ssd.replication import clients as bounded_parser
+from ssd.replication.background import Backoff
+from ssd.replication.replication_log import RedisCounters
+from ssd.replication.stream import BEGINNING, FIELD
 from tests.redis_server import RedisServer, client, redis_server, started
 from tests.sharing_replica import KEY, Replica, entry, eventually, foreign, replica, stored
 
@@ -90,7 +90,7 @@ def test_what_follows_an_empty_log_is_read_once_whatever_its_ids(
             client.flushall()
         if restarts:
             one = stack.enter_context(replica(redis_server.url, tmp_path / "one"))
-        (stream,) = one.log.reader.streams()
+        (stream,) = one.log.subscriber.streams()
         eventually(lambda: stream.last_id == BEGINNING)
         for number in (2, 3):
             client.xadd(KEY, foreign(number))
@@ -214,13 +214,13 @@ def test_a_slow_namespace_holds_up_no_other(
     with replica(redis_server.url) as (one, log):
         slow, _ = one.get(), one.get("other")
         eventually(lambda: log.stats().is_connected)
-        append = slow.append_all_shared
+        append = slow.append_replicated
 
         def wait_for_room(*arguments: Any, **settings: Any) -> None:
             time.sleep(0.5)
             append(*arguments, **settings)
 
-        monkeypatch.setattr(slow, "append_all_shared", wait_for_room)
+        monkeypatch.setattr(slow, "append_replicated", wait_for_room)
         for number in range(90):
             client.xadd(KEY, foreign(number))
         for number in range(300):
@@ -237,14 +237,14 @@ def test_a_machine_that_is_slow_reads_on(
         client.xadd(KEY, foreign(number))
     with replica(redis_server.url) as (one, log):
         cache, rested = one.get(), list[object]()
-        monkeypatch.setattr(Backoff, "rest", lambda self: rested.append(self))
-        append = cache.append_all_shared
+        monkeypatch.setattr(Backoff, "pause", lambda self: rested.append(self))
+        append = cache.append_replicated
 
         def starved(*arguments: Any, **settings: Any) -> None:
             time.sleep(0.3)
             append(*arguments, **settings)
 
-        monkeypatch.setattr(cache, "append_all_shared", starved)
+        monkeypatch.setattr(cache, "append_replicated", starved)
         eventually(lambda: len(stored(one)) == 640)
         assert log.stats().is_connected and not rested
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from ssd.config import CacheConfig
-from ssd.retrieval.cache import CacheSet
-from ssd.sharing import reader as reader_module
-from ssd.sharing.cursor import Cursor
-from ssd.sharing.reader import LogReader
+from ssd.replication import subscriber as reader_module
+from ssd.replication.offsets import ReplicaOffset
+from ssd.replication.subscriber import Subscriber
+from ssd.retrieval.cache_manager import CacheManager
 from tests.redis_server import RedisServer, client, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, VOCAB_SIZE, Replica, catch_up, eventually, foreign, replica, text_of
 
@@ -71,7 +71,7 @@ def test_a_life_without_redis_is_no_harm(redis_server: RedisServer, tmp_path: Pa
         texts.append([1, 2])
         texts.append(catch_up(redis_server.url, one))
         directory = crash(tmp_path / "one")
-    with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as alone:
+    with CacheManager(CacheConfig(directory=directory), FINGERPRINT, inline=True) as alone:
         for number in range(20):  # where the lost text was, and beyond
             alone.get().append([3, number])
             texts.append([3, number])
@@ -86,7 +86,7 @@ def test_after_any_order_of_events_each_shared_sequence_is_there_once(
     redis_server: RedisServer, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, is_lossy: bool
 ) -> None:
     """Appends here and there, seals, crashes and restarts, also in the middle of publishing and of catching up."""
-    monkeypatch.setattr(reader_module, "_COMPARE_S", 0.1)
+    monkeypatch.setattr(reader_module, "_CHECK_S", 0.1)
     rng = np.random.default_rng(seed)
     directory, number = tmp_path / "one", 0
     events = ["here", "here", "here", "there", "there", "there", "seal", "wait", "crash", "restart", "new"]
@@ -132,9 +132,9 @@ def test_a_replica_stopped_while_it_catches_up_claims_no_more_than_it_stored(
     with replica(redis_server.url, directory) as one:
         texts.append(catch_up(redis_server.url, one))
     texts += say(client, range(100, 300))
-    with CacheSet(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
-        reader = LogReader(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20)
-        reader.follow(KEY, caches.get(), Cursor(b"replica.", caches.get().kept))
+    with CacheManager(CacheConfig(directory=directory), FINGERPRINT, inline=True) as caches:
+        reader = Subscriber(redis_server.url, vocab_size=VOCAB_SIZE, max_tokens=1 << 20)
+        reader.subscribe(KEY, caches.get(), ReplicaOffset(b"replica.", caches.get().checkpoint))
         owner, name = (reader, stopped_in) if "." not in stopped_in else (reader._client, stopped_in.split(".")[1])
         step, num_steps = getattr(owner, name), 0
 

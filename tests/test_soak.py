@@ -18,8 +18,8 @@ from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence
 from ssd.model.draft.drafter import DraftModelDrafter
 from ssd.model.loading.load_target import open_target
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.retrieval.cache_manager import CacheManager
 from tests.models import VOCAB, tiny_model
 from tests.reference.scheduling import plain_decode
 
@@ -112,18 +112,18 @@ def run(engine: Engine, random: np.random.Generator) -> dict[str, Asked]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs_beside_host", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
-    runs_beside_host: bool, capsys: pytest.CaptureFixture[str]
+    is_asynchronous: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_model()
     target = open_target(model, num_slots=SLOTS, max_length=MAX_LENGTH, max_draft_tokens=4)
     draft_target = open_target(
         tiny_model(hidden_size=32, num_hidden_layers=1), num_slots=SLOTS, max_length=MAX_LENGTH, max_draft_tokens=7
     )
-    assert isinstance(target, SlotTarget)
-    target.runs_beside_host = runs_beside_host
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+    assert isinstance(target, SlotRunner)
+    target.is_asynchronous = is_asynchronous
+    with CacheManager(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         suffix, model_drafter = SuffixDrafter(), DraftModelDrafter(draft_target)
         engine = Engine(
             target,
@@ -174,6 +174,6 @@ def test_a_thousand_requests_leave_nothing_behind_and_are_all_right(
     assert finished > NUM_REQUESTS * 0.75 and not wrong, wrong
 
 
-def kv_cache_bytes(target: SlotTarget) -> int:
+def kv_cache_bytes(target: SlotRunner) -> int:
     """Bytes that the tensors of the KV cache take."""
     return sum(tensor.nbytes for pair in target.kv_cache._layers.values() for tensor in pair)

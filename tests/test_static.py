@@ -14,9 +14,9 @@ from ssd.config import CacheConfig
 from ssd.errors import CacheError, SegmentCorrupt, StoreUnavailable, TokenizerMismatch
 from ssd.retrieval import ring as module
 from ssd.retrieval import segment as segment_module
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.prebuilt import PrebuiltWriter, load_prebuilt_directory
 from ssd.retrieval.segment import SEPARATOR, unpack
-from ssd.retrieval.static import StaticWriter, load_static_directory
 from tests.cache_files import FINGERPRINT, read_cache, write_cache
 from tests.redis_server import RedisServer
 from tests.redis_server import redis_server as redis_server  # a fixture
@@ -31,14 +31,14 @@ def test_what_is_appended_is_found_in_order_read_in_blocks_of_any_length(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_TOKENS", block_tokens)
         assert read_cache(path) == [text for text in texts if text]
-    for segment in load_static_directory(path, fingerprint=FINGERPRINT):
+    for segment in load_prebuilt_directory(path, fingerprint=FINGERPRINT):
         assert segment.start is None and len(segment) <= segment_tokens
         assert segment.order.tolist() == naive_order(segment.tokens.tolist())
 
 
 def test_a_long_sequence_is_cut_to_the_segment_size(tmp_path: Path) -> None:
     write_cache(tmp_path, [list(range(500))], segment_tokens=100)
-    segments = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    segments = load_prebuilt_directory(tmp_path, fingerprint=FINGERPRINT)
     assert len(segments) > 5 and all(len(segment) <= 100 for segment in segments)
     assert {int(token) for segment in segments for token in segment.tokens} == {SEPARATOR, *range(500)}
 
@@ -47,27 +47,27 @@ def test_a_run_that_fails_changes_nothing(tmp_path: Path) -> None:
     write_cache(tmp_path, [[1]])
     with (
         pytest.raises(CacheError, match=r"token ids"),
-        StaticWriter(tmp_path, fingerprint=FINGERPRINT, segment_tokens=4) as writer,
+        PrebuiltWriter(tmp_path, fingerprint=FINGERPRINT, segment_tokens=4) as writer,
     ):
         for token in range(10):
             writer.append([token])
         writer.append([-5])
-    (segment,) = load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+    (segment,) = load_prebuilt_directory(tmp_path, fingerprint=FINGERPRINT)
     assert segment.tokens.tolist() == [1, SEPARATOR]
     assert len(list(tmp_path.glob("*.seg"))) == 1
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_added_to_a_servers_directory_leaves_all_that_it_learned(tmp_path: Path, fails: bool) -> None:
-    def served() -> CacheSet:
-        return CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT, inline=True)
+    def served() -> CacheManager:
+        return CacheManager(CacheConfig(directory=tmp_path), FINGERPRINT, inline=True)
 
     path, own = tmp_path / "default", [[1, 2, 3] * 5, [4] * 9]
     with served() as caches:
         for number, text in enumerate(own):
-            caches.get().append_all_shared([np.array(text, np.int32)], source={"n": number})
+            caches.get().append_replicated([np.array(text, np.int32)], source={"n": number})
             caches.flush()
-    with suppress(CacheError), StaticWriter(path, fingerprint=FINGERPRINT) as writer:
+    with suppress(CacheError), PrebuiltWriter(path, fingerprint=FINGERPRINT) as writer:
         writer.append([7, 8])
         writer.append([-5] if fails else [9])
     texts = [*([] if fails else [[7, 8], [9]]), *own]
@@ -75,7 +75,7 @@ def test_what_is_added_to_a_servers_directory_leaves_all_that_it_learned(tmp_pat
     for said in ([5] * 9, [6] * 9):
         with served() as caches:
             cache = caches.get()
-            assert cache.kept is not None and cache.kept.source == {"n": 1}
+            assert cache.checkpoint is not None and cache.checkpoint.source == {"n": 1}
             cache.append(said)
         assert cache.stats().num_failures == 0
         texts.append(said)
@@ -84,19 +84,19 @@ def test_what_is_added_to_a_servers_directory_leaves_all_that_it_learned(tmp_pat
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match=r"ssd-cache build"):
-        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+        load_prebuilt_directory(tmp_path, fingerprint=FINGERPRINT)
     write_cache(tmp_path, [[1]])
     with pytest.raises(TokenizerMismatch):
-        load_static_directory(tmp_path, fingerprint="f" * 32)
+        load_prebuilt_directory(tmp_path, fingerprint="f" * 32)
     (path,) = tmp_path.glob("*.seg")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(SegmentCorrupt):
-        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+        load_prebuilt_directory(tmp_path, fingerprint=FINGERPRINT)
     path.unlink()
     with pytest.raises(StoreUnavailable, match=r"incomplete"):
-        load_static_directory(tmp_path, fingerprint=FINGERPRINT)
+        load_prebuilt_directory(tmp_path, fingerprint=FINGERPRINT)
 
 
 def test_a_push_unpacks_each_token_a_few_times_and_never_many_at_once(

@@ -16,22 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssd.drafting.token_recycling import TOP_K
-from ssd.model.kv.kv_cache import SlotKVCache
-from ssd.model.layers.tap import FINAL
-from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.sampler import PassOutput
-from ssd.model.steps.buffers import StepBuffers, StepShape
-from ssd.model.steps.static_steps import (
-    CudaGraphs,
-    Recorder,
-    StaticMoves,
-    StaticSteps,
-    Step,
-    collecting_nothing,
-    eagerly,
+from ssd.model.cuda_graphs.buffers import PassBuffers, PassShape
+from ssd.model.cuda_graphs.graph_runner import (
+    CapturedMoves,
+    CaptureFunction,
+    CudaGraphCapture,
+    CudaGraphRunner,
+    PassFunction,
+    no_garbage_collection,
+    run_eagerly,
 )
-from ssd.model.ways.recorded import Candidate, attach_first
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.kv.kv_cache import SlotKVCache
+from ssd.model.layers.hidden_states import FINAL
+from ssd.model.loading.load_target import open_target
+from ssd.model.runners.attach_cuda_graphs import GraphVariant, attach_first_valid
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.sampling.sampler import PassOutput
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
 from tests.models import VOCAB, tiny_model
@@ -45,12 +45,12 @@ MIXED = ["Llama", "Mistral (sliding window)", "Gemma 2 (soft caps)", "gpt-oss (s
 MODELS = {name: tiny_model(name) for name in MIXED}
 
 
-def assert_same_state(plain: SlotTarget, static: SlotTarget) -> None:
+def assert_same_state(plain: SlotRunner, static: SlotRunner) -> None:
     """Every slot holds the same text, and keys and values of it."""
     for slot in range(plain.num_slots):
         length = plain.length(slot)
         assert static.length(slot) == length
-        assert np.array_equal(plain.fed_tokens(slot), static.fed_tokens(slot))
+        assert np.array_equal(plain.cached_tokens(slot), static.cached_tokens(slot))
         for layer, pair in plain.kv_cache._layers.items():
             for ours, theirs in zip(static.kv_cache._layers[layer], pair, strict=True):
                 assert torch.allclose(ours[slot, :, :length], theirs[slot, :, :length], rtol=1e-3, atol=2e-4)
@@ -64,7 +64,7 @@ def assert_same_top(plain: PassOutput, static: PassOutput, counts: Sequence[int]
         np.testing.assert_allclose(found[b, :count], expected[b, :count], rtol=1e-3, atol=2e-4)
 
 
-def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: int) -> None:
+def random_walk(plain: SlotRunner, static: SlotRunner, seed: int, num_actions: int) -> None:
     """Passes over chains and trees, prompts, rollbacks and copies, the same on both; everything compared after each."""
     random = np.random.default_rng(seed)
     num_slots, most = plain.num_slots, plain.max_width
@@ -91,7 +91,7 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
                     [[-1, *(int(random.integers(0, node)) for node in range(1, max(counts)))] for _ in slots]
                 )
                 outputs = [target.forward(slots, tokens, counts, parents=parents) for target in (plain, static)]
-            (expected, nothing), (found, chosen) = ((output.logits, output.chosen) for output in outputs)
+            (expected, nothing), (found, chosen) = ((output.logits, output.sampled) for output in outputs)
             assert nothing is None and chosen is not None
             assert_same_top(outputs[0], outputs[1], counts)
             for b, count in enumerate(counts):
@@ -100,7 +100,7 @@ def random_walk(plain: SlotTarget, static: SlotTarget, seed: int, num_actions: i
             if action == "trees":
                 paths = [path_of(parents[b], int(random.integers(count))) for b, count in enumerate(counts)]
                 for target in (plain, static):
-                    target.keep_paths(slots, counts, paths)
+                    target.accept_paths(slots, counts, paths)
             else:
                 for slot, count in zip(slots, counts, strict=True):
                     length = plain.length(slot) - int(random.integers(0, count))
@@ -125,7 +125,7 @@ def test_static_steps_are_plain_passes(architecture: str, recorder: str) -> None
         return
     tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 5))
     expected, found = (target.forward([0, 3], tokens, [5, 5]) for target in (plain, static))
-    assert static.steps is not None and static.steps.failure is not None and found.chosen is None
+    assert static.graph_runner is not None and static.graph_runner.failure is not None and found.sampled is None
     assert torch.equal(expected.logits, found.logits)
 
 
@@ -143,15 +143,15 @@ def test_warming_up_records_common_shapes_and_touches_no_text() -> None:
         target.prefill([1], np.arange(3, 13)[None], [10])
     static.warm_up()
     plain.warm_up()
-    assert static.steps is not None and len(static.steps._steps) == 3 * 4 + 4
+    assert static.graph_runner is not None and len(static.graph_runner._graphs) == 3 * 4 + 4
     assert_same_state(plain, static)
 
 
-def failing(step: Step) -> Step:
+def failing(step: PassFunction) -> PassFunction:
     raise RuntimeError("cannot be recorded\nfor some reason")
 
 
-def broken(step: Step) -> Step:
+def broken(step: PassFunction) -> PassFunction:
     """Replays nothing but noise, as a graph whose inputs moved away might."""
 
     def replay() -> None:
@@ -159,12 +159,12 @@ def broken(step: Step) -> Step:
         outputs = step.__closure__
         assert outputs is not None
         buffers = next(cell.cell_contents._buffers for cell in outputs if hasattr(cell.cell_contents, "_buffers"))
-        buffers.outputs(StepShape(1, 1, 64, False), 1, 1)[0].add_(1.0)
+        buffers.outputs(PassShape(1, 1, 64, False), 1, 1)[0].add_(1.0)
 
     return replay
 
 
-def silent(_step: Step) -> Step:
+def silent(_step: PassFunction) -> PassFunction:
     """Replays nothing at all."""
     return lambda: None
 
@@ -174,18 +174,18 @@ def silent(_step: Step) -> Step:
     [(failing, "cannot be recorded"), (broken, "logits differ by"), (silent, "logits differ by")],
 )
 def test_what_cannot_be_recorded_or_differs_is_run_plainly_and_said_once(
-    record: Callable[[Step], Step], said: str, caplog: pytest.LogCaptureFixture
+    record: Callable[[PassFunction], PassFunction], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, static = pair_of_targets(tiny_model())
-    static.steps = StaticSteps(static, record, tolerance=1e-4)
+    static.graph_runner = CudaGraphRunner(static, record, tolerance=1e-4)
     for token in (5, 6, 7):
         expected, found = (target.forward([2], np.array([[token]]), [1]) for target in (plain, static))
-        assert torch.equal(expected.logits, found.logits) and found.chosen is None
-    assert static.steps.failure is not None and said in static.steps.failure
-    assert sum("kernel by kernel" in record.message for record in caplog.records) == 1
+        assert torch.equal(expected.logits, found.logits) and found.sampled is None
+    assert static.graph_runner.failure is not None and said in static.graph_runner.failure
+    assert sum("CUDA graphs are disabled" in record.message for record in caplog.records) == 1
 
 
-def no_such_device() -> Recorder:
+def no_such_device() -> CaptureFunction:
     raise RuntimeError("no such device")
 
 
@@ -197,21 +197,27 @@ def shifted(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def test_the_first_steps_that_run_and_agree_are_taken(caplog: pytest.LogCaptureFixture) -> None:
     target = open_target(tiny_model(), num_slots=3, max_length=64, max_draft_tokens=8)
-    assert isinstance(target, SlotTarget)
+    assert isinstance(target, SlotRunner)
     wrong = [
-        Candidate("absent", no_such_device),
-        Candidate("unrecordable", lambda: failing),
-        Candidate("a wrong kernel", lambda: eagerly, shifted),
+        GraphVariant("absent", no_such_device),
+        GraphVariant("unrecordable", lambda: failing),
+        GraphVariant("a wrong kernel", lambda: run_eagerly, shifted),
     ]
-    attach_first(
-        target, [*wrong, Candidate("right", lambda: eagerly), Candidate("late", lambda: eagerly)], tolerance=1e-3
+    attach_first_valid(
+        target,
+        [*wrong, GraphVariant("right", lambda: run_eagerly), GraphVariant("late", lambda: run_eagerly)],
+        tolerance=1e-3,
     )
-    assert target.steps is not None and target.steps.name == "right"
+    assert target.graph_runner is not None and target.graph_runner.name == "right"
     assert [target.length(slot) for slot in range(3)] == [0, 0, 0]
-    for said in ("no absent: no such device", "no unrecordable: cannot be", "a wrong kernel differ from plain"):
-        assert said in caplog.text
-    attach_first(target, wrong, tolerance=1e-3)
-    assert target.steps is None
+    for message in (
+        "absent cannot be used: no such",
+        "unrecordable cannot be used",
+        "a wrong kernel differ from eager",
+    ):
+        assert message in caplog.text
+    attach_first_valid(target, wrong, tolerance=1e-3)
+    assert target.graph_runner is None
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300))
@@ -226,7 +232,7 @@ def test_static_moves_move_what_moves_move(seed: int, num_moves: int) -> None:
     pairs = random.permutation(3 * 200)[:num_moves]  # distinct slots and targets, of the text alone
     moves = torch.from_numpy(np.stack([pairs // 200, random.integers(0, 200, num_moves), pairs % 200]))
     plain.move(moves)
-    if not StaticMoves(static, scratch=200, record=eagerly).run(moves):
+    if not CapturedMoves(static, scratch=200, capture=run_eagerly).run(moves):
         assert num_moves > 256
         return
     for layer, pair in plain._layers.items():
@@ -236,12 +242,12 @@ def test_static_moves_move_what_moves_move(seed: int, num_moves: int) -> None:
 
 @pytest.mark.parametrize("record", [failing, lambda step: lambda: None])
 def test_moves_that_fail_are_left_to_the_plain_one(
-    record: Callable[[Step], Step], caplog: pytest.LogCaptureFixture
+    record: Callable[[PassFunction], PassFunction], caplog: pytest.LogCaptureFixture
 ) -> None:
     kv_cache = SlotKVCache(2, 12, torch.device("cpu"))
     kv_cache._layers[0] = torch.randn(2, 1, 12, 4), torch.randn(2, 1, 12, 4)
     before = [stored[:, :, :10].clone() for stored in kv_cache._layers[0]]
-    moves = StaticMoves(kv_cache, scratch=10, record=record)
+    moves = CapturedMoves(kv_cache, scratch=10, capture=record)
     for _ in range(2):
         assert not moves.run(torch.tensor([[1], [5], [2]]))
     assert all(torch.equal(stored[:, :, :10], was) for stored, was in zip(kv_cache._layers[0], before, strict=True))
@@ -257,7 +263,7 @@ def test_nothing_is_collected_while_a_step_is_recorded() -> None:
 
     watched = weakref.ref(Cyclic())
     gc.collect()
-    with collecting_nothing():
+    with no_garbage_collection():
         watched = weakref.ref(Cyclic())
         for _ in range(2000):
             Cyclic()
@@ -273,7 +279,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees
 @needs_gpu
 def test_after_a_recording_that_the_driver_gives_up_others_are_made() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    graphs, number = CudaGraphs(device), torch.zeros(1, device=device)
+    graphs, number = CudaGraphCapture(device), torch.zeros(1, device=device)
 
     def waits() -> None:
         number.add_(1)
@@ -296,7 +302,7 @@ def test_after_a_recording_that_the_driver_gives_up_others_are_made() -> None:
 @needs_gpu
 def test_recordings_share_what_libraries_keep() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    graphs, matrix = CudaGraphs(device), torch.randn(256, 256, device=device)
+    graphs, matrix = CudaGraphCapture(device), torch.randn(256, 256, device=device)
     product = torch.empty_like(matrix)
 
     def multiplies() -> None:
@@ -338,11 +344,11 @@ class NothingFromTheHost(TorchDispatchMode):
 def run_without_data(name: str, *, is_tree: bool) -> None:
     """A step of the architecture that keeps hidden states, on the meta device; raises where it needs a value."""
     model = tiny_model(name).to(torch.bfloat16).to("meta")  # grouped products take no other type there
-    target = SlotTarget(model, 4, 64, 8)
+    target = SlotRunner(model, 4, 64, 8)
     layers = UNTAPPED[name][0] if name in UNTAPPED else (0, 1, FINAL)
-    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
-    shape = StepShape(2, 4, 64, is_tree)
-    buffers = StepBuffers(4, 32, 8, target.device, keeps_top=True)
+    target.allocate_features(everything(layers, model.config.get_text_config().hidden_size))
+    shape = PassShape(2, 4, 64, is_tree)
+    buffers = PassBuffers(4, 32, 8, target.device, keeps_top=True)
     with NothingFromTheHost():
         inputs = buffers.inputs(shape, target.kv_cache, None)
         buffers.store(target.score(inputs.tokens, inputs.rows), inputs)

@@ -14,11 +14,11 @@ from benchmarks.exactness import RandomDrafter
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Engine
 from ssd.errors import EngineError, ModelError
-from ssd.model.layers.adapted_linear import AdaptedLinear, Rows
+from ssd.model.layers.adapted_linear import AdaptedLinear, AdapterRows
 from ssd.model.layers.packed_embedding import PackedEmbedding
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
-from ssd.model.loading.take_weights import take_weights
+from ssd.model.loading.replace_weights import replace_weights
 from ssd.model.target import Target
 from tests.engines import ask, make_engine
 from tests.models import VOCAB, tiny_model
@@ -162,9 +162,9 @@ def test_weights_are_not_changed_under_a_request() -> None:
 
 def test_a_model_with_adapters_keeps_its_weights() -> None:
     model = tiny_model("Llama")
-    model.lm_head = AdaptedLinear(nn.Linear(64, VOCAB, bias=False), {}, Rows())
+    model.lm_head = AdaptedLinear(nn.Linear(64, VOCAB, bias=False), {}, AdapterRows())
     with pytest.raises(ModelError, match="adapters"):
-        take_weights(model, model.state_dict())
+        replace_weights(model, model.state_dict())
 
 
 @pytest.mark.parametrize("num_drafted", [0, 4])

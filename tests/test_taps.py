@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
 from ssd.model.layers.decoder_layers import is_flat
-from ssd.model.layers.tap import FINAL, Tapped, require_tap
+from ssd.model.layers.hidden_states import FINAL, FeatureSpec, check_hidden_states
 from ssd.model.loading.load_target import open_target
-from ssd.model.steps.static_steps import StaticSteps
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import pad_rows
-from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS, UNTAPPED
 from tests.heads import everything
 from tests.models import VOCAB, tiny_model
@@ -29,13 +29,13 @@ Ints = npt.NDArray[np.int64]
 LAYERS: tuple[int, ...] = (0, 1, FINAL)
 
 
-def tapping(model: PreTrainedModel, layers: tuple[int, ...] = LAYERS, **sizes: int) -> SlotTarget:
-    target = SlotTarget(model, sizes.get("num_slots", 4), sizes.get("max_length", 64), 8)
-    target.keep_features(everything(layers, model.config.get_text_config().hidden_size))
+def tapping(model: PreTrainedModel, layers: tuple[int, ...] = LAYERS, **sizes: int) -> SlotRunner:
+    target = SlotRunner(model, sizes.get("num_slots", 4), sizes.get("max_length", 64), 8)
+    target.allocate_features(everything(layers, model.config.get_text_config().hidden_size))
     return target
 
 
-def features_of(target: SlotTarget, slot: int) -> torch.Tensor:
+def features_of(target: SlotRunner, slot: int) -> torch.Tensor:
     assert target.features is not None
     return target.features[slot, 0, : target.length(slot)]
 
@@ -58,7 +58,7 @@ def text(length: int, seed: int = 0) -> Ints:
     return np.random.default_rng(seed).integers(3, VOCAB, length, np.int64)
 
 
-def read_in_parts(target: SlotTarget, slots: list[int], texts: list[Ints]) -> None:
+def read_in_parts(target: SlotRunner, slots: list[int], texts: list[Ints]) -> None:
     """A part by itself without logits, the rest in ragged passes; each pass after one that is taken back."""
     for slot, tokens in zip(slots, texts, strict=True):
         target.prefill([slot], pad_rows([tokens[:5]]), [5])
@@ -80,8 +80,8 @@ def test_every_architecture_taps_or_says_why_not(name: str) -> None:
     if name in UNTAPPED:
         layers, reason = UNTAPPED[name]
         with pytest.raises(ModelError, match=reason):
-            require_tap(model, LAYERS)
-    require_tap(model, layers)
+            check_hidden_states(model, LAYERS)
+    check_hidden_states(model, layers)
     target = tapping(model, layers)
     texts = [text(11), text(14, seed=1)]
     read_in_parts(target, [2, 0], texts)
@@ -96,7 +96,7 @@ def test_a_flat_model_tells_its_hidden_states_itself(name: str) -> None:
     every = tuple(range(len(model.model.layers) + 1))
     tapped = everything((*every[:-1], FINAL), model.config.hidden_size)
     target = open_target(model, num_slots=3, max_length=64, tapped=tapped)
-    assert isinstance(target, SlotTarget) and is_flat(model)
+    assert isinstance(target, SlotRunner) and is_flat(model)
     texts = [text(11), text(14, seed=1)]
     read_in_parts(target, [2, 0], texts)
     for slot, tokens in zip([2, 0], texts, strict=True):
@@ -114,11 +114,11 @@ def test_recorded_passes_store_what_plain_ones_do(recorder: str) -> None:
     if recorder != "eagerly":
         model = model.to("cuda")
     plain, static = tapping(model), tapping(model)
-    static.steps = StaticSteps(static, recorder_of(recorder), tolerance=1e-4)
+    static.graph_runner = CudaGraphRunner(static, recorder_of(recorder), tolerance=1e-4)
     texts = [text(11), text(14, seed=1), text(9, seed=2)]
     for target in (plain, static):
         read_in_parts(target, [2, 0, 3], texts)
-    assert static.steps._steps and static.steps.failure is None
+    assert static.graph_runner._graphs and static.graph_runner.failure is None
     for slot in (2, 0, 3):
         torch.testing.assert_close(features_of(static, slot), features_of(plain, slot), atol=1e-5, rtol=1e-4)
 
@@ -129,14 +129,14 @@ def test_a_kept_path_keeps_its_features(is_static: bool) -> None:
     target = tapping(model)
     target.can_verify_trees = True
     if is_static:
-        target.steps = StaticSteps(target, recorder_of("eagerly"), tolerance=1e-4)
+        target.graph_runner = CudaGraphRunner(target, recorder_of("eagerly"), tolerance=1e-4)
     prefix, nodes = text(6), text(6, seed=3)
     parents = node_parents([np.array([-1, -1, 1, 0, 2], np.int32)], 6)
     for slot in (1, 3):
         target.prefill([slot], pad_rows([prefix]), [6])
     target.forward([1, 3], np.stack([nodes, nodes]), [6, 6], parents=np.repeat(parents, 2, 0))
     paths = [np.array([0, 2, 3, 5]), np.array([0, 1, 4])]
-    target.keep_paths([1, 3], [6, 6], paths)
+    target.accept_paths([1, 3], [6, 6], paths)
     for slot, path in zip((1, 3), paths, strict=True):
         expected = own_states(model, np.concatenate([prefix, nodes[path]]))
         torch.testing.assert_close(features_of(target, slot), expected, atol=1e-4, rtol=1e-3)
@@ -146,7 +146,7 @@ def test_features_count_in_the_budget() -> None:
     """As many bytes of memory hold fewer slots."""
     model = tiny_model()
     plain = open_target(model, num_slots=64, max_length=100, kv_cache_memory_bytes=2_000_000)
-    tapped = Tapped((1,), lambda hidden: hidden[0], 64, bytes_per_token=256)
+    tapped = FeatureSpec((1,), lambda hidden: hidden[0], 64, bytes_per_token=256)
     target = open_target(model, num_slots=64, max_length=100, kv_cache_memory_bytes=2_000_000, tapped=tapped)
     per_token = 2_000_000 // 117
     assert plain.num_slots == per_token // 512 and target.num_slots == per_token // (512 + 64 * 4 + 256)
@@ -154,9 +154,13 @@ def test_features_count_in_the_budget() -> None:
 
 @pytest.mark.parametrize(
     ("name", "layers", "reason"),
-    [("Llama", (3,), "made for another model"), ("Mamba", (1,), "eave"), ("GPT-J", (1,), "eave")],
+    [
+        ("Llama", (3,), "made for another model"),
+        ("Mamba", (1,), "Omit the draft head"),
+        ("GPT-J", (1,), "Omit the draft head"),
+    ],
 )
 def test_what_cannot_be_tapped_is_refused(name: str, layers: tuple[int, ...], reason: str) -> None:
-    tapped = Tapped(layers, lambda hidden: hidden[0], 64)
+    tapped = FeatureSpec(layers, lambda hidden: hidden[0], 64)
     with pytest.raises(ModelError, match=reason):
         open_target(tiny_model(name), num_slots=1, max_length=32, tapped=tapped)

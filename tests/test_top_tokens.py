@@ -18,11 +18,11 @@ from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
+from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner, run_eagerly
 from ssd.model.loading.load_target import open_target
-from ssd.model.sampling.sampler import packed_top, top_tokens, unpacked
-from ssd.model.steps.static_steps import StaticSteps, eagerly
-from ssd.model.ways.slot_target import SlotTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.sampling.sampler import packed_top, top_tokens, unpack_top
+from ssd.retrieval.cache_manager import CacheManager
 from tests.engines import ask
 from tests.models import tiny_model
 from tests.whole_answers import finish_all, tokens_of
@@ -74,7 +74,7 @@ def test_a_sweep_finds_what_sorting_finds(scores: torch.Tensor, dtype: torch.dty
 @settings(max_examples=60, deadline=None)
 @given(logits().filter(lambda made: not bool(made.isnan().any())))
 def test_on_a_device_the_same_logits_are_found(scores: torch.Tensor) -> None:
-    ids, values = unpacked(packed_top(scores))
+    ids, values = unpack_top(packed_top(scores))
     assert np.array_equal(values, top_tokens(scores, [scores.shape[1]] * len(scores))[1])
     for at in np.ndindex(ids.shape[:2]):
         assert all(float(scores[at][token]) == value for token, value in found_at(ids[at], values[at]))
@@ -144,11 +144,11 @@ def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: b
     draft = DraftConfig(num_speculative_tokens=6, draft_shape=shape)
     target = open_target(tiny_model(architecture), num_slots=3, max_length=96, max_draft_tokens=6)
     if kind:
-        assert isinstance(target, SlotTarget)
-        target.steps = StaticSteps(target, eagerly, tolerance=1e-3, keeps_top=kind != "static")
-    target.runs_beside_host = overlap
+        assert isinstance(target, SlotRunner)
+        target.graph_runner = CudaGraphRunner(target, run_eagerly, tolerance=1e-3, keeps_top=kind != "static")
+    target.is_asynchronous = overlap
     witness = Witness(draft)
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = witness.engine = Engine(target, drafter=witness, caches=caches, draft=draft, eos_token_ids=[2])
         found = asked_of(engine, 3, 24)
         assert engine.metrics.drafter_failures == 0
@@ -162,7 +162,7 @@ def test_a_request_that_is_not_to_be_learned_from_teaches_its_namespace_nothing(
     target = open_target(tiny_model(), num_slots=3, max_length=96, max_draft_tokens=6)
     drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=6))
     assert isinstance(drafter, SuffixDrafter) and drafter._recycling is not None
-    with CacheSet(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(), fingerprint="0" * 32, inline=True) as caches:
         engine = Engine(target, drafter=drafter, caches=caches, eos_token_ids=[2])
         asked_of(engine, 2, 8, learn=may_learn)
         learned = caches.get("default").learned

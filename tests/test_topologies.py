@@ -23,10 +23,10 @@ from benchmarks.processes import find_redis_server, free_port
 from cache_builder.__main__ import main
 from cache_builder.commands.redis_status import read_status
 from ssd.errors import ConfigError
-from ssd.sharing.connection import address_of, connect, hide_password, masters_of, read_url
-from ssd.sharing.entry import stream_key
-from ssd.sharing.redis_log import RedisCounters
-from ssd.sharing.stream import FIELD
+from ssd.replication.connection import connect, masters_of, parse_redis_url, redact_password, redacted_address
+from ssd.replication.entry import stream_key
+from ssd.replication.replication_log import RedisCounters
+from ssd.replication.stream import FIELD
 from tests.redis_server import RedisServer, started
 from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
 from tests.waiting import wait_until
@@ -37,16 +37,16 @@ NAMES = [f"n{number}" for number in range(12)]
 
 
 def test_a_url_names_sentinels_a_service_and_a_database_or_nodes_of_a_cluster() -> None:
-    address = read_url("redis-sentinel://user:p%40w@h1:1,h2,[::1]:3/my%20service/4?socket_keepalive=yes")
+    address = parse_redis_url("redis-sentinel://user:p%40w@h1:1,h2,[::1]:3/my%20service/4?socket_keepalive=yes")
     assert address.hosts == (("h1", 1), ("h2", 26379), ("::1", 3))
     assert (address.kind, address.service) == ("sentinel", "my service")
     assert address.options == {"username": "user", "password": "p@w", "db": 4, "socket_keepalive": True}
     assert address.sentinel_options == {"socket_keepalive": True}  # sentinels are not told the servers' password
-    address = read_url("rediss-sentinel://h/s?sentinel_username=u&sentinel_password=p&ssl_check_hostname=false")
+    address = parse_redis_url("rediss-sentinel://h/s?sentinel_username=u&sentinel_password=p&ssl_check_hostname=false")
     assert (address.sentinel_options["username"], address.sentinel_options["password"]) == ("u", "p")
     assert address.options["ssl_check_hostname"] is address.sentinel_options["ssl_check_hostname"] is False
     assert address.options["connection_class"].__name__ == "SSLConnection"
-    address = read_url("redis-cluster://:pw@h1:7000,h2")
+    address = parse_redis_url("redis-cluster://:pw@h1:7000,h2")
     assert (address.kind, address.hosts) == ("cluster", (("h1", 7000), ("h2", 6379)))
     assert address.options["password"] == "pw"
 
@@ -84,8 +84,8 @@ def test_no_form_of_url_shows_its_password() -> None:
         ("rediss-cluster://:s3cr%40t@h1:1,h2?ssl_password=s3cr%40t", "rediss-cluster://h1:1,h2"),
         ("redis-sentinel://h1/s?sentinel_password=s3cr%40t", "redis-sentinel://h1/s"),
     ):
-        assert "s3cr" not in hide_password(f"{url} s3cr@t", url)
-        assert address_of(url) == address
+        assert "s3cr" not in redact_password(f"{url} s3cr@t", url)
+        assert redacted_address(url) == address
 
 
 def test_an_option_of_a_url_does_not_win_over_our_time_outs() -> None:
@@ -290,7 +290,7 @@ def have_all(replicas: list[Any], texts: dict[str, list[list[int]]]) -> bool:
 def test_namespaces_of_all_nodes_of_a_cluster_are_shared_and_slots_may_move(tmp_path: Path) -> None:
     keys = {name: stream_key(FINGERPRINT, name) for name in NAMES}
     with started(Cluster(tmp_path, has_replicas=False)) as cluster, pair(cluster.url) as replicas:
-        assert len({cluster.node_of(key_slot(key.encode())).port for key in keys.values()}) == 3
+        assert len({cluster.node_for(key_slot(key.encode())).port for key in keys.values()}) == 3
         texts: dict[str, list[list[int]]] = {name: [] for name in NAMES}
 
         def say(number: int) -> None:
@@ -302,7 +302,7 @@ def test_namespaces_of_all_nodes_of_a_cluster_are_shared_and_slots_may_move(tmp_
         eventually(lambda: have_all(replicas, texts))
         for name in NAMES[:3]:
             slot = key_slot(keys[name].encode())
-            source = cluster.node_of(slot)
+            source = cluster.node_for(slot)
             target = next(node for node in cluster.masters if node is not source)
             cluster.move(slot, source, target, meanwhile=lambda: (say(2), time.sleep(0.3)))
         say(3)
@@ -339,8 +339,8 @@ def test_a_lost_node_holds_up_no_other_and_its_replica_takes_over(tmp_path: Path
 
         say(1, NAMES)
         eventually(lambda: have_all(replicas, texts))
-        lost = cluster.node_of(key_slot(stream_key(FINGERPRINT, NAMES[0]).encode()))
-        others = [n for n in NAMES if cluster.node_of(key_slot(stream_key(FINGERPRINT, n).encode())) is not lost]
+        lost = cluster.node_for(key_slot(stream_key(FINGERPRINT, NAMES[0]).encode()))
+        others = [n for n in NAMES if cluster.node_for(key_slot(stream_key(FINGERPRINT, n).encode())) is not lost]
         assert 0 < len(others) < len(NAMES)
         lost.signal(number)
         say(2, others)
@@ -420,7 +420,7 @@ class Cluster:
         wait_until(lambda: all(_cluster_info(node).get("cluster_state") == "ok" for node in nodes))
         wait_until(lambda: all((node.ask("ROLE") or [""] * 4)[3] == "connected" for node in self.replicas))
 
-    def node_of(self, slot: int) -> RedisServer:
+    def node_for(self, slot: int) -> RedisServer:
         """The master of a slot."""
         answer: Any = next(found for node in self.masters + self.replicas if (found := node.ask("CLUSTER", "SLOTS")))
         port = next(owner[1] for first, last, owner, *_ in answer if first <= slot <= last)

@@ -20,10 +20,10 @@ from ssd.engine.proposals import usable
 from ssd.errors import ConfigError
 from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
+from ssd.model.runners.select_runner import can_verify_trees
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
-from ssd.model.ways.find_way import verifies_trees
-from ssd.model.ways.slot_target import SlotTarget
 from tests.architectures import ARCHITECTURES, SLOTS
 from tests.engines import ask, make_engine, prompt_of, target_of
 from tests.models import VOCAB, tiny_model
@@ -128,7 +128,7 @@ PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
 @pytest.mark.parametrize("architecture", [name for name, each in ARCHITECTURES.items() if each.kind is SLOTS])
 def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architecture: str) -> None:
     target, plain = (open_target(tiny_model(architecture), num_slots=4, max_length=64) for _ in range(2))
-    assert isinstance(target, SlotTarget) and isinstance(plain, SlotTarget) and target.can_verify_trees
+    assert isinstance(target, SlotRunner) and isinstance(plain, SlotRunner) and target.can_verify_trees
     random = np.random.default_rng(5)
     texts = {slot: random.integers(3, VOCAB, length).tolist() for slot, length in PROMPT_LENGTHS.items()}
     for slot, text in texts.items():
@@ -154,13 +154,13 @@ def test_a_pass_over_trees_gives_the_logits_of_every_path_and_keeps_one(architec
                 assert torch.allclose(logits[b, node], expected, rtol=1e-3, atol=2e-4)
                 plain.rollback(1, 0)
             paths.append(np.array([0, *(t + 1 for t in slow.path_of(chain, int(random.integers(-1, len(row) - 1))))]))
-        target.keep_paths(list(texts), counts, paths)
+        target.accept_paths(list(texts), counts, paths)
         for (slot, row), kept in zip(rows.items(), paths, strict=True):
             texts[slot] += [row[node] for node in kept]
             assert_holds(target, slot, texts[slot], plain)
 
 
-def assert_holds(target: SlotTarget, slot: int, text: list[int], plain: SlotTarget) -> None:
+def assert_holds(target: SlotRunner, slot: int, text: list[int], plain: SlotRunner) -> None:
     """The slot's keys and values are those of decoding ``text`` plainly."""
     assert target.length(slot) == len(text)
     for token in text:
@@ -173,32 +173,32 @@ def assert_holds(target: SlotTarget, slot: int, text: list[int], plain: SlotTarg
 
 def test_only_what_is_not_in_place_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     target = open_target(tiny_model(), num_slots=2, max_length=64)
-    assert isinstance(target, SlotTarget)
+    assert isinstance(target, SlotRunner)
     moved: list[list[list[int]]] = []
     move = target.kv_cache.move
     monkeypatch.setattr(target.kv_cache, "move", lambda moves: (moved.append(moves.tolist()), move(moves)))
     tokens, parents = np.array([[5, 6, 7, 8, 9]] * 2), np.array([[-1, 0, 0, 1, 2]] * 2)
     for paths in ([[0, 1], [0]], [[0, 1, 3], [0, 2]]):
         target.forward([0, 1], tokens, [5, 5], parents=parents)
-        target.keep_paths([0, 1], [5, 5], [np.array(path) for path in paths])
+        target.accept_paths([0, 1], [5, 5], [np.array(path) for path in paths])
     assert moved == [[[0, 1], [5, 3], [4, 2]]]  # slots, from, to
     assert [target.length(slot) for slot in (0, 1)] == [5, 3]
 
 
 def test_a_model_that_mixes_neighbours_outside_attention_gets_no_trees() -> None:
     model = tiny_model()
-    target = SlotTarget(model, 2, 32, 8)
-    assert verifies_trees(target, tolerance=1e-3)
+    target = SlotRunner(model, 2, 32, 8)
+    assert can_verify_trees(target, tolerance=1e-3)
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
-    assert not verifies_trees(target, tolerance=1e-3)
+    assert not can_verify_trees(target, tolerance=1e-3)
 
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("broken on purpose")
 
     mlp.forward = broken
-    assert not verifies_trees(target, tolerance=1e-3)
+    assert not can_verify_trees(target, tolerance=1e-3)
     assert target.length(0) == 0
 
 

@@ -205,7 +205,7 @@ def test_models_say_the_same_with_the_kernel(architecture: str) -> None:
     recorder = "as a CUDA graph" if HAS_GPU else "eagerly"
     plain, static = pair_of_targets(tiny_model(architecture), recorder, num_slots=3, kernel=triton_attention)
     random_walk(plain, static, seed=1, num_actions=10)
-    assert static.steps is not None and static.steps.failure is None
+    assert static.graph_runner is not None and static.graph_runner.failure is None
 
 
 @pytest.mark.slow

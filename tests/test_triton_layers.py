@@ -19,7 +19,7 @@ from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device
 
 # isort: split
 
-from ssd.model.layers.replace import Replaced, plain_logits, replace_layers
+from ssd.model.layers.replace import Replaced, reference_logits, replace_layers
 from ssd.model.layers.triton_layers import (
     TritonNorm,
     fuse_gates_by_triton,
@@ -28,9 +28,9 @@ from ssd.model.layers.triton_layers import (
     turn_by_triton,
 )
 from ssd.model.layers.vector_layers import FusedRotary
-from ssd.model.loading.take_weights import take_weights
-from ssd.model.ways.find_way import device_layers
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.loading.replace_weights import replace_weights
+from ssd.model.runners.select_runner import device_layers
+from ssd.model.runners.slot_runner import SlotRunner
 from tests.models import tiny_model
 from tests.static_targets import have_same_bits
 
@@ -143,17 +143,17 @@ def test_layers_with_another_gate_stay() -> None:
 @pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Gemma 2 (soft caps)", "Mixtral", "GPT-NeoX"])
 def test_a_model_of_such_layers_says_what_it_said_and_takes_weights(architecture: str) -> None:
     model = deepcopy(tiny_model(architecture)).to(DEVICE)
-    expected, weights = plain_logits(model), deepcopy(model.state_dict())
+    expected, weights = reference_logits(model), deepcopy(model.state_dict())
     kinds = device_layers(DEVICE, model.dtype)
     assert replace_layers(model, kinds, expected=expected, tolerance=1e-4)
     has_norms = any(isinstance(module, TritonNorm) for module in model.modules())
     assert has_norms == (architecture != "GPT-NeoX")
     assert not any(replace_layers(model, [kind], expected=expected, tolerance=1e-4) for kind in kinds), "again"
-    take_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
-    halved = [logits.clone() for logits in plain_logits(model)]
+    replace_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
+    halved = [logits.clone() for logits in reference_logits(model)]
     assert not torch.allclose(halved[0], expected[0])
-    take_weights(model, weights)
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    replace_weights(model, weights)
+    for found, want in zip(reference_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
@@ -163,10 +163,10 @@ def test_flat_layers_have_the_bits_of_the_library_s(name: str, dtype: torch.dtyp
     def opened(is_flat: bool) -> Any:
         model = deepcopy(tiny_model(name)).to(DEVICE, dtype)
         kinds = device_layers(DEVICE, dtype)
-        expected = plain_logits(model)
+        expected = reference_logits(model)
         assert replace_layers(model, kinds if is_flat else kinds[:-1], expected=expected, tolerance=0.05)
         assert all(("forward" in vars(layer)) == is_flat for layer in model.model.layers)
-        return SlotTarget(model, 3, 100, 16)
+        return SlotRunner(model, 3, 100, 16)
 
     with caches_as_on_a_device():
         have_same_bits(opened(True), opened(False))
@@ -174,7 +174,7 @@ def test_flat_layers_have_the_bits_of_the_library_s(name: str, dtype: torch.dtyp
 
 def test_a_compiler_that_fails_leaves_a_model_as_it_was() -> None:
     model = deepcopy(tiny_model()).to(DEVICE)
-    expected, before = plain_logits(model), [type(module) for module in model.modules()]
+    expected, before = reference_logits(model), [type(module) for module in model.modules()]
 
     def fails(module: nn.Module) -> Iterator[Replaced]:
         yield next(fuse_norms_by_triton(module))

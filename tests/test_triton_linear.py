@@ -15,11 +15,11 @@ from torch import nn
 from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device, runs_loops
 
 # isort: split
-from ssd.model.layers.replace import Replaced, plain_logits
+from ssd.model.layers.replace import Replaced, reference_logits
 from ssd.model.layers.triton_linear import FEW_ROWS, linear, own_linears, products_of
-from ssd.model.loading.take_weights import take_weights
-from ssd.model.ways import exactness as settle
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.loading.replace_weights import replace_weights
+from ssd.model.runners import batch_invariance as settle
+from ssd.model.runners.slot_runner import SlotRunner
 from tests.models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -75,7 +75,7 @@ def test_many_outputs_and_no_rows() -> None:
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_a_model_computes_so_takes_weights_and_is_taken_back(architecture: str, is_exact: bool) -> None:
     model = deepcopy(tiny_model(architecture)).to(DEVICE)
-    weights, expected = deepcopy(model.state_dict()), plain_logits(model)
+    weights, expected = deepcopy(model.state_dict()), reference_logits(model)
     num_linears = sum(type(each) is nn.Linear for each in model.modules())
     replaced = list(own_linears(model))
     assert len(replaced) == num_linears and not list(own_linears(model)), "again"
@@ -84,7 +84,7 @@ def test_a_model_computes_so_takes_weights_and_is_taken_back(architecture: str, 
     assert sorted(len(each.sizes) for each in products) == [1] * (2 * layers + 1) + [2] * layers + [3] * layers
     for product in products:
         product.be_exact(is_exact)
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    for found, want in zip(reference_logits(model), expected, strict=True):
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, weights[name])
@@ -94,11 +94,11 @@ def test_a_model_computes_so_takes_weights_and_is_taken_back(architecture: str, 
     alone, among = hidden[:, 3:4], hidden + 0  # what a layer is given anew is computed anew
     if is_exact:
         assert torch.equal(queries(alone), queries(among)[:, 3:4]) and torch.equal(keys(alone), keys(among)[:, 3:4])
-    take_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
-    assert not torch.allclose(plain_logits(model)[0], expected[0])
-    take_weights(model, weights)
+    replace_weights(model, {name: 0.5 * weight for name, weight in weights.items()})
+    assert not torch.allclose(reference_logits(model)[0], expected[0])
+    replace_weights(model, weights)
     take_back(replaced)
-    for found, want in zip(plain_logits(model), expected, strict=True):
+    for found, want in zip(reference_logits(model), expected, strict=True):
         assert torch.equal(found, want)
     assert len(list(own_linears(model))) == len(replaced), "after it was taken back"
 
@@ -125,21 +125,21 @@ def test_other_layers_stay() -> None:
 def target(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a device that has our kernels, whose libraries' passes differ."""
     with caches_as_on_a_device():
-        target = SlotTarget(deepcopy(tiny_model()).to(DEVICE), 2, 48, 12)
+        target = SlotRunner(deepcopy(tiny_model()).to(DEVICE), 2, 48, 12)
         target.can_verify_trees = True
 
-        def asked(target: SlotTarget) -> tuple[int, str]:
+        def asked(target: SlotRunner) -> tuple[int, str]:
             return (0, "some positions differ") if target.kv_cache.kernel is None else ask(target)
 
-        ask = settle._asked
-        monkeypatch.setattr(settle, "_asked", asked)
-        monkeypatch.setattr(settle, "_with_own_kernels", lambda _: target)
-        monkeypatch.setattr(settle, "_found", {})
-        monkeypatch.setattr(settle, "_file", lambda _: None)
+        ask = settle._compare_all
+        monkeypatch.setattr(settle, "_compare_all", asked)
+        monkeypatch.setattr(settle, "_runner_with_invariant_kernels", lambda _: target)
+        monkeypatch.setattr(settle, "_results", {})
+        monkeypatch.setattr(settle, "_result_file", lambda _: None)
         yield target
 
 
-def logits(target: SlotTarget, text: np.ndarray[Any, Any], *widths: int) -> torch.Tensor:
+def logits(target: SlotRunner, text: np.ndarray[Any, Any], *widths: int) -> torch.Tensor:
     """Of all positions, by passes of these widths."""
     found, place = [], 0
     for width in widths:
@@ -152,27 +152,27 @@ def logits(target: SlotTarget, text: np.ndarray[Any, Any], *widths: int) -> torc
 
 @runs_loops
 @torch.inference_mode()
-def test_kernels_of_our_own_are_put_in_and_taken_back(target: SlotTarget) -> None:
+def test_kernels_of_our_own_are_put_in_and_taken_back(target: SlotRunner) -> None:
     renewed = []
-    target.renew_steps = lambda: renewed.append(target.kv_cache.kernel)
+    target.recapture_graphs = lambda: renewed.append(target.kv_cache.kernel)
     text = np.random.default_rng(0).integers(0, VOCAB, 30)
     before = logits(target, text, 30)
-    settle.settle_exactness(target, "on")
-    assert target.exactness.holds and target.exactness.num_compared > 50
+    settle.verify_batch_invariance(target, "on")
+    assert target.batch_invariance.holds and target.batch_invariance.num_compared > 50
     assert target.kv_cache.kernel is not None and not target.can_verify_trees and len(renewed) == 1
     expected = logits(target, text, 30)
     torch.testing.assert_close(expected, before, rtol=1e-3, atol=1e-4)
     for widths in ((1,) * 30, (7, 1, 12, 10)):
         assert torch.equal(logits(target, text, *widths), expected)
-    settle.settle_exactness(target, "on")
-    assert target.exactness.holds and torch.equal(logits(target, text, 29, 1), expected)
-    settle.settle_exactness(target, "off")
+    settle.verify_batch_invariance(target, "on")
+    assert target.batch_invariance.holds and torch.equal(logits(target, text, 29, 1), expected)
+    settle.verify_batch_invariance(target, "off")
     assert target.kv_cache.kernel is None and target.can_verify_trees and renewed[-1] is None
     torch.testing.assert_close(logits(target, text, 30), before, rtol=1e-3, atol=1e-4)  # of joined layers
 
 
 @runs_loops
-def test_trees_are_not_given_up_unasked(target: SlotTarget) -> None:
-    settle.settle_exactness(target, "auto")
-    assert not target.exactness.holds and "chains" in target.exactness.reason
+def test_trees_are_not_given_up_unasked(target: SlotRunner) -> None:
+    settle.verify_batch_invariance(target, "auto")
+    assert not target.batch_invariance.holds and "chains" in target.batch_invariance.reason
     assert target.kv_cache.kernel is None and target.can_verify_trees

@@ -17,10 +17,10 @@ from ssd.model.sampling import triton_sampling
 from ssd.model.sampling.sampler import (
     argmax_with_noise,
     check_tokens,
+    is_sampler_correct,
     noisy_scores,
-    samples_rightly,
     top_tokens,
-    unpacked,
+    unpack_top,
 )
 from ssd.model.sampling.triton_sampling import triton_sampler, triton_top
 from tests.models import tiny_model
@@ -89,19 +89,19 @@ def test_the_most_probable_tokens_are_those_of_a_sweep(scores: torch.Tensor, dty
     scores = scores.to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_sampling, "_BLOCK", block)
-        found = unpacked(triton_top(scores.to(DEVICE)))
+        found = unpack_top(triton_top(scores.to(DEVICE)))
     for got, want in zip(found, top_tokens(scores, [scores.shape[1]] * len(scores)), strict=True):
         assert np.array_equal(got, want)
 
 
 def test_of_a_pass_whose_logits_are_gone_no_token_is_known() -> None:
-    ids, values = unpacked(triton_top(torch.zeros(2, 3, 5, device=DEVICE)[:, :, :0]))
+    ids, values = unpack_top(triton_top(torch.zeros(2, 3, 5, device=DEVICE)[:, :, :0]))
     assert (ids == -1).all() and np.isneginf(values).all()
 
 
 @runs_loops
 def test_the_kernel_passes_the_probe() -> None:
-    assert samples_rightly(triton_sampler, DEVICE)
+    assert is_sampler_correct(triton_sampler, DEVICE)
 
 
 @runs_loops
@@ -113,4 +113,4 @@ def test_a_pass_chooses_by_the_kernel(is_tree: bool, window: int) -> None:
     parents = [-1, -1, 0] if is_tree else None
     for seed in range(3):
         check_batch(static, [row_of(kind, seed, [7, 6, 7], parents=parents, window=window) for kind in (0, 1, 4)])
-    assert static.steps is not None and static.steps.failure is None
+    assert static.graph_runner is not None and static.graph_runner.failure is None

@@ -22,7 +22,7 @@ from benchmarks.load import SERVER_OPTIONS, Load
 from benchmarks.processes import Redis, Server, headers_of
 from server.admission.registry import NamespaceNames
 from server.admission.tenant_config import digest_of
-from ssd.sharing.entry import stream_key
+from ssd.replication.entry import stream_key
 from ssd.text.codec import TextCodec
 
 if TYPE_CHECKING:

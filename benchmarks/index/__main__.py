@@ -42,8 +42,8 @@ from benchmarks.index.measures import (
 from benchmarks.run import Option, Run
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest, make_drafter
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.prebuilt import PrebuiltWriter
 
 _REOPENINGS: Final = 3
 _STORED: Final = 8  # contexts of static text, and as many others, that a reopened cache must draft from
@@ -57,14 +57,14 @@ def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> di
     index, idle = IndexConfig(capacity_tokens=options.tokens), warm_up()
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as temporary:
         static, directory = Path(temporary) / "static", Path(temporary) / "cache"
-        with CacheSet(CacheConfig(index=index, directory=directory), FINGERPRINT) as caches:
+        with CacheManager(CacheConfig(index=index, directory=directory), FINGERPRINT) as caches:
             cache = caches.get()
             if options.static:
                 texts = completions(options.vocab, options.seed + 1)
-                with StaticWriter(static, fingerprint=FINGERPRINT) as writer:
+                with PrebuiltWriter(static, fingerprint=FINGERPRINT) as writer:
                     while (left := options.static - writer.num_tokens) > 1:
                         writer.append(next(texts)[: left - 1])
-                cache.add_static_directory(static)
+                cache.add_prebuilt_directory(static)
             room = LONGEST * (LAST_COMPLETIONS + 2)  # nothing is evicted before the ring is full
             snapshot, filled = fill(cache, stream, options.tokens - room, index, idle)
             say(f"ingest: {json.dumps(filled)}")
@@ -110,9 +110,9 @@ def reopen(directory: str, static: str, capacity: str, stored: str) -> float:
     config = CacheConfig(index=IndexConfig(capacity_tokens=int(capacity)), directory=Path(directory))
     took = None
     began = time.perf_counter()
-    with CacheSet(config, FINGERPRINT) as caches:
+    with CacheManager(config, FINGERPRINT) as caches:
         if static:
-            caches.add_static_directory(Path(static))
+            caches.add_prebuilt_directory(Path(static))
         drafter = make_drafter("ssd", DraftConfig(num_speculative_tokens=DRAFT_TOKENS))
         snapshot = caches.get().snapshot()
         for number, context in enumerate(contexts):

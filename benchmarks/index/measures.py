@@ -16,13 +16,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest
 from ssd.drafting.draft_kernel import DraftRow
 from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter, draft_of
 from ssd.jit.addresses import Records, address
-from ssd.retrieval.cache import CacheSet, SuffixCache
-from ssd.retrieval.search import longest_match
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.segment import Segment, unpack
 from ssd.retrieval.snapshot import Snapshot
 
@@ -329,7 +329,7 @@ def warm_up() -> int:
     """Load and compile what a cache needs, as that is the same for any number of tokens; bytes that are held then."""
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as directory:
         config = CacheConfig(index=IndexConfig(capacity_tokens=1 << 20), directory=Path(directory))
-        with CacheSet(config, FINGERPRINT) as caches:
+        with CacheManager(config, FINGERPRINT) as caches:
             cache = caches.get()
             for _ in range(8):
                 cache.append(np.arange(8000, dtype=np.int32))
@@ -339,7 +339,7 @@ def warm_up() -> int:
 
 
 def fill(
-    cache: SuffixCache, stream: Iterator[Tokens], num_tokens: int, index: IndexConfig, idle: int
+    cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, index: IndexConfig, idle: int
 ) -> tuple[Snapshot, dict[str, Any]]:
     """Append completions until ``num_tokens`` are stored, let merging come to rest, append LAST_COMPLETIONS.
 
@@ -357,13 +357,13 @@ def fill(
     snapshot, stats = cache.snapshot(), cache.stats()
     if stats.num_dropped_tokens or stats.num_failures:
         raise AssertionError(f"ingest lost text: {stats}")
-    if snapshot.tail_start == snapshot.tail_stop:
+    if snapshot.memtable_start == snapshot.memtable_stop:
         raise AssertionError("the tail is empty: a lookup would not be what it is under traffic")
     for segment in snapshot.segments:
-        for array in (segment.text, segment.order, segment.fence):
+        for array in (segment.text, segment.order, segment.sparse_index):
             int(array[:: _PAGE_BYTES // array.itemsize].sum())
     grown = resident_bytes() - idle
-    held = sum(part.nbytes for s in snapshot.segments for part in (s.text, s.order, s.fence))
+    held = sum(part.nbytes for s in snapshot.segments for part in (s.text, s.order, s.sparse_index))
     return snapshot, {
         "segments": len(snapshot.segments),
         "ingest_tokens_per_s": round(tokens_per_s),
@@ -374,7 +374,7 @@ def fill(
     }
 
 
-def _append(cache: SuffixCache, stream: Iterator[Tokens], num_tokens: int, most_unsealed: int) -> int:
+def _append(cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, most_unsealed: int) -> int:
     """Append whole completions until at least ``num_tokens`` are stored, separators counted; returns how many.
 
     Waits while the tail holds ``most_unsealed`` or more, so that nothing is dropped.
@@ -389,7 +389,7 @@ def _append(cache: SuffixCache, stream: Iterator[Tokens], num_tokens: int, most_
     return stored
 
 
-def _settle(cache: SuffixCache) -> None:
+def _settle(cache: NamespaceCache) -> None:
     """Wait until nothing is left to seal and nothing has been merged for a while."""
     generation, since = -1, time.monotonic()
     while time.monotonic() - since < _SETTLED_S:
@@ -399,7 +399,7 @@ def _settle(cache: SuffixCache) -> None:
             generation, since = stats.generation, time.monotonic()
 
 
-def watch_traffic(cache: SuffixCache, stream: Iterator[Tokens], seconds: float, vocabulary: int) -> dict[str, Any]:
+def watch_traffic(cache: NamespaceCache, stream: Iterator[Tokens], seconds: float, vocabulary: int) -> dict[str, Any]:
     """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core.
 
     Every completion holds three ids beyond ``vocabulary`` that no other has: what follows them can come from nowhere

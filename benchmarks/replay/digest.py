@@ -21,7 +21,7 @@ from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
 from ssd.drafting.suffix_drafter import SuffixDrafter
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.cache_state import LearnedState
 
 _LIMIT = 16
@@ -51,7 +51,7 @@ class _Digest:
 
 
 def _batches(
-    rows: Sequence[RecordedOutput], cache: SuffixCache, at_once: int
+    rows: Sequence[RecordedOutput], cache: NamespaceCache, at_once: int
 ) -> Iterator[tuple[list[TokenIds], list[int]]]:
     """Texts and prompts' lengths of some rows at a time; the cache learns them when they are done."""
     for first in range(0, len(rows), at_once):
@@ -66,7 +66,7 @@ def _batches(
 def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) -> _Digest:
     """So many requests in one call; of several some with token costs, some with a prediction."""
     digest, drafter = _Digest(), SuffixDrafter()
-    with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get(), at_once)):
             snapshot = caches.get().snapshot()
             at = [max(1, prompt) for prompt in prompts]
@@ -97,7 +97,7 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
     drafter = BatchDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
     words, said = drafter.new_words(_AT_ONCE), np.zeros((_AT_ONCE, NUM_HEADER_WORDS + _LIMIT + 1), np.int32)
-    with CacheSet(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for texts, prompts in _batches(rows, caches.get(), _AT_ONCE):
             snapshot = caches.get().snapshot()
             at, count = [max(1, prompt) for prompt in prompts], len(texts)

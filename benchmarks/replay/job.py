@@ -23,7 +23,7 @@ from cache_builder.evaluation.decoding import OutputDecoder, warm_up
 from cache_builder.evaluation.hindsight import hindsight_steps
 from cache_builder.evaluation.log import RecordedOutput
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
 
     def __init__(self, settings: Sequence[Setting], *, draft: DraftConfig, index: IndexConfig, tree: bool) -> None:
         self.settings, self.made_of = settings, dict[str, Any]()
-        self._caches = CacheSet(CacheConfig(index=index), "0" * 32, inline=True)
+        self._caches = CacheManager(CacheConfig(index=index), "0" * 32, inline=True)
         self._decoders = []
         warm_up()
         for setting in settings:

@@ -27,7 +27,7 @@ from benchmarks.training.measure import write
 from benchmarks.training.model import log, make_optimizers, take_step
 from ssd.bundled import MODEL_PATH
 from ssd.model.heads.networks import Eagle3Head
-from ssd.model.layers.tap import Tap
+from ssd.model.layers.hidden_states import HiddenStateTap
 
 STEP_WEIGHT = 0.8
 """What a step's loss counts beside that of the step before."""
@@ -115,9 +115,9 @@ class Eagle3Training:
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, tokens: torch.Tensor, tap: Tap) -> tuple[list[torch.Tensor], torch.Tensor]:
+def read(model: PreTrainedModel, tokens: torch.Tensor, tap: HiddenStateTap) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Hidden states that the tap takes, [rows, length, H] each, and logits, of every position of rows."""
-    with tap.listening() as hidden:
+    with tap.recording() as hidden:
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return hidden, logits
 
@@ -173,7 +173,7 @@ def train(
     written : int64[rows, ROW_LENGTH]. A third of the other steps reads the corpus.
     """
     optimizers = make_optimizers(training.head, "lm_head", 0.01, 0.0)
-    tap = Tap(target, training.head.feature_layers)
+    tap = HiddenStateTap(target, training.head.feature_layers)
     training.head.train()
     started = time.monotonic()
     order = np.random.default_rng([args.seed, 2])

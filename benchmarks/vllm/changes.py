@@ -20,7 +20,7 @@ from benchmarks.workloads import snippets
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
 from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 BATCH, LENGTH = 8, 512
@@ -84,7 +84,7 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
     found: dict[str, Answers] = {}
     requests = requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts))
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
-        with CacheSet(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
+        with CacheManager(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             engine = Engine.from_pretrained(
                 MODEL_PATH, dtype=dtype, device="cpu", codec=codec, caches=caches,
                 config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, exact="on"),

@@ -25,10 +25,10 @@ from cache_builder.workers import Progress, map_items
 from ssd import __version__
 from ssd.config import IndexConfig
 from ssd.errors import CacheError, ConfigError
+from ssd.retrieval.dedup import PromptDeduplicator, split_sequence
 from ssd.retrieval.files import Manifest, is_segment_id, sync_directory, write_file, write_manifest
-from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.prebuilt import DEFAULT_SEGMENT_TOKENS
 from ssd.retrieval.segment import SEPARATOR, Tokens, concatenate, open_segment, write_segment
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
@@ -267,7 +267,7 @@ class _Builder:
         kept: list[Tokens] = []
         for example in found.examples:
             tokens = np.array(example.token_ids, np.int32)
-            pieces = self._known.pieces(tokens, example.prompt_length, 0)
+            pieces = self._known.new_pieces(tokens, example.prompt_length, 0)
             num_stored = sum(map(len, pieces))
             counts.num_sequences += len(pieces)
             counts.num_tokens += num_stored
@@ -280,7 +280,7 @@ class _Builder:
         """Start an empty segment."""
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
-        self._known = PrefixFilter(index.dedup_block_tokens, index.lead_in_tokens)
+        self._known = PromptDeduplicator(index.dedup_block_tokens, index.lead_in_tokens)
         self._num_held = 0
 
     def _write(self) -> None:

@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from ssd.errors import CacheLocked, ConfigError
-from ssd.retrieval.directory import is_of_a_cache
+from ssd.retrieval.directory import is_cache_file
 from ssd.retrieval.files import LOCK_NAME, MANIFEST_NAME, DirectoryLock, make_directory
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS, StaticWriter
+from ssd.retrieval.prebuilt import DEFAULT_SEGMENT_TOKENS, PrebuiltWriter
 
 _SUFFIX = ".unfinished"
 _OLD = "old"
@@ -114,7 +114,7 @@ def replace_directory(out: Path, working: Path) -> None:
 @contextmanager
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
-) -> Iterator[StaticWriter]:
+) -> Iterator[PrebuiltWriter]:
     """Yield a writer, and move its cache to ``out`` if the block ends without an exception.
 
     Args:
@@ -131,7 +131,7 @@ def new_cache(
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:
-        with StaticWriter(
+        with PrebuiltWriter(
             working / "new", fingerprint=fingerprint, namespace=namespace, segment_tokens=segment_tokens
         ) as writer:
             yield writer
@@ -165,7 +165,7 @@ def check_output(out: Path, *, force: bool) -> Path:
                 f"{given} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
                 "merge` makes one of two"
             )
-        if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_of_a_cache(path))):
+        if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
                 f"{given} holds {', '.join(others[:3])} beside a cache, which --force would remove: give another "
                 "directory with --out"

@@ -11,7 +11,7 @@ from cache_builder.building.resumable import find_resumable
 from cache_builder.commands.options import add_log_arguments, chat_template_from_options, progress_bar
 from cache_builder.inputs.record import STANDARD_INPUT, FieldNames
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import DEFAULT_NAMESPACE
+from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 
 _DESCRIPTION = """\

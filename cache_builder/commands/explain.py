@@ -29,7 +29,7 @@ from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_state import LearnedState
-from ssd.retrieval.ring import blocks_of
+from ssd.retrieval.ring import iter_blocks
 from ssd.retrieval.segment import SEPARATOR, Tokens, unpack
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.text.codec import TextCodec
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         "report": "explain",
         "path": str(cache.path),
         "segments": len(cache.segments),
-        "index_tokens": sum(int((block != SEPARATOR).sum()) for each in cache.segments for block in blocks_of(each)),
+        "index_tokens": sum(int((block != SEPARATOR).sum()) for each in cache.segments for block in iter_blocks(each)),
         "learned_from": learned_from,
         "prompt_tokens": len(prompt),
         "output_tokens": len(output),

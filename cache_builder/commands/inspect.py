@@ -16,19 +16,19 @@ from cache_builder.commands.options import CACHE_DIRECTORY, codec_from_options, 
 from cache_builder.opened_cache import escape_control_characters, open_cache, read_cache_manifest, read_learned_state
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.errors import CacheError, StoreUnavailable
-from ssd.retrieval.directory import LEARNED_NAME, MOST_READS, PART_NAMES, is_of_a_cache
+from ssd.retrieval.directory import LEARNED_NAME, MAX_READS, PART_NAMES, is_cache_file
 from ssd.retrieval.files import MANIFEST_NAME, Manifest, open_file
 from ssd.retrieval.owners import (
     SECRET_NAME,
     STATE_DIRECTORY,
-    from_secret_file,
-    mark_of,
-    owner_of,
+    parse_secret,
+    read_owner,
+    secret_id,
     tenant_directories,
 )
-from ssd.retrieval.ring import blocks_of, sequences_of
+from ssd.retrieval.ring import iter_blocks, iter_sequences
 from ssd.retrieval.segment import SEPARATOR, Segment, open_segment, unpack
-from ssd.retrieval.suffix_array import build_fence
+from ssd.retrieval.suffix_array import build_sparse_index
 from ssd.text.codec import TextCodec
 
 _DESCRIPTION = """\
@@ -142,19 +142,19 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
         tenants = {path.name for path in tenant_directories(root)}
         try:
             with open_file(kept_at) as file:
-                ours = mark_of(from_secret_file(file.read(_MOST_SECRET_BYTES))[0])
+                ours = secret_id(parse_secret(file.read(_MOST_SECRET_BYTES))[0])
         except FileNotFoundError:
             faults += [f"{kept_at} is missing: restore it, or give --secret-file"] if tenants else []
         except ValueError as error:
             faults.append(f"{kept_at} is damaged ({error}): restore it from a copy")
         for path in sorted(each for each in root.iterdir() if each.is_dir() and each.name != STATE_DIRECTORY):
-            owner, of = owner_of(path) if path.name in tenants else None, "a server's own"
+            owner, of = read_owner(path) if path.name in tenants else None, "a server's own"
             if owner is not None:
                 of = "a tenant's" if owner.secret == ours else "an orphan"
                 orphans += [path.name] if owner.secret != ours else []
             elif path.name in tenants:
                 of = "a tenant's, of a secret that it does not name: a former version made it, or it is damaged"
-            num_bytes = sum(file.stat().st_size for file in path.iterdir() if is_of_a_cache(file))
+            num_bytes = sum(file.stat().st_size for file in path.iterdir() if is_cache_file(file))
             namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
     except OSError as error:
         raise StoreUnavailable(f"{root} cannot be read: {error}. Check its permissions") from None
@@ -188,7 +188,7 @@ def inspect(
 
     O(tokens); with ``deep``, 8 bytes per token of the largest segment.
     """
-    for _ in range(MOST_READS):
+    for _ in range(MAX_READS):
         manifest = read_cache_manifest(path)
         facts = _facts(path, manifest, deep, codec, progress)
         if facts["is_intact"] or read_cache_manifest(path) == manifest:
@@ -217,7 +217,7 @@ def _facts(
             found["num_bytes"] = file.stat().st_size
             namespace = manifest.namespace if deep else None
             segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
-            found["num_tokens"] = sum(int(np.count_nonzero(block != SEPARATOR)) for block in blocks_of(segment))
+            found["num_tokens"] = sum(int(np.count_nonzero(block != SEPARATOR)) for block in iter_blocks(segment))
             num_sequences += len(segment) - found["num_tokens"]
             faults += _faults_of(segment, entry, codec) if deep else ()
         except FileNotFoundError:
@@ -259,11 +259,11 @@ def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Itera
             f"{MANIFEST_NAME} says of {name} that it has {said[0]!r:.20} tokens from position {said[1]!r:.20} on, the "
             f"file has {len(segment)} from {segment.start}: restore one of the two"
         )
-    largest = max(int(block.max()) for block in blocks_of(segment))
+    largest = max(int(block.max()) for block in iter_blocks(segment))
     if codec is not None and largest >= codec.vocab_size:
         yield f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
-    fence = build_fence(segment.text, segment.order, segment.width) if is_sorted(segment) else None
-    if fence is None or not np.array_equal(fence, segment.fence):
+    fence = build_sparse_index(segment.text, segment.order, segment.width) if is_sorted(segment) else None
+    if fence is None or not np.array_equal(fence, segment.sparse_index):
         yield f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
 
 
@@ -301,7 +301,7 @@ def _print_sequences(path: Path, codec: TextCodec | None) -> None:
 
     Encoding the text again may give other token ids.
     """
-    for sequence in sequences_of(open_cache(path, codec).segments):
+    for sequence in iter_sequences(open_cache(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}
         sys.stdout.buffer.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")

@@ -13,8 +13,8 @@ from cache_builder.commands.options import progress_bar
 from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
 from ssd.retrieval.files import check_namespace
-from ssd.retrieval.ring import sequences_of
-from ssd.retrieval.static import DEFAULT_SEGMENT_TOKENS
+from ssd.retrieval.prebuilt import DEFAULT_SEGMENT_TOKENS
+from ssd.retrieval.ring import iter_sequences
 
 
 def merge(
@@ -62,7 +62,7 @@ def merge(
         new_cache(out, fingerprint=fingerprint, namespace=named, force=force, segment_tokens=segment_tokens) as writer,
     ):
         for cache in caches:
-            for sequence in sequences_of(cache.segments):
+            for sequence in iter_sequences(cache.segments):
                 bar.update(len(sequence) + 1)
                 if unique:
                     digest = xxhash.xxh3_128_digest(sequence.tobytes())

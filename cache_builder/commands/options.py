@@ -16,7 +16,7 @@ from cache_builder.inputs.streams import input_errors
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
 from ssd.numbers import number
-from ssd.sharing.connection import URL_VARIABLE
+from ssd.replication.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
     import redis
@@ -97,7 +97,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
         ConfigError: The URL is invalid.
         StoreUnavailable: The server did not answer or returned an error.
     """
-    from ssd.sharing.connection import address_of, connect, hide_password
+    from ssd.replication.connection import connect, redact_password, redacted_address
 
     client = connect(url)
     try:
@@ -105,9 +105,10 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
         raise
     except Exception as error:  # a server that talks nonsense raises whatever it likes
-        reason = escape_value(hide_password(f"{type(error).__name__}: {error}", url))
+        reason = escape_value(redact_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{address_of(url)} {failed()} ({reason}): check address, rights and maxmemory (ssd-cache redis-status)"
+            f"{redacted_address(url)} {failed()} ({reason}): check address, rights and maxmemory "
+            "(ssd-cache redis-status)"
         ) from None
     finally:
         client.close()
@@ -118,8 +119,8 @@ def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[
 
     Raises ConfigError, and the errors of redis-py.
     """
+    from ssd.replication.entry import stream_key
     from ssd.retrieval.files import check_fingerprint, check_namespace
-    from ssd.sharing.entry import stream_key
 
     check_namespace(options.namespace)
     if options.fingerprint is not None:

@@ -19,8 +19,8 @@ from cache_builder.opened_cache import OpenedCache, open_caches
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.draft_records import SOURCES
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.ring import sequences_of
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.ring import iter_sequences
 from ssd.retrieval.segment import Tokens
 
 _DESCRIPTION = """\
@@ -100,8 +100,8 @@ def accepted_runs(
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
-    with CacheSet(CacheConfig(), fingerprint, inline=True) as caches:
-        caches.add_static_directory(directory)
+    with CacheManager(CacheConfig(), fingerprint, inline=True) as caches:
+        caches.add_prebuilt_directory(directory)
         snapshot = caches.get().snapshot()
         for number in log.replayable.tolist():
             row = log.row(number)
@@ -235,6 +235,6 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
 def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:
     """Yield each sequence with its first position. A separator follows each sequence."""
     start = 0
-    for sequence in sequences_of(cache.segments):
+    for sequence in iter_sequences(cache.segments):
         yield start, sequence
         start += len(sequence) + 1

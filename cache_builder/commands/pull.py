@@ -16,8 +16,8 @@ from cache_builder.commands.options import (
 )
 from cache_builder.commands.redis_status import decode_any_entry
 from ssd.errors import SSDError
-from ssd.sharing.entry import stream_key
-from ssd.sharing.stream import BEGINNING, all_entries, entries_after
+from ssd.replication.entry import stream_key
+from ssd.replication.stream import BEGINNING, all_entries, entries_after
 
 if TYPE_CHECKING:
     import redis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cache_builder.commands.options import add_log_of_namespace, find_fingerprints, redis_client, redis_url_from_options
-from ssd.sharing.entry import stream_key
+from ssd.replication.entry import stream_key
 
 _DESCRIPTION = """\
 Delete a namespace from Redis, and verify that nothing is left. The exit status is 1 if something is left.

@@ -21,12 +21,12 @@ from cache_builder.commands.options import (
 from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
 from ssd.numbers import spelled
+from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
+from ssd.replication.replication_log import DEFAULT_MAX_TOKENS
+from ssd.replication.stream import append_entries
+from ssd.retrieval.dedup import split_sequence
 from ssd.retrieval.files import check_namespace
-from ssd.retrieval.prefixes import split_sequence
-from ssd.retrieval.ring import sequences_of
-from ssd.sharing.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
-from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS
-from ssd.sharing.stream import append
+from ssd.retrieval.ring import iter_sequences
 
 _DESCRIPTION = """\
 Copy the text of a cache directory to a Redis stream, as if a server had generated it. Running servers draft from it
@@ -84,7 +84,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     (cache,) = open_caches([directory])
     namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments
-    lengths = np.fromiter(map(len, sequences_of(segments)), np.int64)
+    lengths = np.fromiter(map(len, iter_sequences(segments)), np.int64)
     first = len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
     key = stream_key(fingerprint, namespace)
     num_written = 0
@@ -95,7 +95,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
 
     parts = (
         part
-        for sequence in itertools.islice(sequences_of(segments), first, None)
+        for sequence in itertools.islice(iter_sequences(segments), first, None)
         for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)
     )
     with redis_client(url, failed) as client, progress_bar(0, " tokens") as bar:
@@ -105,7 +105,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
                 for number, part in enumerate(batch)
             ]
             values = [pack_entry(entry, key) for entry in entries]
-            for refusal in append(client, key, values, max_entries=max_entries_of(max_tokens)):
+            for refusal in append_entries(client, key, values, max_entries=max_entries_of(max_tokens)):
                 if refusal is not None:
                     raise refusal
             num_written += len(entries)

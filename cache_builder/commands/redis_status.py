@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache_builder.commands.options import add_redis_argument, escape_value, redis_client, redis_url_from_options
 from cache_builder.commands.push import REPLICA_ID as PUSHED
-from ssd.sharing.connection import address_of, masters_of, server_of
-from ssd.sharing.entry import KEYS_VERSION, Entry, InvalidEntryError, num_tokens_of, stream_key, unpack_entry
-from ssd.sharing.noise_root import KEY as NOISE
-from ssd.sharing.redis_log import COUNTERS_KEY as GENERATIONS
-from ssd.sharing.stream import BEGINNING, RawEntry, entries_after, newest_entries, order, value_of
+from ssd.replication.connection import masters_of, redacted_address, server_of
+from ssd.replication.entry import (
+    KEYS_VERSION,
+    Entry,
+    InvalidEntryError,
+    stream_key,
+    unpack_entry,
+    unverified_num_tokens,
+)
+from ssd.replication.noise_secret import KEY as NOISE
+from ssd.replication.replication_log import COUNTERS_KEY as GENERATIONS
+from ssd.replication.stream import BEGINNING, RawEntry, entries_after, id_key, newest_entries, value_of
 
 if TYPE_CHECKING:
     import redis
@@ -66,7 +73,7 @@ def read_status(url: str) -> Facts:
         noise = _number(_reply_or_error(lambda: client.strlen(NOISE)))
         return {
             "report": "redis-status",
-            "address": address_of(url),
+            "address": redacted_address(url),
             "servers": servers,
             "namespaces": [_namespace_facts(client, *name) for name in names],
             "warnings": warnings,
@@ -186,11 +193,11 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
     def age(raw: RawEntry) -> float | None:
         if not isinstance(clock, tuple):
             return None
-        return float(round(clock[0] + clock[1] / 1e6 - order(raw[0])[0] / 1000, 3))
+        return float(round(clock[0] + clock[1] / 1e6 - id_key(raw[0])[0] / 1000, 3))
 
     return {
         "entries": num_entries,
-        "tokens": round(sum(num_tokens_of(value_of(raw)) for raw in read) / max(len(read), 1) * num_entries),
+        "tokens": round(sum(unverified_num_tokens(value_of(raw)) for raw in read) / max(len(read), 1) * num_entries),
         "invalid_entries": entries.count(None),
         "bytes": _number(_reply_or_error(lambda: client.memory_usage(key))),
         "oldest_age_s": age(read[0]) if read else None,

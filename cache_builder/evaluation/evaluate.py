@@ -20,7 +20,7 @@ from cache_builder.evaluation.hindsight import hindsight_steps
 from cache_builder.evaluation.log import Int64s, Log
 from ssd import __version__
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 
 CacheUse = Literal["growing", "frozen", "none"]
 Flags = npt.NDArray[np.bool_]
@@ -99,10 +99,10 @@ def replay(
     decoder = OutputDecoder(curve, draft=plan.draft)
     steps, drafted, ns = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0
     can_be_decoded, waiting = set(log.replayable.tolist()), list[int]()
-    with CacheSet(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
+    with CacheManager(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
         cache = caches.get()
         for directory in plan.warm if use != "none" else ():
-            caches.add_static_directory(directory)
+            caches.add_prebuilt_directory(directory)
 
         def learn() -> None:
             for number in waiting:
@@ -126,7 +126,7 @@ def replay(
         learn()
         snapshot = cache.snapshot()
         requests, num_steps, num_accepted = np.array(steps, np.int64).reshape(-1, 3).T.copy()
-        of_segments = sum(each.text.nbytes + each.order.nbytes + each.fence.nbytes for each in snapshot.segments)
+        of_segments = sum(each.text.nbytes + each.order.nbytes + each.sparse_index.nbytes for each in snapshot.segments)
         return Outcome(
             requests,
             log.output_lengths[requests],
@@ -136,7 +136,7 @@ def replay(
             ns,
             decoder.by_source(),
             snapshot.num_tokens,
-            of_segments + 8 * (snapshot.tail_stop - snapshot.tail_start),  # the tail as if it were in a segment
+            of_segments + 8 * (snapshot.memtable_stop - snapshot.memtable_start),  # the tail as if it were in a segment
             snapshot.ring.nbytes,
         )
 

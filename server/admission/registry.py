@@ -23,20 +23,20 @@ from ssd.errors import ConfigError, SSDError, shown
 from ssd.retrieval.directory import remove_directory
 from ssd.retrieval.files import (
     Owner,
-    as_checked_json,
-    from_checked_json,
+    dump_checked_json,
     make_directory,
     open_file,
     open_lock,
+    parse_checked_json,
     sync_directory,
     write_file,
 )
-from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
-from ssd.retrieval.owners import keyed_digest, mark_of, owner_of, tenant_directories
+from ssd.retrieval.namespace import DEFAULT_POLICY, NamespacePolicy
+from ssd.retrieval.owners import keyed_digest, read_owner, secret_id, tenant_directories
 
 if TYPE_CHECKING:
-    from ssd.retrieval.cache import CacheSet
-    from ssd.sharing.redis_log import RedisCounters, RedisLog
+    from ssd.replication.replication_log import RedisCounters, ReplicationLog
+    from ssd.retrieval.cache_manager import CacheManager
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class NamespaceNames:
 
     def owner(self, seed: str) -> Owner:
         """Return the owner that the manifests of a tenant's caches name."""
-        return Owner(mark_of(self.secret), self._digest("owner", seed))
+        return Owner(secret_id(self.secret), self._digest("owner", seed))
 
     def short(self, digest: str) -> str:
         """Return a name for a key without a tenant: 8 digits, too few to test guessed keys against."""
@@ -166,7 +166,7 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         there, _ = _read(path)
         greatest = {name: max(number, there.get(name, 0)) for name, number in numbers.items()}
-        write_file(path, [as_checked_json("generations", {**there, **greatest})], durable=True)
+        write_file(path, [dump_checked_json("generations", {**there, **greatest})], durable=True)
         sync_directory(path.parent)
 
 
@@ -179,7 +179,7 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         with open_file(path) as file:
             content = file.read(_MOST_FILE_BYTES)
         is_checked = b'"xxh3"' in content or b'"generations"' in content
-        numbers = from_checked_json("generations", content) if is_checked else dict(json.loads(content))
+        numbers = parse_checked_json("generations", content) if is_checked else dict(json.loads(content))
     except FileNotFoundError:
         return {}, True
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -213,7 +213,7 @@ class CacheAccess(NamedTuple):
     """The cache that a request uses and the policy for it. None: nothing is drafted from a cache or added to it."""
 
     namespace: str | None
-    terms: NamespaceTerms
+    policy: NamespacePolicy
 
 
 class Tenants:
@@ -257,9 +257,9 @@ class Tenants:
         self._left_in_redis: set[str] = set()
         self.everybody = Account(EVERYBODY)
         """The account of all clients if no key is needed."""
-        self.caches: Callable[[], CacheSet | None] = lambda: None
+        self.caches: Callable[[], CacheManager | None] = lambda: None
         """Returns the caches once they are open."""
-        self.sharing: Callable[[], RedisLog | None] = lambda: None
+        self.sharing: Callable[[], ReplicationLog | None] = lambda: None
         """Returns the Redis stream that replicas share, if there is one."""
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
@@ -275,26 +275,26 @@ class Tenants:
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheAccess:
         """Return the cache for a tenant's request to the model namespace ``base``."""
         if base is None:
-            return CacheAccess(None, DEFAULT_TERMS)
-        main, terms = base, DEFAULT_TERMS
+            return CacheAccess(None, DEFAULT_POLICY)
+        main, terms = base, DEFAULT_POLICY
         tenant = account.tenant
         if not (self._share_cache or tenant is EVERYBODY or tenant.is_operator):
             main = self._namespace(tenant, base)
-            terms = NamespaceTerms(
+            terms = NamespacePolicy(
                 capacity_tokens=tenant.quotas.cache_tokens,
                 reads_shared=tenant.reads_shared,
-                is_kept=True,
+                is_durable=True,
                 owner=self._names.owner(tenant.seed),
             )
         if salt is None:
             return CacheAccess(main, terms)
         # What is said under a salt stays in memory: clients choose salts, and as many as they like.
-        salted = NamespaceTerms(
+        salted = NamespacePolicy(
             capacity_tokens=min(SALTED_TOKENS, terms.capacity_tokens or SALTED_TOKENS),
             reads_shared=terms.reads_shared,
-            is_kept=False,
+            is_durable=False,
             group=main,
-            most_in_group=SALTS_AT_ONCE,
+            max_in_group=SALTS_AT_ONCE,
         )
         return CacheAccess(self._names.salted(main, salt), salted)
 
@@ -427,11 +427,11 @@ class Tenants:
         if self._directory is None:
             return {}
         known = self.labels()
-        return {path.name: owner_of(path) for path in tenant_directories(self._directory) if path.name not in known}
+        return {path.name: read_owner(path) for path in tenant_directories(self._directory) if path.name not in known}
 
     def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
         """Return the directories of another secret, and those without an owner."""
-        ours = mark_of(self._names.secret)
+        ours = secret_id(self._names.secret)
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
@@ -480,7 +480,7 @@ class Tenants:
             failure = str(error)
         try:
             if sharing is not None:
-                sharing.forget(namespace)
+                sharing.delete_stream(namespace)
             self._left_in_redis.discard(namespace)
         except Exception as error:  # Redis is away: sweeps try until it is not
             self._left_in_redis.add(namespace)

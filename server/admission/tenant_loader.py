@@ -24,18 +24,18 @@ from server.admission.tenant_config import (
 )
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError
-from ssd.retrieval.files import make_directory, make_file, open_file, write_file
+from ssd.retrieval.files import create_file, make_directory, open_file, write_file
 from ssd.retrieval.owners import (
-    LEAST_SECRET_BYTES,
+    MIN_SECRET_BYTES,
     SECRET_NAME,
     STATE_DIRECTORY,
-    as_secret_file,
-    from_secret_file,
+    dump_secret,
+    parse_secret,
     tenant_directories,
 )
 
 if TYPE_CHECKING:
-    from ssd.sharing.redis_log import RedisCounters
+    from ssd.replication.replication_log import RedisCounters
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
             if found and not path.exists():  # another process may just have made both
                 named = summarize_names([path.name for path in found])
                 raise ConfigError(f"{path} is missing, and {named} cannot be found without it. {advice}")
-            make_file(path, [as_secret_file(secrets.token_hex(32).encode())])
+            create_file(path, [dump_secret(secrets.token_hex(32).encode())])
         content = read_private(path, SECRET_OPTION, open_file)
         try:
-            kept, has_checksum = from_secret_file(content)
+            kept, has_checksum = parse_secret(content)
         except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
         secret = _checked(kept, str(path))
-        if not has_checksum and len(checked := as_secret_file(secret)) <= _MOST_BYTES:
+        if not has_checksum and len(checked := dump_secret(secret)) <= _MOST_BYTES:
             with suppress(OSError):  # it is as good as before
                 write_file(path, [checked], durable=True)
         return secret
@@ -91,9 +91,9 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
 
 
 def _checked(secret: bytes, source: str) -> bytes:
-    if not LEAST_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
+    if not MIN_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
-            f"{source} must hold {LEAST_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
         )
     return secret
 

@@ -27,7 +27,7 @@ from server.command.options import (
 )
 from server.observe.logs import report_start
 from ssd.errors import ConfigError
-from ssd.sharing.connection import URL_VARIABLE
+from ssd.replication.connection import URL_VARIABLE
 
 _ONE_DEVICE = (
     "this server drives one device. For one model over several, run vLLM with ssd.integrations.vllm, which drafts from "

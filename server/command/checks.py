@@ -301,16 +301,16 @@ def _check_size(cache: CacheOptions) -> None:
 
 def _check_redis(url: str) -> None:
     """Raise ConfigError for an invalid URL. A server that does not answer causes a warning: it may come later."""
-    from ssd.sharing.connection import address_of, connect, hide_password
+    from ssd.replication.connection import connect, redact_password, redacted_address
 
     client = connect(url)
     try:
         client.ping()
-        log.info("Redis at %s answers", address_of(url))
+        log.info("Redis at %s answers", redacted_address(url))
     except Exception as error:  # of the client, of the system, of the server's own words
         log.warning(
             "Redis at %s does not answer (%s): going on without, and trying again all the time",
-            address_of(url), hide_password(first_line(error), url),
+            redacted_address(url), redact_password(first_line(error), url),
         )  # fmt: skip
     finally:
         client.close()

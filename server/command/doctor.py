@@ -92,7 +92,7 @@ def _cpu() -> str:
 
 def _check_redis(url: str) -> str:
     """Write, read and delete a stream, with the commands that replicas use."""
-    from ssd.sharing.connection import address_of, connect, hide_password
+    from ssd.replication.connection import connect, redact_password, redacted_address
 
     client, key = connect(url), f"ssd:doctor:{secrets.token_hex(8)}"
     try:
@@ -103,10 +103,10 @@ def _check_redis(url: str) -> str:
         client.xrange(key)
         client.delete(key)
     except Exception as error:
-        raise ConfigError(f"{address_of(url)}: {hide_password(first_line(error), url)}") from error
+        raise ConfigError(f"{redacted_address(url)}: {redact_password(first_line(error), url)}") from error
     finally:
         client.close()
-    return f"{address_of(url)} answers within {1e3 * seconds:.1f} ms; streams can be written and read"
+    return f"{redacted_address(url)} answers within {1e3 * seconds:.1f} ms; streams can be written and read"
 
 
 def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
@@ -120,8 +120,8 @@ def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
     target = engine.target
     return (
         f"{options.model.name}: {type(target.model).__name__}, {str(target.dtype).removeprefix('torch.')} on "
-        f"{target.device}, {target.way}; {target.num_slots} slots of {spelled(engine.max_model_len)} tokens; loaded "
-        f"and warmed up in {time.perf_counter() - began:.1f} s"
+        f"{target.device}, {target.backend}; {target.num_slots} slots of {spelled(engine.max_model_len)} tokens; "
+        f"loaded and warmed up in {time.perf_counter() - began:.1f} s"
     )
 
 
@@ -130,7 +130,7 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
 
     from ssd.engine.pass_timing import timed_passes
 
-    counts, exactness, speculation = kernel_counts(), engine.target.exactness, engine.speculation
+    counts, exactness, speculation = kernel_counts(), engine.target.batch_invariance, engine.speculation
     report.line("threads", f"{torch.get_num_threads()} for the passes of this model")
     report.line(
         "kernels",

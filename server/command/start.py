@@ -42,16 +42,16 @@ from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.numbers import spelled
+from ssd.replication.connection import URL_VARIABLE, redacted_address
+from ssd.replication.noise_secret import NoiseSecret
 from ssd.retrieval.owners import STATE_DIRECTORY
-from ssd.sharing.connection import URL_VARIABLE, address_of
-from ssd.sharing.noise_root import NoiseRoot
 from ssd.text.load_tokenizer import find_generation_config
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
-    from ssd.retrieval.cache import CacheSet
-    from ssd.sharing.noise_root import SharedRoot
-    from ssd.sharing.redis_log import RedisLog, SharingStats
+    from ssd.replication.noise_secret import ReplicatedSecret
+    from ssd.replication.replication_log import ReplicationLog, ReplicationStats
+    from ssd.retrieval.cache_manager import CacheManager
     from ssd.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,8 @@ class OpenNoise(NamedTuple):
         shared: Keeps the root equal to the replicas' root. None: it does not depend on them.
     """
 
-    root: NoiseRoot | None = None
-    shared: SharedRoot | None = None
+    root: NoiseSecret | None = None
+    shared: ReplicatedSecret | None = None
 
 
 def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., object]) -> OpenNoise:
@@ -75,15 +75,15 @@ def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., o
     if not options.engine.config.coupled_streams:
         return OpenNoise()
     if secret is not None:
-        return OpenNoise(NoiseRoot.of_secret(secret))
+        return OpenNoise(NoiseSecret.from_secret(secret))
     if options.engine.seed is not None:
-        return OpenNoise(NoiseRoot.of_seed(options.engine.seed))
-    root = NoiseRoot.kept_at(None if cache.directory is None else cache.directory / STATE_DIRECTORY / "noise")
+        return OpenNoise(NoiseSecret.from_seed(options.engine.seed))
+    root = NoiseSecret.load_or_create(None if cache.directory is None else cache.directory / STATE_DIRECTORY / "noise")
     if cache.redis_url is None:
         return OpenNoise(root)
-    from ssd.sharing.noise_root import SharedRoot
+    from ssd.replication.noise_secret import ReplicatedSecret
 
-    shared = SharedRoot(cache.redis_url, root)
+    shared = ReplicatedSecret(cache.redis_url, root)
     on_close(shared.close)
     return OpenNoise(root, shared)
 
@@ -125,7 +125,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
         secret = load_or_create_secret(directory if has_own_caches else None)
     counters = None
     if redis_url is not None and has_own_caches:
-        from ssd.sharing.redis_log import RedisCounters
+        from ssd.replication.replication_log import RedisCounters
 
         counters = RedisCounters(redis_url)
     return open_tenants(
@@ -146,7 +146,7 @@ class EngineLoader:
         """Store the options and the configured secret."""
         self._options = options
         self._secret = secret
-        self.log: RedisLog | None = None
+        self.log: ReplicationLog | None = None
         """The Redis stream that replicas share, once it is open."""
         self.noise = OpenNoise()
         """The noise of coupled sampling, once it is known."""
@@ -201,7 +201,7 @@ class EngineLoader:
             self.noise.shared.wait(_LONGEST_LOOK_S)
         return engine
 
-    def sharing_stats(self) -> Mapping[str, SharingStats]:
+    def sharing_stats(self) -> Mapping[str, ReplicationStats]:
         """Return the sharing statistics by namespace; empty without Redis."""
         if self.log is None:
             return {}
@@ -214,21 +214,21 @@ class EngineLoader:
             )
         return {self._options.cache.namespace: stats}
 
-    def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheSet:
-        from ssd.retrieval.cache import CacheSet
+    def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheManager:
+        from ssd.retrieval.cache_manager import CacheManager
 
         options = self._options.cache
         if options.config.redis_url is not None:
-            from ssd.sharing.redis_log import DEFAULT_MAX_TOKENS, RedisLog
+            from ssd.replication.replication_log import DEFAULT_MAX_TOKENS, ReplicationLog
 
-            self.log = RedisLog(
+            self.log = ReplicationLog(
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
                 max_tokens=max(DEFAULT_MAX_TOKENS, options.cache_tokens),  # who joins begins with all a cache holds
             )
             resources.callback(self.log.close)
-        caches = CacheSet(
+        caches = CacheManager(
             options.config,
             codec.fingerprint,
             namespace=options.namespace,
@@ -237,7 +237,7 @@ class EngineLoader:
         )
         resources.callback(caches.close)
         for directory in options.warm_directories:
-            caches.add_static_directory(directory)
+            caches.add_prebuilt_directory(directory)
         return caches
 
 
@@ -251,7 +251,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 
 
 def summary_of(
-    engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseRoot | None
+    engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseSecret | None
 ) -> dict[str, object]:
     """Return a summary of model, device, slots, noise, cache, Redis and tenants for the log."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
@@ -266,13 +266,13 @@ def summary_of(
             "cached": engine.caches.get().stats().num_tokens,
             "warm": len(options.cache.warm_directories) or "none",
             "cache_dir": str(cache.directory or "none"),
-            "redis": "none" if cache.redis_url is None else address_of(cache.redis_url),
+            "redis": "none" if cache.redis_url is None else redacted_address(cache.redis_url),
         }
     return {
         "model": settings.model,
         "adapters": len(settings.adapters) or "none",
         "class": type(target.model).__name__,
-        "way": target.way.replace(" ", "-"),
+        "way": target.backend.replace(" ", "-"),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "slots": target.num_slots,

@@ -127,7 +127,8 @@ def add_models(app: FastAPI, service: Service) -> None:
             "root": settings.adapters.get(name, settings.model),
             "parent": settings.model_name if name in settings.adapters else None,
             "max_model_len": engine.max_model_len, "permission": [],
-            "decoding": target.way, "can_speculate": target.can_roll_back, "speculation": engine.speculation._asdict(),
+            "decoding": target.backend, "can_speculate": target.can_roll_back,
+            "speculation": engine.speculation._asdict(),
         }  # fmt: skip
 
     @app.get("/v1/models")
@@ -186,7 +187,7 @@ def add_state(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         engine = worker.loaded_engine
         if worker.state is WorkerState.READY and engine is not None:
-            exactness = engine.target.exactness
+            exactness = engine.target.batch_invariance
             why = {} if exactness.holds else {"reason": str(exactness)}
             speculation = engine.speculation._asdict()
             return JSONResponse({"status": "ok", "exact": exactness.holds, **why, "speculation": speculation})

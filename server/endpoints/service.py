@@ -206,7 +206,7 @@ class Service:
                         choice_index=choice,
                         noise_stream=stream,
                         namespace=cache_use.namespace,
-                        namespace_terms=cache_use.terms,
+                        namespace_policy=cache_use.policy,
                         priority=body.priority,
                         cache_salt=body.cache_salt,
                         tenant=account.payer,

@@ -265,7 +265,9 @@ class ServerMetrics(Collector):
         families, target, counts = self._families, engine.target, engine.metrics
         status = engine.speculation
         speculates = str(engine.is_speculating).lower()
-        yield families.info("ssd:target_info", "How the model is driven.", way=target.way, speculates=speculates)
+        yield families.info(
+            "ssd:target_info", "How the model is driven.", backend=target.backend, speculates=speculates
+        )
         yield families.info(
             "vllm:cache_config_info",
             "The KV cache: a block is a slot, which holds one sequence of up to the context's length.",

@@ -328,7 +328,7 @@ def _record_once(scratch: TreeScratch, number: int, scored: ScoredDraft, drafted
 def _searched_texts(scratch: TreeScratch, texts: SearchedTexts, lookup: int) -> SearchedTexts:
     """Return the texts that a lookup's samples lie in."""
     context = texts.context if lookup == 0 else scratch.texts[lookup - 1][: scratch.lengths[lookup - 1]]
-    return SearchedTexts(context, texts.ring, texts.tail_start, texts.tail_stop)
+    return SearchedTexts(context, texts.ring, texts.memtable_start, texts.memtable_stop)
 
 
 @inlined

@@ -29,23 +29,23 @@ from ssd.jit.addresses import (
     prefetch,
     view_of,
 )
-from ssd.retrieval.lanes import (
+from ssd.retrieval.batched_search import (
     MAX_MATCH_LENGTH,
-    Lanes,
-    Walkers,
-    ask_to_widen,
+    RangeExpanders,
+    SegmentSearches,
+    added_rank,
+    binary_search_all,
     code_address,
-    lanes_at,
-    longest_in_lanes,
-    new_rank,
-    num_new,
-    open_lanes,
+    expand_ranges,
+    expanders_at,
+    longest_match_of_all,
+    num_added,
     rank_address,
-    search_lanes,
-    walkers_at,
-    widen,
+    request_range,
+    searches_at,
+    start_searches,
 )
-from ssd.retrieval.search import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
 from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
 NO_TOKEN: Final = -1
@@ -139,8 +139,8 @@ class LookupScratch(Record):
 
     Attributes:
         num_lanes: The number of segments that there is room for.
-        lanes: Lane[num_lanes], the state of the binary search in each segment.
-        walkers: Walker[2 * num_lanes], the state of the range expansion in each segment.
+        lanes: SegmentSearch[num_lanes], the state of the binary search in each segment.
+        walkers: RangeExpander[2 * num_lanes], the state of the range expansion in each segment.
         patterns: uint8[PATTERNS_BYTES], the searched tokens in the encoding of each segment.
         context_hits: The occurrences found in the context.
         recent_hits: The occurrences found in the recent text of the ring.
@@ -166,15 +166,15 @@ class SearchedTexts(NamedTuple):
 
     context: TokenIds
     ring: TokenIds
-    tail_start: int
-    tail_stop: int
+    memtable_start: int
+    memtable_stop: int
 
 
 @inlined
 def searched_texts(context: TokenIds, snapshot: SnapshotRecord) -> SearchedTexts:
     """Return a context together with the ring of a snapshot."""
     return SearchedTexts(
-        context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.tail_start, snapshot.tail_stop
+        context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.memtable_start, snapshot.memtable_stop
     )
 
 
@@ -204,7 +204,7 @@ def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTe
         code = load_uint32(at + width * depth) & ((1 << (8 * width)) - 1)
         return code - 1  # type: ignore[no-any-return]
     if kind == _IN_TAIL:
-        if at + depth >= texts.tail_stop:
+        if at + depth >= texts.memtable_stop:
             return NO_TOKEN
         return int(texts.ring[(at + depth) & (len(texts.ring) - 1)])
     n = len(texts.context)
@@ -235,7 +235,7 @@ def context_position(recency: int) -> int:
 @inlined
 def has_left_ring(samples: MatchSamples, sample: int, texts: SearchedTexts) -> bool:
     """Return whether a sample of the recent text is no longer part of it."""
-    return bool(samples.kind[sample] == _IN_TAIL and samples.at[sample] < texts.tail_start)
+    return bool(samples.kind[sample] == _IN_TAIL and samples.at[sample] < texts.memtable_start)
 
 
 @inlined
@@ -305,7 +305,9 @@ def _scan_texts(
     ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.context_hits, scratch.recent_hits
     num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
     own_length = _count_lengths(own, num_own, longest)
-    num_tail = scan(ring, searched.tail_start, searched.tail_stop, context, longest, tail.positions, tail.lengths)
+    num_tail = scan(
+        ring, searched.memtable_start, searched.memtable_stop, context, longest, tail.positions, tail.lengths
+    )
     index_length = max(in_segments, _count_lengths(tail, num_tail, longest))
     length, other, num_possible = max(own_length, index_length), min(own_length, index_length), 0
     while length >= max(1, min_length) and num_possible < MAX_LEVELS:
@@ -333,7 +335,7 @@ def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples
 
 @kernel
 def _add_segment_matches(
-    lanes: Lanes, walkers: Walkers, num_lanes: int, taken: int, samples: MatchSamples, size: int
+    lanes: SegmentSearches, walkers: RangeExpanders, num_lanes: int, taken: int, samples: MatchSamples, size: int
 ) -> int:
     """Append samples of the occurrences that the last range expansion added, and return the new number of samples.
 
@@ -350,13 +352,13 @@ def _add_segment_matches(
     """
     new = 0
     for lane in range(num_lanes):
-        new += num_new(walkers, lane)
+        new += num_added(walkers, lane)
     if new == 0:
         return size
     room = max(1, MAX_SEGMENT_SAMPLES - taken)
     stride = (new + room - 1) // room
     for lane in range(num_lanes - 1, -1, -1):
-        here = num_new(walkers, lane)
+        here = num_added(walkers, lane)
         if here == 0:
             continue
         num_here = (here + stride - 1) // stride
@@ -365,7 +367,7 @@ def _add_segment_matches(
         for i in range(num_here):
             number = i if stride == 1 else i * here // num_here
             samples.kind[size], samples.recency[size] = IN_SEGMENT, lane
-            samples.at[size] = rank_address(lanes[lane], new_rank(lanes, walkers, lane, number))
+            samples.at[size] = rank_address(lanes[lane], added_rank(lanes, walkers, lane, number))
             prefetch(samples.at[size])
             samples.weights[size] = here / num_here
             size += 1
@@ -374,7 +376,9 @@ def _add_segment_matches(
 
 
 @kernel
-def _locate_segment_matches(lanes: Lanes, num_static: int, first: int, size: int, samples: MatchSamples) -> None:
+def _locate_segment_matches(
+    lanes: SegmentSearches, num_static: int, first: int, size: int, samples: MatchSamples
+) -> None:
     """Turn the ranks of samples ``[first, size)`` into addresses of tokens, and prefetch these."""
     for sample in range(first, size):
         number = samples.recency[sample]
@@ -408,18 +412,18 @@ def sample_matches(
         return
     num_lanes = searched.num_segments
     segments = segments_at(searched.segments, num_lanes)
-    lanes, walkers = lanes_at(scratch.lanes, num_lanes), walkers_at(scratch.walkers, 2 * num_lanes)
-    open_lanes(segments, context, longest, scratch.patterns, lanes, walkers)
-    search_lanes(lanes, num_lanes)
-    in_segments = longest_in_lanes(lanes, num_lanes)
+    lanes, walkers = searches_at(scratch.lanes, num_lanes), expanders_at(scratch.walkers, 2 * num_lanes)
+    start_searches(segments, context, longest, scratch.patterns, lanes, walkers)
+    binary_search_all(lanes, num_lanes)
+    in_segments = longest_match_of_all(lanes, num_lanes)
     num_possible = _scan_texts(searched, context, longest, in_segments, min_length, scratch, samples)
     size, taken, support = 0, 0, 0.0
     for level in range(num_possible):
         if support >= ENOUGH_SUPPORT:
             break
         for lane in range(num_lanes):
-            ask_to_widen(lanes[lane], samples.lengths[level])
-        widen(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
+            request_range(lanes[lane], samples.lengths[level])
+        expand_ranges(lanes, walkers, num_lanes, MAX_SEGMENT_SAMPLES)
         begin = size
         size = _add_hits(scratch.context_samples, level, _IN_CONTEXT, _CONTEXT_RECENCY, samples, size)
         size = _add_hits(scratch.recent_samples, level, _IN_TAIL, _TAIL_RECENCY, samples, size)
@@ -430,7 +434,7 @@ def sample_matches(
             support += samples.weights[sample]
         samples.ends[level] = size
         samples.num_levels = level + 1
-        _locate_segment_matches(lanes, searched.num_static, scanned, size, samples)
+        _locate_segment_matches(lanes, searched.num_prebuilt, scanned, size, samples)
 
 
 MAX_SAVED: Final = 8

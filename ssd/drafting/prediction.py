@@ -11,7 +11,7 @@ from typing import Final
 from ssd.drafting.draft_records import DraftParams
 from ssd.drafting.lookup import NO_TOKEN, ScanHits
 from ssd.jit.addresses import Int64, Record, TokenIds, inlined, int32_array, kernel
-from ssd.retrieval.search import scan
+from ssd.retrieval.scan import scan
 
 _LONGEST: Final = 32
 

@@ -36,8 +36,8 @@ from ssd.drafting.token_recycling import NamespaceRecyclingTables
 from ssd.errors import ConfigError
 from ssd.jit.addresses import Int64s, Records, address, kernel
 from ssd.jit.code_cache import CHECKED, register_memory
+from ssd.retrieval.batched_search import MAX_MATCH_LENGTH, PATTERNS_BYTES, RangeExpander, SegmentSearch, as_context
 from ssd.retrieval.cache_state import LearnedState
-from ssd.retrieval.lanes import MAX_MATCH_LENGTH, PATTERNS_BYTES, Lane, Walker, as_context
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 
 _MAX_REQUESTS: Final = 4096  # the state of all requests is dropped if there are more
@@ -70,7 +70,7 @@ class Workspace:
             self._allocate_lanes(2 * len(snapshot.segments))
 
     def _allocate_lanes(self, count: int) -> None:
-        self._lanes, self._walkers = Records(Lane, count), Records(Walker, 2 * count)
+        self._lanes, self._walkers = Records(SegmentSearch, count), Records(RangeExpander, 2 * count)
         lookups = self._scratch.lookups
         lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
 

@@ -32,7 +32,7 @@ from ssd.jit.addresses import (
 )
 from ssd.model.sampling.sampler import Noise
 from ssd.retrieval.cache_state import LearnedState
-from ssd.retrieval.suffix_cache import SuffixCache
+from ssd.retrieval.namespace_cache import NamespaceCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -238,7 +238,7 @@ class Batch:
         self._drawn_at = np.array(drawn_at, np.float32)
         self._noises = [sequence.sampling.noise for sequence in sequences]
         self._owners: tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]] | None = None
-        self._namespaces: list[tuple[SuffixCache | None, NamespaceGroup]] | None = None
+        self._namespaces: list[tuple[NamespaceCache | None, NamespaceGroup]] | None = None
 
     def noise(self, lengths: Int64s, width: int) -> Noise:
         """What a pass of chains that is ``width`` wide, behind so many tokens of each row, chooses tokens with where
@@ -281,7 +281,7 @@ class Batch:
         namespaces = self._namespaces
         if namespaces is None:
             caches, is_final = self._caches()
-            members: dict[SuffixCache | None, list[Sequence]] = {}
+            members: dict[NamespaceCache | None, list[Sequence]] = {}
             for sequence, cache in zip(self.sequences, caches, strict=True):
                 keep(sequence, None if cache is None else cache.learned)
                 members.setdefault(cache, []).append(sequence)
@@ -289,14 +289,14 @@ class Batch:
             self._namespaces = namespaces if is_final else None
         return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in namespaces]
 
-    def _caches(self) -> tuple[list[SuffixCache | None], bool]:
+    def _caches(self) -> tuple[list[NamespaceCache | None], bool]:
         """Of each row, and whether all are open that will be: what is learned of a namespace has a place only then."""
         caches = [None if s.namespace is None else s.namespace.cache for s in self.sequences]
         is_open = [s.namespace is None or cache is not None for s, cache in zip(self.sequences, caches, strict=True)]
         return caches, all(is_open)
 
 
-def _group(cache: SuffixCache | None, rows: Rows[Sequence]) -> NamespaceGroup:
+def _group(cache: NamespaceCache | None, rows: Rows[Sequence]) -> NamespaceGroup:
     own = [s for s in rows if cache is None or s.sampling.noise.is_coupled]
     return NamespaceGroup(
         None,

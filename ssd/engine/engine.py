@@ -27,7 +27,7 @@ from ssd.engine.sequence import Coupling, Sequence, open_sequence
 from ssd.engine.verify import Pass, Taken, warm_up_verification
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.target import Target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from ssd.text.grammar_compiler import GrammarCompiler
 from ssd.text.load_tokenizer import HubOptions
@@ -52,7 +52,7 @@ class Engine:
         *,
         drafter: Drafter,
         codec: TextCodec | None = None,
-        caches: CacheSet | None = None,
+        caches: CacheManager | None = None,
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
         eos_token_ids: Iterable[int] | None = None,
@@ -96,7 +96,7 @@ class Engine:
         *,
         dtype: str = "auto",
         device: str = "auto",
-        caches: CacheSet | None = None,
+        caches: CacheManager | None = None,
         codec: TextCodec | None = None,
         config: EngineConfig | None = None,
         draft: DraftConfig | None = None,
@@ -130,12 +130,12 @@ class Engine:
             draft_model = draft_head = None
         codec = codec or TextCodec.load(str(model), hub)
         # These modules import the whole of transformers, which takes longer than everything else together.
-        from ssd.model.draft.drafter import HeadDrafter, load_draft_model, tapped_by
+        from ssd.model.draft.drafter import HeadDrafter, feature_spec, load_draft_model
         from ssd.model.heads.layouts import load_head
         from ssd.model.loading.adapters import load_adapters
         from ssd.model.loading.load_target import load_model, open_target
-        from ssd.model.loading.threads import settle_threads
-        from ssd.model.ways.exactness import settle_exactness
+        from ssd.model.loading.threads import tune_threads
+        from ssd.model.runners.batch_invariance import verify_batch_invariance
 
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)
@@ -153,13 +153,13 @@ class Engine:
             max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
             exact="off",  # until the threads are known that will make the passes
-            adapters=adapted, tapped=None if head is None else tapped_by(head, loaded.device, loaded.dtype),
+            adapters=adapted, tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )  # fmt: skip
         report("trying numbers of threads, and whether passes agree to the bit")
-        settle_threads(target)
-        settle_exactness(target, config.exact)
-        log.info("%s", target.exactness)
+        tune_threads(target)
+        verify_batch_invariance(target, config.exact)
+        log.info("%s", target.batch_invariance)
         drafters = [make_drafter(drafter, draft)]
         if head is not None:
             drafters.append(HeadDrafter(head, target))
@@ -268,7 +268,7 @@ class Engine:
             cancelled = self._admit_and_cancel()
             batch = self._prefill_prompts()
             self._passes.begin(batch, self._proposals.propose(batch))
-        if not self.target.runs_beside_host:
+        if not self.target.is_asynchronous:
             taken = self._commit(self._passes.verify())
         num_tokens = self._prefill.take_count() + self._count(taken)
         outputs = self._spell(taken)
@@ -276,7 +276,7 @@ class Engine:
         outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
         if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
-        if self.target.runs_beside_host and not (self._inbox or self._cancelled or self._scheduler.has_next()):
+        if self.target.is_asynchronous and not (self._inbox or self._cancelled or self._scheduler.has_next()):
             self._passes.run_ahead(self._scheduler.running)
         self._observe_load()
         return outputs
@@ -353,17 +353,17 @@ class Engine:
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on with other weights of the same model, as between steps of its training; by the thread that steps.
 
-        weights : a ``state_dict``, see `take_weights`. Outputs from now on are those of an engine opened with them:
+        weights : a ``state_dict``, see `replace_weights`. Outputs from now on are those of an engine opened with them:
         keys and values that slots kept are dropped. What was learned of texts, drafts and times stays; a draft head or
         a draft model does too, and accepts less the further the weights move from what it was trained for.
         Raises EngineError while requests run or wait, and ModelError, nothing changed, for weights that do not fit.
         """
-        from ssd.model.loading.take_weights import take_weights
+        from ssd.model.loading.replace_weights import replace_weights
 
         if self.has_work() or self._passes.first is not None:
             raise EngineError("requests run or wait, and would go on with other weights: let them end, or cancel them")
         self._reuse.forget_all()
-        take_weights(self.target.model, weights)
+        replace_weights(self.target.model, weights)
 
     def generate(
         self,
@@ -434,7 +434,7 @@ class Engine:
         if num_left < num_rows:
             if self._passes.first is None:  # else a pass has gone on from what was said, all of it
                 goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
-                self.target.keep(batch.slots[goes_on], batch.lengths[goes_on] - 1)
+                self.target.truncate(batch.slots[goes_on], batch.lengths[goes_on] - 1)
             self._proposals.observe(ended)
             batch.sequences[0].is_suspect &= num_rows > 1
         if num_left:
@@ -453,7 +453,7 @@ class Engine:
             self._isolation.fail(sequence, "choosing a token", ended.failed[b])
         elif not size:  # its grammar is late: the same pass again, behind the text read anew where none can be kept
             self._proposals.observe_one(ended, b, 0)
-            self.target.rollback(sequence.slot, sequence.num_tokens - 1 if self.target.can_keep_prefixes else 0)
+            self.target.rollback(sequence.slot, sequence.num_tokens - 1 if self.target.can_copy_prefixes else 0)
         else:
             try:
                 token_ids = ended.said[b, :size].tolist()
@@ -465,7 +465,7 @@ class Engine:
                     self._scheduler.release(sequence)
                     self._proposals.forget(sequence)
                 elif self._passes.first is None:
-                    self.target.keep([sequence.slot], [sequence.num_tokens - 1])
+                    self.target.truncate([sequence.slot], [sequence.num_tokens - 1])
                 ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
             except BaseException as error:
                 self._isolation.fail(sequence, "taking tokens", error)

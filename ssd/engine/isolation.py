@@ -172,7 +172,7 @@ def _running(target: Target, running: list[Sequence]) -> Iterator[str]:
         name, length = sequence.request.request_id, target.length(sequence.slot)
         if length >= sequence.num_tokens:
             yield f"slot {sequence.slot} holds {length} tokens of the {sequence.num_tokens} of request {name}"
-        elif not np.array_equal(target.fed_tokens(sequence.slot), sequence.context[:length]):
+        elif not np.array_equal(target.cached_tokens(sequence.slot), sequence.context[:length]):
             yield f"slot {sequence.slot} holds other tokens than request {name}"
         if sequence.finish_reason is not None:
             yield f"request {name} has ended and still has slot {sequence.slot}"
@@ -202,5 +202,5 @@ def _kept(target: Target, scheduler: Scheduler, reuse: PrefixReuse) -> Iterator[
         tokens = kept.tokens if kept is not None else np.empty(0, np.int32)
         if target.length(slot) != len(tokens):
             yield f"slot {slot} holds {target.length(slot)} tokens and is said to keep {len(tokens)}"
-        elif not np.array_equal(target.fed_tokens(slot), tokens):
+        elif not np.array_equal(target.cached_tokens(slot), tokens):
             yield f"slot {slot} keeps other tokens than it was fed"

@@ -24,7 +24,7 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStat
 from ssd.errors import CacheLocked, EngineError, QueueFull, RequestError
 from ssd.jit.code_cache import kernel_counts
 from ssd.model.sampling.sampler import TokenLogprobs
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class LLM:
             self.codec = TextCodec.load(str(model), options.get("hub"))
             self.caches = opened.enter_context(_open_caches(cache_dir, self.codec))
             for directory in warm:
-                self.caches.add_static_directory(Path(directory))
+                self.caches.add_prebuilt_directory(Path(directory))
             options = {"report": stage.set_description_str, **options}
             self.engine = Engine.from_pretrained(model, caches=self.caches, codec=self.codec, **options)
             opened.callback(self.engine.close)
@@ -296,16 +296,16 @@ class _Progress:
         self._bar.update(num_ended)
 
 
-def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheSet:
+def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager:
     if directory is None:
-        return CacheSet(CacheConfig(), codec.fingerprint)
+        return CacheManager(CacheConfig(), codec.fingerprint)
     try:
-        return CacheSet(CacheConfig(directory=Path(directory)), codec.fingerprint)
+        return CacheManager(CacheConfig(directory=Path(directory)), codec.fingerprint)
     except CacheLocked as error:
         log.warning("%s. This process drafts from the text that is there now, but what it learns is not kept", error)
-    caches = CacheSet(CacheConfig(), codec.fingerprint)
+    caches = CacheManager(CacheConfig(), codec.fingerprint)
     try:
-        caches.add_static_directory(Path(directory) / caches.namespace)
+        caches.add_prebuilt_directory(Path(directory) / caches.namespace)
     except BaseException:
         caches.close()
         raise

@@ -39,9 +39,9 @@ from ssd.engine.engine import Engine
 from ssd.engine.request import Request
 from ssd.errors import ConfigError, EngineError, SSDError
 from ssd.model.loading.load_target import load_model, model_limit, open_target
-from ssd.model.loading.threads import settle_threads
+from ssd.model.loading.threads import tune_threads
 from ssd.model.target import Target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 Asked = Mapping[str, Any]
@@ -127,7 +127,7 @@ def time_rounds(
 
 
 def _open(
-    model: PreTrainedModel, codec: TextCodec, drafter: str, draft: DraftConfig, room: int, caches: CacheSet | None
+    model: PreTrainedModel, codec: TextCodec, drafter: str, draft: DraftConfig, room: int, caches: CacheManager | None
 ) -> Engine:
     target = open_target(
         model, num_slots=1, max_length=room, max_draft_tokens=draft.num_speculative_tokens,
@@ -225,12 +225,15 @@ class _Costs:
         longest, number = max(self._prompts, key=len), len(self._prompts)
         room = len(longest) + max(max(WIDTHS), self._sizes["tokens"]) + 1
         bare = open_target(model, num_slots=1, max_length=room, max_draft_tokens=max(WIDTHS))
-        settle_threads(bare)
+        tune_threads(bare)
         text = decode(bare, longest, max(WIDTHS) + 1)
         sampling = SamplingParams(max_tokens=self._sizes["tokens"], temperature=0.0, ignore_eos=True)
         seconds, steps = [], list[list[tuple[float, int, int]]]([[], [], []])
         with ExitStack() as resources:
-            known = [None, *(resources.enter_context(CacheSet(CacheConfig(), self._codec.fingerprint)) for _ in "ab")]
+            known = [
+                None,
+                *(resources.enter_context(CacheManager(CacheConfig(), self._codec.fingerprint)) for _ in "ab"),
+            ]
             ways = (("none", DraftConfig()), ("ssd", DraftConfig(recycling=False)), ("ssd", DraftConfig()))
             engines = [
                 _open(model, self._codec, name, draft, room, caches)
@@ -267,7 +270,7 @@ class _Log:
         if not requests:
             raise ConfigError(f"no prompt of the log fits into the context of {self._name}, {limit} tokens")
         room = max(len(prompt) + length for _, prompt, length in requests) + 1
-        settle_threads(open_target(model, num_slots=1, max_length=room, max_draft_tokens=1))
+        tune_threads(open_target(model, num_slots=1, max_length=room, max_draft_tokens=1))
         return {
             "too_long": len(asked["prompts"]) - len(requests),
             "temperatures": [self._decode(model, requests, float(each), room) for each in asked["temperatures"]],
@@ -282,9 +285,9 @@ class _Log:
     ) -> dict[str, Any]:
         asked = self._asked
         most_s = 60.0 * float(asked["minutes"]) / len(asked["temperatures"])
-        with CacheSet(CacheConfig(), self._codec.fingerprint) as caches:
+        with CacheManager(CacheConfig(), self._codec.fingerprint) as caches:
             for directory in asked["warm"]:
-                caches.add_static_directory(Path(directory))
+                caches.add_prebuilt_directory(Path(directory))
             engines = {
                 name: _open(model, self._codec, name, self._draft, room, known)
                 for name, known in zip(WAYS, (None, caches), strict=True)

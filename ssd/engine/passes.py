@@ -50,7 +50,7 @@ class Passes:
             or not first.is_chosen
             or not self._proposals.spares_passes(self._num_plain >= _QUIET)
             or not first.batch.runs_on(running, first.lengths + 1)
-            or not self._target.can_follow(first.batch.slots)
+            or not self._target.can_run_ahead(first.batch.slots)
         ):
             return
         turn = self._proposals.propose(first.batch)

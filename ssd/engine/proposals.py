@@ -60,7 +60,7 @@ def possible_shape(shape: DraftShape, target: Target) -> DraftShape:
     if target.can_verify_trees:
         return shape
     if shape == "tree":
-        log.warning("driven %s, the model verifies chains only: drafts are chains", target.way)
+        log.warning("driven %s, the model verifies chains only: drafts are chains", target.backend)
     return "chain"
 
 
@@ -130,7 +130,7 @@ class Proposals:
         self._disabled = ""
         """Why nothing is ever drafted; empty if drafts are made."""
         if not target.can_roll_back:
-            self._disabled = f"the model runs {target.way}, which cannot undo rejected draft tokens"
+            self._disabled = f"the model runs {target.backend}, which cannot undo rejected draft tokens"
         elif not self._limit:
             self._disabled = "disabled by num_speculative_tokens=0"
         self._is_withheld = False
@@ -392,7 +392,7 @@ class Proposals:
             learning_s = time.perf_counter() - started
             self._throttle.record_observing(self._telling_s + learning_s)
             if ended.width > 1:
-                seconds += self._telling_s + (0.0 if self._target.runs_beside_host else learning_s)
+                seconds += self._telling_s + (0.0 if self._target.is_asynchronous else learning_s)
         self._observe_pass(len(ended.sizes), ended.width, num_tokens, seconds)
 
     def _observe_pass(self, num_rows: int, width: int, num_tokens: int, seconds: float) -> None:

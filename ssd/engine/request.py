@@ -15,7 +15,7 @@ from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, source_name
 from ssd.errors import RequestError
 from ssd.jit.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.model.sampling.sampler import TokenLogprobs
-from ssd.retrieval.namespace import DEFAULT_TERMS, NamespaceTerms
+from ssd.retrieval.namespace import DEFAULT_POLICY, NamespacePolicy
 
 N = TypeVar("N", int, float)
 
@@ -43,7 +43,7 @@ class Request:
     ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
     ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
     ``priority`` : lower is earlier, 0 is usual; -100..100.
-    ``namespace_terms`` : its size, and what is read beside it; the last request of a namespace says.
+    ``namespace_policy`` : its size, and what is read beside it; the last request of a namespace says.
     ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
         only; ``tenant`` is opaque, None for requests that belong to nobody in particular. Tenants take turns.
     ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
@@ -63,7 +63,7 @@ class Request:
     namespace: str | None = "default"
     prediction_token_ids: tuple[int, ...] = ()
     priority: int = 0
-    namespace_terms: NamespaceTerms = DEFAULT_TERMS
+    namespace_policy: NamespacePolicy = DEFAULT_POLICY
     cache_salt: str | None = None
     tenant: str | None = None
     max_running: int | None = None

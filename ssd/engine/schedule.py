@@ -82,7 +82,7 @@ class PrefixReuse:
 
     def __init__(self, target: Target, *, enabled: bool = True) -> None:
         self._target = target
-        self._enabled = enabled and target.can_keep_prefixes
+        self._enabled = enabled and target.can_copy_prefixes
         self._kept: dict[int, KeptText] = {}
         self._clock = count(1)
         self._used_at = [0] * target.num_slots
@@ -101,7 +101,7 @@ class PrefixReuse:
         """Forget what others have overwritten: engines may take turns on one target while nothing runs. O(kept)."""
         for slot in range(self._target.num_slots):
             kept = self._kept.get(slot)
-            if kept is None or not np.array_equal(self._target.fed_tokens(slot), kept.tokens):
+            if kept is None or not np.array_equal(self._target.cached_tokens(slot), kept.tokens):
                 self.forget(slot)
 
     def place(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:

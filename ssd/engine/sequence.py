@@ -23,9 +23,9 @@ from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStat
 from ssd.errors import ContextTooLong, RequestError, shown
 from ssd.jit.addresses import Records, address
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
-from ssd.model.sampling.target_tokens import drawn_scores, is_by_temperature, needs_prefix
-from ssd.retrieval.cache import CacheSet
-from ssd.retrieval.namespace import HeldNamespace
+from ssd.model.sampling.target_tokens import depends_on_prefix, has_only_temperature, sampling_scores
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.retrieval.namespace import NamespaceLease
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from ssd.text.grammar_compiler import GrammarCompiler
@@ -112,7 +112,7 @@ class Sequence:
         stream: TextStream | None,
         noise: SequenceNoise,
         grammar: GrammarState | None = None,
-        namespace: HeldNamespace | None = None,
+        namespace: NamespaceLease | None = None,
     ) -> None:
         sampling = request.sampling
         prompt = np.array(request.prompt_token_ids, np.int32)
@@ -144,10 +144,10 @@ class Sequence:
             noise=noise,
             forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
-        is_free = grammar is None and not needs_prefix(sampling)
+        is_free = grammar is None and not depends_on_prefix(sampling)
         self.is_plain = sampling.greedy and is_free
         """Whether its tokens are the most probable ones, whatever its text."""
-        self.is_drawn_by_position = is_free and not noise.is_coupled and is_by_temperature(self.sampling)
+        self.is_drawn_by_position = is_free and not noise.is_coupled and has_only_temperature(self.sampling)
         """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
         self.slot = -1
         self.turn = (0, 0)
@@ -267,7 +267,7 @@ class Sequence:
             assert logits is not None
             if self.request.sampling.drawn_logprobs:
                 draft = Draft(self.tokens[before : self.num_tokens - 1])
-                logits = drawn_scores(
+                logits = sampling_scores(
                     logits, self.sampling.with_text(self.tokens[:before], self.num_prompt_tokens, draft, self.grammar)
                 )
             logprobs = token_logprobs(logits, emitted, num_top)
@@ -318,7 +318,7 @@ def open_sequence(
     *,
     codec: TextCodec | None,
     grammars: GrammarCompiler | None,
-    caches: CacheSet | None,
+    caches: CacheManager | None,
     vocab_size: int,
     adapters: Collection[str],
     max_length: int,
@@ -404,10 +404,10 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
         raise RequestError("stop strings need a tokenizer", param="stop")
 
 
-def _namespace_of(request: Request, caches: CacheSet | None) -> HeldNamespace | None:
+def _namespace_of(request: Request, caches: CacheManager | None) -> NamespaceLease | None:
     if caches is None or request.namespace is None:
         return None
-    return caches.hold(request.namespace, request.namespace_terms)
+    return caches.acquire(request.namespace, request.namespace_policy)
 
 
 def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarState | None:

@@ -20,7 +20,7 @@ from ssd.engine.request import VerifiedDraft
 from ssd.engine.sequence import Committed, Sequence
 from ssd.errors import require_fault
 from ssd.model.sampling.sampler import PassOutput
-from ssd.model.sampling.target_tokens import noise_of, target_tokens
+from ssd.model.sampling.target_tokens import make_noise, target_tokens
 from ssd.model.target import Target
 from ssd.text.grammar import settle_masks
 
@@ -63,7 +63,7 @@ class Pass:
         self._after = behind
         if behind is not None:
             self.lengths = behind.lengths + 1
-            behind._output = behind._output.held()
+            behind._output = behind._output.start_copy_to_host()
         self._chosen = self.said = self.paths = self._fed
         self.sizes = self._counts
         rows = zip(batch.sequences, self._fed, self._counts.tolist(), strict=True) if batch.is_ruled else ()
@@ -73,15 +73,15 @@ class Pass:
                 grammar.begin(tokens)
         noise = None
         self.is_chosen = batch.is_plain
-        if target.takes_noise and not batch.is_plain:
+        if target.supports_noise and not batch.is_plain:
             self.is_chosen = batch.chooses_by_position and not self._has_trees
-            noise = batch.noise(self.lengths, self.width) if self.is_chosen else noise_of(self._rows, self.width)
+            noise = batch.noise(self.lengths, self.width) if self.is_chosen else make_noise(self._rows, self.width)
         parents = self._parents if self._has_trees else None
         if behind is None:
             self._output = target.forward(batch.slots, self._fed, self._counts, noise, parents)
         else:
-            self._output = target.follow(batch.slots, noise)
-        self.is_chosen &= self._output.chosen is not None
+            self._output = target.run_ahead(batch.slots, noise)
+        self.is_chosen &= self._output.sampled is not None
         for grammar, tokens in self._ruled:
             if not grammar.was_late:
                 grammar.begin(tokens)
@@ -122,7 +122,7 @@ class Pass:
         self.paths, self.said, self.sizes = accept_drafts(self._fed, self._chosen, counts, parents, self._has_trees)
         if self._has_trees:
             paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
-            self._target.keep_paths(self.batch.slots, self._counts, paths)
+            self._target.accept_paths(self.batch.slots, self._counts, paths)
         if self._ruled:
             self.sizes[counts == 0] = 0
             self.is_late = not counts.all()
@@ -137,7 +137,7 @@ class Pass:
     def _take_from(self, before: Pass) -> None:
         """What was fed is known now."""
         self._before[:], self._fed[:, 0] = before._fed[:, 0], before.said[:, 0]
-        self._target.note(self.batch.slots, self.lengths - 1, self._fed)
+        self._target.record_tokens(self.batch.slots, self.lengths - 1, self._fed)
 
     def logits(self, b: int) -> torch.Tensor:
         """The model's own, [>= tokens said, V]: row i for the i-th token that row ``b`` said."""
@@ -150,8 +150,8 @@ class Pass:
         """Ask for the target's tokens; after a failure for those of each row alone. What those raised that fail."""
         try:
             if self.is_chosen:
-                assert self._output.chosen is not None
-                self._chosen = np.array(self._output.chosen.cpu().numpy())
+                assert self._output.sampled is not None
+                self._chosen = np.array(self._output.sampled.cpu().numpy())
             else:
                 self._chosen = np.ascontiguousarray(target_tokens(self._output, self._rows))
             return {}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import DEFAULT_NAMESPACE
+from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 
 ENVIRONMENT_PREFIX = "SSD_"

@@ -2,7 +2,7 @@
 
     from ssd.integrations.transformers import generate
 
-    with CacheSet(CacheConfig(), TextCodec.load(path).fingerprint) as caches:
+    with CacheManager(CacheConfig(), TextCodec.load(path).fingerprint) as caches:
         output = generate(model, input_ids, cache=caches.get(), max_new_tokens=128)
 
 transformers verifies the drafts, in its own assisted decoding. Logits processors are called and tokens are drawn as in
@@ -47,7 +47,7 @@ from ssd.drafting.noise import WINDOW, SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
-from ssd.retrieval.cache import SuffixCache
+from ssd.retrieval.cache_manager import NamespaceCache
 
 _NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
 _ids = itertools.count()
@@ -83,7 +83,7 @@ def generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     *,
-    cache: SuffixCache | None = None,
+    cache: NamespaceCache | None = None,
     drafter: Drafter | None = None,
     num_speculative_tokens: int = 16,
     learn: bool = True,
@@ -149,7 +149,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     """Drafts for one sequence; made for each call of ``generate``. A drafter that fails proposes nothing."""
 
     def __init__(
-        self, drafter: Drafter, cache: SuffixCache | None, *, prompt_length: int, limit: int, vocab_size: int
+        self, drafter: Drafter, cache: NamespaceCache | None, *, prompt_length: int, limit: int, vocab_size: int
     ) -> None:
         """``prompt_length`` : tokens of the context that are the prompt. ``limit`` : most tokens of a draft.
         ``vocab_size`` : of the model; a draft with an id beyond it is none."""

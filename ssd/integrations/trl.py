@@ -40,7 +40,7 @@ from ssd.drafting import make_drafter
 from ssd.engine import Engine, FinishReason, Request
 from ssd.errors import ConfigError, EngineError, QueueFull
 from ssd.model.loading.load_target import open_target
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _NAMESPACE = "rollouts"
@@ -177,7 +177,7 @@ class Rollouts:
         engine = Engine(
             target,
             drafter=make_drafter("ssd", draft),
-            caches=CacheSet(self._cache, codec.fingerprint, namespace=_NAMESPACE),
+            caches=CacheManager(self._cache, codec.fingerprint, namespace=_NAMESPACE),
             config=config,
             draft=draft,
             eos_token_ids=codec.eos_token_ids,

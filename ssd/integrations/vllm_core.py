@@ -18,7 +18,7 @@ from ssd.drafting.batch_drafter import BatchDrafter, RowText
 from ssd.errors import ConfigError, ModelError
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
-from ssd.retrieval.cache import CacheSet, SuffixCache
+from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.segment import Tokens
 
 if TYPE_CHECKING:
@@ -99,15 +99,19 @@ class Core:
         with ExitStack() as opening:
             share = None
             if settings.redis_url is not None:
-                from ssd.sharing.redis_log import RedisLog  # needs redis-py, which not everybody has installed
+                from ssd.replication.replication_log import (
+                    ReplicationLog,  # needs redis-py, which not everybody has installed
+                )
 
                 known = codec.vocab_size if codec else vocab_size
-                log_of_replicas = RedisLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
+                log_of_replicas = ReplicationLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
                 share = opening.enter_context(log_of_replicas).attach
-            caches = opening.enter_context(CacheSet(config, fingerprint, namespace=settings.namespace, on_open=share))
-            self.cache: SuffixCache = caches.get()
+            caches = opening.enter_context(
+                CacheManager(config, fingerprint, namespace=settings.namespace, on_open=share)
+            )
+            self.cache: NamespaceCache = caches.get()
             for directory in settings.warm_dirs:
-                self.cache.add_static_directory(directory)
+                self.cache.add_prebuilt_directory(directory)
             self.drafter = BatchDrafter(
                 longest=longest,
                 max_length=self._max_length,

@@ -1,1 +1,1 @@
-"""The target model: what the engine needs of one, how it is loaded, driven and sampled from, and draft models."""
+"""The target model: loading, forward passes, KV cache and sampling; and draft models and draft heads."""

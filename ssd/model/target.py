@@ -1,4 +1,4 @@
-"""What the engine needs of a target model."""
+"""The interface between the engine and a target model."""
 
 from __future__ import annotations
 
@@ -25,111 +25,117 @@ Integers = Sequence[int] | Int64s
 
 
 @dataclass(frozen=True, slots=True)
-class Exactness:
-    """Whether a position's logits are the same bits in every pass; `settle_exactness` finds out."""
+class BatchInvariance:
+    """Whether the logits of a position are bit-identical in every forward pass; set by `verify_batch_invariance`.
+
+    Attributes:
+        holds: Whether the logits are bit-identical.
+        reason: Why the logits are not bit-identical.
+        num_compared: The number of positions that were compared.
+    """
 
     holds: bool = False
     reason: str = "not tried"
-    """Why it does not hold."""
     num_compared: int = 0
-    """Positions that were compared."""
 
     def __str__(self) -> str:
         if not self.holds:
-            return f"outputs are equal up to rounding whatever is drafted, and not to the bit: {self.reason}"
-        return f"outputs are equal to the bit whatever is drafted: {self.num_compared} positions compared, 0 differ"
+            return f"outputs are equal up to rounding, but not bit-identical, whatever is drafted: {self.reason}"
+        return f"outputs are bit-identical whatever is drafted: {self.num_compared} positions compared, 0 differ"
 
 
 class Target(ABC):
-    """A causal language model with ``num_slots`` growing sequences whose ends can be taken back.
+    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated.
 
-    ``can_roll_back`` : False for recurrent models, which cannot un-read a token; the engine then never drafts.
+    Attributes:
+        can_roll_back: Whether sequences can be truncated. It is False for recurrent models, whose state cannot be
+            undone; the engine then never drafts.
+        can_copy_prefixes: Whether any prefix of a slot can be copied to another slot and restored cheaply.
+        can_verify_trees: Whether forward passes accept draft trees.
+        backend: The name of the model runner, for logs and metrics.
+        is_asynchronous: Whether forward passes are asynchronous: the device computes while the host continues.
+        features: The features that a draft head reads, of each cached position, [num_slots, 1, length, size]. None: no
+            head is used.
+        adapter_names: The LoRA adapters that slots may use.
+        adapters: The LoRA adapter of each slot; change an entry only while its slot is empty.
     """
 
     can_roll_back: bool = True
-    can_keep_prefixes: bool = True
-    """Whether any beginning of a slot can be copied, and gone back to at little cost."""
+    can_copy_prefixes: bool = True
     can_verify_trees: bool = False
-    """Whether passes may be over trees."""
-    way: str
-    """How the model is driven, for logs."""
+    backend: str
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         self.num_slots = num_slots
         self.max_length = max_length
         self.device: torch.device = model.device
-        self.runs_beside_host = self.device.type != "cpu"
-        """Whether a pass that was begun goes on while the host does something else."""
+        self.is_asynchronous = self.device.type != "cpu"
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self._keep_last = {"logits_to_keep": 1} if accepts(model, "logits_to_keep") else {}
+        self._last_logits_only = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
         self.features: torch.Tensor | None = None
-        """What a draft head reads of each position that slots hold, [num_slots, 1, length, size]; None: not asked for.
-        """
         self.adapter_names: frozenset[str] = frozenset()
-        """Adapters that slots may have."""
         self.adapters: list[str | None] = [None] * num_slots
-        """Of each slot, the adapter that its tokens are computed with; to be set while the slot is empty."""
-        self.exactness = Exactness()
-        self._held: Int64s = np.zeros(num_slots, np.int64)
-        self._fed: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
+        self.batch_invariance = BatchInvariance()
+        self._lengths: Int64s = np.zeros(num_slots, np.int64)
+        self._token_ids: npt.NDArray[np.int32] = np.full((num_slots, max_length), -1, np.int32)
 
     @property
-    def takes_noise(self) -> bool:
-        """Whether passes that choose tokens do so with noise; where not, none may be given."""
+    def supports_noise(self) -> bool:
+        """Whether forward passes can sample tokens on the device with Gumbel noise; if not, pass no noise to them."""
         return False
 
     def length(self, slot: int) -> int:
-        """Tokens the slot holds."""
-        return int(self._held[slot])
+        """Return the number of tokens that a slot holds."""
+        return int(self._lengths[slot])
 
     def lengths_of(self, slots: Integers) -> Int64s:
-        """Tokens that each of these slots holds, int64[B]."""
-        return self._held[np.asarray(slots, np.int64)]
+        """Return the number of tokens that each slot holds, int64[B]."""
+        return self._lengths[np.asarray(slots, np.int64)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
-        """Forget everything after the slot's first ``length`` tokens; 0 frees the slot for another sequence."""
+        """Truncate a slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
 
-    def keep(self, slots: Integers, lengths: Integers) -> None:
-        """Forget what slots hold beyond so many tokens each."""
+    def truncate(self, slots: Integers, lengths: Integers) -> None:
+        """Truncate each slot's KV cache to the given length, if it is longer."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
                 self.rollback(int(slot), int(length))
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Make ``slot`` hold the first ``length`` tokens of ``source`` without computing them.
+        """Copy the first ``length`` tokens of ``source`` to ``slot`` without computing them.
 
-        What ``slot`` holds already must be the beginning of the same text. Only where ``can_keep_prefixes``.
+        The tokens that ``slot`` already holds must be a prefix of the same text. Requires ``can_copy_prefixes``.
         """
         start = self.length(slot)
-        assert self.can_keep_prefixes and slot != source and start <= length <= self.length(source)
+        assert self.can_copy_prefixes and slot != source and start <= length <= self.length(source)
         self._copy(source, slot, start, length)
-        self._held[slot] = length
-        self._fed[slot, start:length] = self._fed[source, start:length]
+        self._lengths[slot] = length
+        self._token_ids[slot, start:length] = self._token_ids[source, start:length]
 
-    def fed_tokens(self, slot: int) -> npt.NDArray[np.int32]:
-        """The tokens that the slot's keys and values were computed from: a view, int32[length(slot)]."""
-        return self._fed[slot, : self.length(slot)]
+    def cached_tokens(self, slot: int) -> npt.NDArray[np.int32]:
+        """Return the tokens that a slot's KV cache was computed from: a view, int32[length(slot)]."""
+        return self._token_ids[slot, : self.length(slot)]
 
-    def _feed(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
+    def _append_tokens(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
         rows, more = np.asarray(slots, np.int64), np.asarray(counts, np.int64)
-        starts, tokens = self._held[rows], np.ascontiguousarray(tokens, np.int64)
-        _note(self._fed, rows, starts, tokens, more)
+        starts, tokens = self._lengths[rows], np.ascontiguousarray(tokens, np.int64)
+        _record_tokens(self._token_ids, rows, starts, tokens, more)
         output = self._append(rows, tokens, more, **kwargs)
-        self._held[rows] = starts + more
+        self._lengths[rows] = starts + more
         return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Append to ``slot``, which holds ``start`` tokens, positions ``start`` to ``end`` of ``source``."""
-        raise NotImplementedError(f"driven {self.way}, slots keep nothing for others")
+        """Append the positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
+        raise NotImplementedError(f"the runner {self.backend!r} cannot copy prefixes between slots")
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Append ``counts[b]`` tokens, which are noted, to what each slot holds; logits [B, T or fewer, V]."""
+        """Append ``counts[b]`` tokens, which are already recorded, to each slot; returns logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
@@ -140,68 +146,77 @@ class Target(ABC):
         noise: Noise | None = None,
         parents: TokenMatrix | None = None,
     ) -> PassOutput:
-        """Append tokens to slots and score every position in one pass.
+        """Append tokens to slots and score every position in one forward pass.
 
-        slots : B distinct slots. tokens : int64[B, T], row b valid in its first ``counts[b]`` (>= 1) entries, the
-        rest any valid token id. noise : where the target `takes_noise`, what the pass chooses tokens with.
-        parents : where it `can_verify_trees`, int64[B, T], of each token the index of the one it goes on from, smaller
-        than its own; -1 of the first and of no other. A row of 0, 1, 2 ... is a chain. Each token is scored after the
-        path to it. The slots then hold trees: ``keep_paths`` must follow.
+        Args:
+            slots: B distinct slots.
+            tokens: int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
+                token id.
+            counts: The number of valid tokens of each row.
+            noise: The noise to sample tokens with, if the target `supports_noise`.
+            parents: The parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token
+                the index of its parent, smaller than its own index; -1 for the first token and for no other. A row 0,
+                1, 2 ... is a chain. Each token is scored after the path to it. The slots then hold trees until
+                ``accept_paths`` is called, which must follow.
         """
-        assert noise is None or self.takes_noise
+        assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
         if parents is not None:
             more["trees"] = TreeShape.build(parents)
-        return self._feed(slots, tokens, counts, **more)
+        return self._append_tokens(slots, tokens, counts, **more)
 
-    def can_follow(self, slots: Integers) -> bool:
-        """Whether `follow` can be called for these slots now."""
+    def can_run_ahead(self, slots: Integers) -> bool:
+        """Return whether `run_ahead` can be called for these slots now."""
         return False
 
-    def follow(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
-        """A pass over the tokens that the last one chose, one for each of its slots, before anybody has read them.
+    def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """Launch a forward pass over the tokens that the last pass sampled, before the host has read them.
 
-        What that gave out must be `held`; what it chose is to be told to `note`. noise : as for ``forward``.
+        The pass has one token for each slot of the last pass. Call `start_copy_to_host` on the last pass's output
+        before, and `record_tokens` with its tokens afterwards. ``noise`` is the same as for ``forward``.
         """
-        raise NotImplementedError(f"driven {self.way}, passes wait for tokens")
+        raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
 
-    def note(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
-        """What slots were fed at so many positions by `follow`: int64[B, 1]."""
-        _note(self._fed, slots, starts, tokens, np.ones(len(slots), np.int64))
+    def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
+        """Record the tokens, int64[B, 1], that `run_ahead` wrote at the positions ``starts`` of the slots."""
+        _record_tokens(self._token_ids, slots, starts, tokens, np.ones(len(slots), np.int64))
 
-    def keep_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Keep the tokens on one path of each row of the pass just made, as if they alone had been fed, in its order.
+    def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Keep only the accepted path of each row of the last pass, as if only these tokens had been appended.
 
-        slots, counts : those of the pass. paths : int64[n], n >= 1, indices into the row, from its first token on.
+        Args:
+            slots: The slots of the last pass.
+            counts: The number of tokens of each row of the last pass.
+            paths: For each row the accepted nodes, int64[n] with n >= 1: indices into the row, from its first token on.
         """
-        raise NotImplementedError(f"driven {self.way}, a model verifies chains only")
+        raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
     def warm_up(self) -> None:
-        """Prepare what later passes would otherwise have to wait for."""
+        """Do the work that the first forward passes would otherwise wait for."""
         prepare_linears(self.model)
 
     @torch.inference_mode()
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
         """Append tokens to slots without scoring them."""
-        self._feed(slots, tokens, counts, **self._keep_last)
+        self._append_tokens(slots, tokens, counts, **self._last_logits_only)
 
 
 @kernel
-def _note(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
-    """Note what slots are fed behind what they hold, as far as there is room: what lies beyond is never text."""
+def _record_tokens(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
+    """Record the token ids of new positions; positions beyond the array are never text and are skipped."""
     for b in range(len(slots)):
         for t in range(min(counts[b], fed.shape[1] - starts[b])):
             fed[slots[b], starts[b] + t] = tokens[b, t]
 
 
 def pad_rows(rows: Sequence[npt.NDArray[np.int32] | npt.NDArray[np.int64]]) -> TokenMatrix:
-    """Rows of different length as int64[B, T], padded with 0; at least one row, none empty."""
+    """Return rows of different lengths as int64[B, T], padded with 0; there must be a row, and no row may be empty."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for b, row in enumerate(rows):
         padded[b, : len(row)] = row
     return padded
 
 
-def accepts(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's forward pass has an argument of this name."""
+def has_argument(model: PreTrainedModel, name: str) -> bool:
+    """Return whether the model's ``forward`` has an argument of this name."""
     return name in inspect.signature(model.forward).parameters

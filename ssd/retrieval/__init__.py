@@ -1,6 +1,7 @@
-"""The retrieval cache: what was said before, searchable.
+"""The retrieval cache: an index of finished sequences, from which later requests take drafts.
 
-``ring`` takes tokens in, ``index`` keeps them as its tail and sorted segments, ``suffix_cache`` is one namespace's
-cache: it learns, seals and merges; ``directory`` keeps it in files. ``cache`` is all of a server's.
-Readers only ever hold a ``Snapshot``.
+New sequences enter the ring buffer (``ring``). ``index`` has the memtable, which is the newest part of the ring, and
+the sorted segments. ``namespace_cache`` is the cache of one namespace: it appends, flushes and merges. ``directory``
+stores a namespace's segments in files. ``cache_manager`` manages the caches of all namespaces. Readers only ever use an
+immutable ``Snapshot``.
 """

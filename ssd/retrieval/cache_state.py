@@ -1,4 +1,4 @@
-"""What stands beside the text of one namespace: how far its source was read, what drafting learned, counters."""
+"""State stored with the text of one namespace: source positions, learned state of drafters, and counters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 SourcePosition = Mapping[str, Any]
-"""Where the giver of text is in its source. Opaque here; JSON, and never changed after it was given."""
+"""A position in the source that text is read from, such as a replication log. JSON, opaque here, never modified."""
 
 
 class Checkpoint(NamedTuple):
-    """``source`` : everything given up to it is in files. ``position`` : and everything stored before it in the ring.
+    """A source position whose text is durable.
 
-    Either also holds when the text was evicted, or dropped because sealing could not keep up: it is gone for good.
+    Both fields also count text as durable that was evicted, or dropped because flushing could not keep up: it is lost
+    for good.
+
+    Attributes:
+        source: All text of the source up to this position is in files.
+        position: All text before this ring position is in files.
     """
 
     source: SourcePosition
@@ -22,107 +27,111 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def from_json(cls, content: object) -> Self | None:
-        """What ``to_json`` made; None for anything else."""
+        """Parse the output of ``to_json``; return None for anything else."""
         if not isinstance(content, dict):
             return None
         source, position = content.get("mark"), content.get("position")
         return cls(source, position) if isinstance(source, dict) and type(position) is int and position >= 0 else None
 
     def to_json(self) -> Mapping[str, Any]:
-        """For a manifest."""
+        """Return the checkpoint as JSON for a manifest."""
         return {"position": self.position, "mark": self.source}
 
 
 class PendingCheckpoints:
     """Source positions whose text is not in a file yet, each with the ring position it waits for.
 
-    One owner, no locks.
+    Has one owner and no locks.
     """
 
-    def __init__(self, kept: Checkpoint | None = None) -> None:
-        """``kept`` : holds until one set here may replace it."""
-        self._kept = kept
-        self._pending: deque[tuple[int, SourcePosition]] = deque()  # oldest first; positions grow
+    def __init__(self, checkpoint: Checkpoint | None = None) -> None:
+        """Start with ``checkpoint``, which stays valid until a newer position is durable."""
+        self._checkpoint = checkpoint
+        self._pending: deque[tuple[int, SourcePosition]] = deque()  # oldest first, so that positions grow
 
     def __len__(self) -> int:
-        """Those waiting, at most one for each sequence of the tail and one more."""
+        """Return the number of waiting positions, at most one per sequence of the memtable and one more."""
         return len(self._pending)
 
-    def set(self, source: SourcePosition, position: int, tail_start: int) -> None:
-        """``source`` may be kept once everything before ``position`` is in files; the tail starts at ``tail_start``."""
+    def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
+        """Add a source position that becomes durable once all text before ring position ``position`` is in files.
+
+        ``memtable_start`` is the first ring position that is not in a file.
+        """
         if self._pending and self._pending[-1][0] == position:
             self._pending.pop()
         self._pending.append((position, source))
-        self._skip_to(tail_start)
+        self._skip_to(memtable_start)
 
-    def kept_at(self, position: int) -> Checkpoint | None:
-        """What may be written down now that everything before ``position`` is in files.
+    def durable_at(self, position: int) -> Checkpoint | None:
+        """Return the newest checkpoint that is durable if all text before ``position`` is in files. O(1) amortised.
 
-        O(1) amortised. One that ``set`` gave up meanwhile is replaced by an older one, which is true as well.
+        If ``set`` skipped a position meanwhile, an older one is returned, which is valid as well.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:
-            self._kept = Checkpoint(self._pending[0][1], position)
-        return self._kept
+            self._checkpoint = Checkpoint(self._pending[0][1], position)
+        return self._checkpoint
 
     def _skip_to(self, position: int) -> None:
         while len(self._pending) > 1 and self._pending[1][0] <= position:
             self._pending.popleft()
 
 
-class Copy(Protocol):
-    """What was learned up to some moment; never changed after it was published."""
+class PublishedState(Protocol):
+    """An immutable copy of learned state."""
 
     def to_bytes(self) -> bytes:
-        """All of it, for ``LearnedState.stored`` of the next process. From any thread."""
+        """Return the serialized state, for ``LearnedState.stored`` of the next process. Safe from any thread."""
         ...
 
 
 class LearnedState:
-    """Where a drafter publishes copies of what it learns about a namespace, and upkeep finds the newest to save.
+    """A place where a drafter publishes copies of what it learned about a namespace, for maintenance to save.
 
-    What is learned has one owner, the drafter that changes it at every step; only copies get here, each with one
-    assignment. Where several drafters learn about one namespace, the copy published last is kept. The retrieval layer
-    knows nothing of what they hold.
+    The learned state itself has one owner: the drafter that changes it at every step. Only copies are published, each
+    with one assignment. If several drafters learn about one namespace, the copy published last is saved. The retrieval
+    layer does not know the contents.
 
-    ``stored`` : bytes that the directory kept from an earlier process, None when there are none. ``newest`` : the copy
-    that was published last; None before the first.
+    Attributes:
+        stored: The bytes that an earlier process saved in the directory; None if there are none.
+        newest: The copy that was published last; None before the first.
     """
 
     def __init__(self, stored: bytes | None = None) -> None:
         self.stored = stored
-        self.newest: Copy | None = None
+        self.newest: PublishedState | None = None
 
-    def publish(self, copy: Copy) -> None:
-        """Make ``copy`` the newest. O(1), from any thread."""
-        self.newest = copy
+    def publish(self, state: PublishedState) -> None:
+        """Make ``state`` the newest copy. O(1), safe from any thread."""
+        self.newest = state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Counters of one namespace since it was opened; sizes are those of now. Tokens include separators."""
+    """Counters of one namespace since it was opened, and its present sizes. Token counts include separators."""
 
     num_tokens: int
-    """Ring-born tokens that can be matched, at most the capacity."""
+    """The number of ring tokens that can be matched, at most the capacity."""
     num_kept_tokens: int
-    """Of those, what stays for having been of use, though it is older than text that was evicted."""
+    """The part of ``num_tokens`` in retained segments: reused text that is older than evicted text."""
     num_static_tokens: int
     num_borrowed_tokens: int
-    """Of another namespace, searched too: text of warm-up directories, and of the shared namespace."""
+    """The number of tokens of attached shared segments: prebuilt segments, and the text of the shared namespace."""
     num_tail_tokens: int
     num_segments: int
     generation: int
     num_appended_tokens: int
-    """Tokens given to append and append_all_shared."""
+    """The number of tokens passed to ``append`` and ``append_replicated``."""
     num_skipped_tokens: int
-    """Of those, prompt tokens that were stored already."""
+    """The part of ``num_appended_tokens`` that was skipped, because a prompt's beginning was stored already."""
     num_sealed: int
     num_merged: int
     num_failed_merges: int
-    """Merges that could not be done, for want of memory or room on disk; each is tried again later."""
+    """The number of merges that failed for lack of memory or disk space. Each is retried later."""
     num_evicted_segments: int
     num_evicted_tokens: int
     num_dropped_tokens: int
-    """Tokens lost because sealing could not keep up."""
+    """The number of tokens lost because flushing could not keep up."""
     num_failures: int
-    """Refused appends, failed listeners, files that could not be read or written, failed merges."""
+    """The number of rejected appends, failed listeners, failed reads and writes of files, and failed merges."""

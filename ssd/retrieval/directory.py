@@ -1,16 +1,18 @@
-"""A directory of segment files: one writer, a manifest that says which files count.
+"""A directory of segment files: one writer, and a manifest that lists the valid files.
 
 ::
 
-    manifest.json        the segments of one generation; replaced atomically, after the files it names exist
-    manifest-previous.json   the one before; a damaged or lost one is made anew from it and the segments' headers,
-    manifest-damaged.json    and kept under this name
-    learned.bin          what drafting learned beside the text (``LearnedState``); replaced atomically, may be removed
-    <segment id>.seg     segment files, never changed; damaged ones stay, and are named, until somebody removes them
-    writer.lock          held by the writing process (flock), as is the directory, freed however the process ends
+    manifest.json            the segments of one generation; replaced atomically, after the files it names exist
+    manifest-previous.json   the manifest before. A damaged or lost manifest is rebuilt from this one and from the
+                             headers of the segments,
+    manifest-damaged.json    and the damaged one is stored under this name
+    learned.bin              the learned state of drafters (``LearnedState``); replaced atomically, may be removed
+    <segment id>.seg         segment files, never modified; damaged ones stay, and are logged, until someone removes
+                             them
+    writer.lock              locked by the writing process (flock), as is the directory; the lock ends with the process
 
-Nothing else in it is touched, and of files with such names only those that are ours: no links, and segments whose
-header has this tokenizer and namespace.
+Nothing else in the directory is touched. Of files with such names, only ours are used: no links, and only segments
+whose header has this tokenizer and namespace.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ssd.errors import CacheError, CacheLocked, FormatVersion, SegmentCorrupt, StoreUnavailable
-from ssd.retrieval.cache_state import Checkpoint, Copy
+from ssd.retrieval.cache_state import Checkpoint, PublishedState
 from ssd.retrieval.files import (
     DAMAGED_NAME,
     LOCK_NAME,
@@ -50,95 +52,98 @@ log = logging.getLogger(__name__)
 
 LEARNED_NAME: Final = "learned.bin"
 PART_NAMES: Final = frozenset((MANIFEST_NAME, PREVIOUS_NAME, DAMAGED_NAME, LEARNED_NAME, LOCK_NAME))
-"""Names of what is there beside segments."""
-LEFT_OUT: Final = ".left-out"
-"""What former versions added to the name of a segment file that a manifest did not name."""
+"""The names of files other than segments."""
+LEFT_OUT_SUFFIX: Final = ".left-out"
+"""The suffix that former versions added to segment files that the manifest did not name."""
 
-_MOST_LEARNED_BYTES: Final = 1 << 26
+_MAX_LEARNED_BYTES: Final = 1 << 26
 
 RETRY_S: Final = 30.0
-"""What could not be written is tried again this often, beside what is sealed meanwhile."""
+"""The interval at which failed writes are retried, in addition to the writes of new flushes."""
 SAVE_LEARNED_S: Final = 60.0
 
-MOST_READS: Final = 5
-"""Of a directory whose server removes files while they are read."""
+MAX_READS: Final = 5
+"""The maximum number of attempts to read a directory whose server removes files meanwhile."""
 
 
 def read_learned(path: Path) -> bytes | None:
-    """What drafting learned, kept in directory ``path``; None where nothing is. Raises OSError."""
+    """Return the learned state of drafters stored in directory ``path``; None if there is none. Raises OSError."""
     try:
         with open_file(path / LEARNED_NAME) as file:
-            return file.read(_MOST_LEARNED_BYTES)
+            return file.read(_MAX_LEARNED_BYTES)
     except FileNotFoundError:
         return None
 
 
 def is_segment_file(name: str) -> bool:
-    """Whether a file of this name is a segment's."""
+    """Return whether a file name is that of a segment."""
     return name.endswith(".seg") and is_segment_id(name.removesuffix(".seg"))
 
 
 class SegmentDirectory:
-    """A directory and the right to write it. Not thread-safe; ``write`` may run beside other calls."""
+    """A directory and the exclusive right to write it.
+
+    Not thread-safe, except that ``write`` may overlap other calls.
+    """
 
     def __init__(self, path: Path, *, fingerprint: str, namespace: str, owner: Owner | None = None) -> None:
-        """Open or create ``path`` as its writer and remove segment files that the manifest does not name.
+        """Open or create ``path`` as its writer, and remove segment files that the manifest does not name.
 
-        ``owner`` : for the manifest. Raises CacheLocked, FormatVersion, TokenizerMismatch, NamespaceMismatch, or
-        OSError.
+        ``owner`` is written to the manifest. Raises CacheLocked, FormatVersion, TokenizerMismatch, NamespaceMismatch,
+        or OSError.
         """
         self.path = path
         self.damage: CacheError | None = None
-        """Why the manifest was made anew, where it was."""
-        self.left_out: tuple[dict[str, Any], ...] = ()
-        """The manifest's entries of files that are there and cannot be used: they stay until somebody removes them."""
-        self._whose: dict[str, str] = {"fingerprint": fingerprint, "namespace": namespace}
+        """The reason why the manifest was rebuilt; None if it was intact."""
+        self.unusable: tuple[dict[str, Any], ...] = ()
+        """The manifest's entries of existing files that cannot be used. They stay until someone removes the files."""
+        self._identity: dict[str, str] = {"fingerprint": fingerprint, "namespace": namespace}
         make_directory(path)
         self._lock = DirectoryLock(path)
         try:
             self._has_unsynced_names = False
             try:
-                self._written = read_manifest(path, **self._whose)
+                self._written = read_manifest(path, **self._identity)
                 if self._written is None and any(map(self._is_ours, path.iterdir())):
                     raise SegmentCorrupt(f"{path} has segment files, but no {MANIFEST_NAME}")
             except SegmentCorrupt as damage:
                 self._written, self.damage = None, damage
-            self._stamp = self._look()
+            self._stamp = self._manifest_stamp()
             self.manifest = self._written or Manifest(fingerprint=fingerprint, namespace=namespace)
             if self.damage is not None:
                 self._recover()
             elif self._written is None:
-                self._begin()
+                self._initialize()
             else:
                 self._remove_orphans()
             self.manifest = replace(self.manifest, owner=owner or self.manifest.owner)
-            self._files = set(self.manifest.segment_ids)  # segments that have a file of ours
+            self._files = set(self.manifest.segment_ids)  # ids of the segments that have a file here
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop being the writer. Segments that were loaded stay valid."""
+        """Release the right to write. Loaded segments stay valid."""
         self._lock.close()
 
     def path_of(self, segment_id: str) -> Path:
-        """Where the segment's file lies."""
+        """Return the path of a segment's file."""
         assert is_segment_id(segment_id)
         return self.path / f"{segment_id}.seg"
 
     def has_file(self, segment_id: str) -> bool:
-        """Whether the segment was written here."""
+        """Return whether the segment was written to this directory."""
         return segment_id in self._files
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
-        """The manifest's segments, in order, and why those left out could not be used: damaged, foreign or missing.
+        """Return the manifest's segments in order, and the errors of those that are damaged, foreign or missing.
 
-        Raises FormatVersion or OSError for what may be whole but cannot be read now or by this version, and closes
-        this.
+        Raises FormatVersion or OSError for files that may be intact but cannot be read now or by this version, and
+        closes the directory.
         """
-        segments, failures = load_segments(self.path, self.manifest, namespace=self._whose["namespace"])
+        segments, failures = load_segments(self.path, self.manifest, namespace=self._identity["namespace"])
         used = {segment.segment_id for segment in segments}
-        self.left_out = tuple(
+        self.unusable = tuple(
             entry
             for entry in self.manifest.segments
             if entry["id"] not in used and os.path.lexists(self.path_of(entry["id"]))
@@ -150,16 +155,16 @@ class SegmentDirectory:
         return segments, failures
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file; returns the segment read from it. It counts after ``commit``.
+        """Write a segment's file and return the segment read from it. The file becomes valid with the next ``commit``.
 
         Raises CacheError, OSError; then there is no file.
         """
-        # Its bytes are synced here, its name by ``commit``, once for all new names: until a manifest names the file it
-        # may be lost or torn.
+        # The file's bytes are synced here. ``commit`` syncs all new names at once, because a file may be lost or torn
+        # until a manifest names it.
         path = self.path_of(segment.segment_id)
-        write_segment(path, segment, **self._whose)
+        write_segment(path, segment, **self._identity)
         try:
-            written = open_segment(path, **self._whose)
+            written = open_segment(path, **self._identity)
         except (CacheError, OSError, MemoryError):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -171,58 +176,60 @@ class SegmentDirectory:
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
     ) -> None:
-        """Make ``segments`` the content of the directory, with those left out by ``load``; remove the files of others.
+        """Make ``segments`` the content of the directory, in addition to the unusable ones; remove other segment files.
 
-        Segments that have no file (they could not be written) are left out. O(number of segments). Raises CacheLocked
-        where another process writes the directory, CacheError where its manifest is one of another version or
-        namespace, and OSError.
+        Segments without a file, because they could not be written, are skipped. The order survives a power failure: the
+        files' bytes, their names, the manifest's bytes and its name reach the disk one after the other, and then other
+        files are removed. O(number of segments).
 
-        The order is what a power failure cannot break: the files' bytes, their names, the manifest's bytes, its name,
-        each on disk before the next; then the other files go.
+        Raises:
+            CacheLocked: Another process writes the directory.
+            CacheError: The manifest is of another version or namespace.
+            OSError: The files cannot be written.
         """
         self._lock.renew()
-        self._require_ours()
-        kept = [segment for segment in segments if segment.segment_id in self._files]
-        entries = [{"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in kept]
+        self._check_manifest()
+        durable = [segment for segment in segments if segment.segment_id in self._files]
+        entries = [{"id": s.segment_id, "num_tokens": len(s), "start": s.start} for s in durable]
         self.manifest = replace(
             self.manifest,
             generation=self.manifest.generation + 1,
             next_position=next_position,
-            segments=tuple(sorted([*entries, *self.left_out], key=_place)),
+            segments=tuple(sorted([*entries, *self.unusable], key=_sort_key)),
             shared=shared,
         )
         if self._has_unsynced_names:
             sync_directory(self.path)
             self._has_unsynced_names = False
-        self._keep_previous()
+        self._link_previous()
         write_manifest(self.path, self.manifest)
-        self._written, self._stamp = self.manifest, self._look()
+        self._written, self._stamp = self.manifest, self._manifest_stamp()
         for segment_id in self._files - set(self.manifest.segment_ids):
             self._remove(self.path_of(segment_id))
             self._files.discard(segment_id)
 
     def write_learned(self, learned: bytes) -> None:
-        """Replace it. Raises OSError; then the old one stays."""
+        """Replace the learned state of drafters. Raises OSError; then the old state stays."""
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
-    def _begin(self) -> None:
-        """There is no manifest: write one. From then on its absence means that it was lost."""
-        # A new directory must not be lost with all that will be synced in it. Once in its life, while it is empty.
+    def _initialize(self) -> None:
+        """Write the first manifest. From then on, a missing manifest means that it was lost."""
+        # Otherwise a power failure could lose the new directory with all files that are synced in it later.
         for parent in self.path.resolve().parents:
-            with contextlib.suppress(OSError):  # not ours to read
+            with contextlib.suppress(OSError):  # a parent that cannot be read
                 sync_directory(parent)
         write_manifest(self.path, self.manifest)
-        self._written, self._stamp = self.manifest, self._look()
+        self._written, self._stamp = self.manifest, self._manifest_stamp()
 
     def _recover(self) -> None:
-        """Make the manifest anew, of the segments' headers and what the one before says of their source.
+        """Rebuild the manifest from the segments' headers and from the source position in the previous manifest.
 
-        Nothing is removed and nothing written but by the next ``commit``. Where a merge was under way its result or its
-        inputs count, which are the same text.
+        Nothing is removed or written before the next ``commit``. If a merge was in progress, either its result or its
+        inputs are used, which are the same text.
         """
         previous = self.manifest
         with contextlib.suppress(CacheError, OSError):
-            previous = read_manifest(self.path, name=PREVIOUS_NAME, **self._whose) or previous
+            previous = read_manifest(self.path, name=PREVIOUS_NAME, **self._identity) or previous
         named = {entry["id"]: entry for entry in previous.segments}
         entries = []
         for file in self.path.iterdir():
@@ -230,43 +237,43 @@ class SegmentDirectory:
                 segment_id = file.name.removesuffix(".seg")
                 try:
                     header = self._header_of(file)
-                except CacheError:  # it is counted all the same, where it is one of ours
+                except CacheError:  # a damaged file stays listed if the previous manifest named it
                     entries += [named[segment_id]] if segment_id in named else []
                     continue
                 if header is not None and header.segment_id == segment_id:
                     entries.append({"id": segment_id, "num_tokens": header.num_tokens, "start": header.start})
         found, stop = list[dict[str, Any]](), 0
-        for entry in sorted(entries, key=_place):
-            start, shortest = _place(entry)
+        for entry in sorted(entries, key=_sort_key):
+            start, shortest = _sort_key(entry)
             if start < 0 or start >= stop:
                 found.append(entry)
                 stop = max(stop, start - shortest)
         self.manifest = replace(previous, next_position=max(previous.next_position, stop), segments=tuple(found))
-        with contextlib.suppress(OSError):  # it is replaced, or an outage is reported
+        with contextlib.suppress(OSError):  # ``commit`` replaces it, or reports an outage
             (self.path / MANIFEST_NAME).replace(self.path / DAMAGED_NAME)
 
-    def _require_ours(self) -> None:
-        """Raise CacheError where the manifest is not the one that was written last, nor an older or damaged one."""
-        if self._look() == self._stamp:
+    def _check_manifest(self) -> None:
+        """Raise CacheError if the manifest is neither the one written last, nor an older or damaged one."""
+        if self._manifest_stamp() == self._stamp:
             return
         try:
-            there = read_manifest(self.path, **self._whose)
+            there = read_manifest(self.path, **self._identity)
         except SegmentCorrupt:
             return
         if there is None or there == self._written:
             return
         if self._written is None or there.generation >= self._written.generation:
-            raise CacheLocked(f"{self.path / MANIFEST_NAME} was written by another process, and stays as that wrote it")
+            raise CacheLocked(f"{self.path / MANIFEST_NAME} was written by another process and is not replaced")
 
-    def _look(self) -> tuple[int, int] | None:
-        """What tells that the manifest was replaced; None where there is none."""
+    def _manifest_stamp(self) -> tuple[int, int] | None:
+        """Return the inode and time of the manifest, which change when it is replaced; None if there is no manifest."""
         with contextlib.suppress(OSError):
             status = (self.path / MANIFEST_NAME).stat()
             return status.st_ino, status.st_mtime_ns
         return None
 
-    def _keep_previous(self) -> None:
-        """Link the manifest that is about to be replaced, where the file system has links."""
+    def _link_previous(self) -> None:
+        """Link the manifest that is about to be replaced, if the file system supports links."""
         if self._written is not None:
             link = self.path / f"{PREVIOUS_NAME}.{os.getpid()}.tmp"
             with contextlib.suppress(OSError):
@@ -275,12 +282,12 @@ class SegmentDirectory:
                 link.replace(self.path / PREVIOUS_NAME)
 
     def _remove_orphans(self) -> None:
-        """Only while opening: later, a merge that is still being written has a file no manifest names."""
-        kept = {f"{segment_id}.seg" for segment_id in self.manifest.segment_ids}
+        """Remove files that the manifest does not name. Only valid while opening: later, a merge may have one."""
+        named = {f"{segment_id}.seg" for segment_id in self.manifest.segment_ids}
         for file in list(self.path.iterdir()):
             if is_temporary(file):
                 file.unlink(missing_ok=True)
-            elif file.name not in kept:
+            elif file.name not in named:
                 self._remove(file)
 
     def _remove(self, file: Path) -> None:
@@ -288,7 +295,7 @@ class SegmentDirectory:
             file.unlink(missing_ok=True)
 
     def _is_ours(self, file: Path) -> bool:
-        """Whether it is a segment that was written for this tokenizer and namespace, in this format."""
+        """Return whether a file is a segment written for this tokenizer and namespace, in this format."""
         if not is_segment_file(file.name) or not is_regular(file):
             return False
         try:
@@ -297,42 +304,49 @@ class SegmentDirectory:
             return False
 
     def _header_of(self, file: Path) -> SegmentHeader | None:
-        """None for a file of another tokenizer or namespace, and one that was just removed. Raises CacheError."""
+        """Return the header of a segment file; None if it is of another tokenizer or namespace, or was just removed.
+
+        Raises CacheError.
+        """
         try:
             with open_file(file) as content:
                 header = SegmentHeader.from_bytes(file, content.read(HEADER_LENGTH))
         except FileNotFoundError:
             return None
-        return header if {"fingerprint": header.fingerprint, "namespace": header.namespace} == self._whose else None
+        return header if {"fingerprint": header.fingerprint, "namespace": header.namespace} == self._identity else None
 
 
-def _place(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Sorts entries of a manifest, which may hold anything: static ones first, then by position, the longest first."""
+def _sort_key(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest first.
+
+    Entries may hold any JSON.
+    """
     start, num_tokens = entry.get("start"), entry.get("num_tokens")
     return (start, -num_tokens) if type(start) is type(num_tokens) is int else (-1, 0)
 
 
-def is_of_a_cache(path: Path) -> bool:
-    """Whether a cache's directory has files of this name."""
-    is_segment = is_segment_file(path.name.removesuffix(LEFT_OUT))
+def is_cache_file(path: Path) -> bool:
+    """Return whether a file name is one that a cache's directory uses."""
+    is_segment = is_segment_file(path.name.removesuffix(LEFT_OUT_SUFFIX))
     return is_segment or path.name in PART_NAMES or is_temporary(path)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove what a namespace kept in its directory, and the directory where nothing else is in it.
+    """Remove the files of a namespace from its directory, and the directory if nothing else is in it.
 
-    By their names: a damaged file holds text as well. Raises CacheLocked while another writes it, and OSError.
+    Files are selected by name, because damaged files contain text as well. Raises CacheLocked if another process writes
+    the directory, and OSError.
     """
     if not path.is_dir() or path.is_symlink():
         return
     lock = DirectoryLock(path)
     try:
         for file in sorted(path.iterdir(), key=lambda file: file.name != MANIFEST_NAME):
-            if is_of_a_cache(file) and (file.is_symlink() or not file.is_dir()):
+            if is_cache_file(file) and (file.is_symlink() or not file.is_dir()):
                 file.unlink(missing_ok=True)
     finally:
         lock.close()
-    with contextlib.suppress(OSError):  # there is something that is not ours
+    with contextlib.suppress(OSError):  # it has files that are not ours
         path.rmdir()
     sync_directory(path.parent)
 
@@ -340,9 +354,10 @@ def remove_directory(path: Path) -> None:
 def load_segments(
     path: Path, manifest: Manifest, *, namespace: str | None = None
 ) -> tuple[list[Segment], list[CacheError | OSError]]:
-    """The segments ``manifest`` names in directory ``path``, in order; and why those left out could not be used.
+    """Load the segments that ``manifest`` names from directory ``path``.
 
-    ``namespace`` : whose text they must be, None for anyone's.
+    ``namespace`` is the namespace that the segments must have; None accepts any. Returns the usable segments in order,
+    and the errors of the others.
     """
     segments: list[Segment] = []
     failures: list[CacheError | OSError] = []
@@ -352,11 +367,13 @@ def load_segments(
         try:
             segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
             if segment.segment_id != segment_id:
-                raise SegmentCorrupt(f"{file} holds segment {segment.segment_id}: restore it from a copy")
+                raise SegmentCorrupt(f"{file} contains segment {segment.segment_id}: restore it from a copy")
             if segment.start is not None:
                 stop = segment.start + len(segment)
                 if segment.start < ring_stop or stop > manifest.next_position:
-                    raise SegmentCorrupt(f"{file} is not where the manifest has room for it: restore one of the two")
+                    raise SegmentCorrupt(
+                        f"{file} overlaps other segments or exceeds the manifest: restore the file or the manifest"
+                    )
                 ring_stop = stop
             segments.append(segment)
         except (CacheError, OSError) as error:
@@ -364,12 +381,12 @@ def load_segments(
     return segments, failures
 
 
-def load_whole(path: Path, manifest: Manifest) -> list[Segment]:
-    """All segments of directory ``path``, as ``manifest`` says or one that a server put in its place meanwhile.
+def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
+    """Load all segments of directory ``path`` in the state of ``manifest``, or of a newer one by its server.
 
-    Raises CacheError: StoreUnavailable where one cannot be read.
+    Raises CacheError: StoreUnavailable if a segment cannot be read.
     """
-    for _ in range(MOST_READS):
+    for _ in range(MAX_READS):
         segments, failures = load_segments(path, manifest)
         if not failures:
             return segments
@@ -378,7 +395,7 @@ def load_whole(path: Path, manifest: Manifest) -> list[Segment]:
             newer = read_manifest(path, fingerprint=manifest.fingerprint, namespace=manifest.namespace)
         if newer is None or newer == manifest:
             break
-        del segments  # there may be memory for one reading only
+        del segments  # there may not be enough memory for two copies
         manifest = newer
     if isinstance(failures[0], CacheError):
         raise failures[0]
@@ -388,57 +405,58 @@ def load_whole(path: Path, manifest: Manifest) -> list[Segment]:
 class DurableSegments:
     """The files of one namespace. Not thread-safe.
 
-    What cannot be written is searched all the same and tried again. Such an outage begins with the first failure and
-    ends when everything is in files again, not with the first write that works: a disk that is nearly full takes small
-    files all the time.
+    Segments that cannot be written are searched all the same, and writing them is retried. Such an outage begins with
+    the first failure and ends when everything is in files again. It does not end with the first successful write,
+    because a nearly full disk accepts small files all the time.
     """
 
     def __init__(
         self, name: str, directory: SegmentDirectory, report_failure: Callable[[str, BaseException], None]
     ) -> None:
-        """What the directory holds but its segments is read here, they by ``load``."""
+        """Read the directory's state, except its segments, which ``load`` reads."""
         self._name = name
         self._directory = directory
         self._report_failure = report_failure
         self.next_position = directory.manifest.next_position
-        self.kept = Checkpoint.from_json(directory.manifest.shared)
+        self.checkpoint = Checkpoint.from_json(directory.manifest.shared)
         self.learned: bytes | None = None
-        """What drafting learned before."""
+        """The learned state of drafters that an earlier process saved; None if there is none."""
         try:
             self.learned = read_learned(directory.path)
         except OSError as error:
-            report_failure("what was learned beside the text was not read", error)
+            report_failure("the learned state of drafters was not read", error)
         self.num_failures = 0
-        """Of writing."""
-        self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.kept
+        """The number of failed writes."""
+        self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False
         self.gaps: Sequence[int] = ()
-        """Positions of files that ``load`` left out: while nothing is merged across, one that is put back has room."""
+        """The ring positions of unusable files. Segments are not merged across them, so that a restored file has room.
+        """
         if directory.damage is not None:
-            report_failure("its manifest was made anew from its segments", directory.damage)
-        self._saved_copy: Copy | None = None
+            report_failure("the manifest was rebuilt from the segments", directory.damage)
+        self._saved_copy: PublishedState | None = None
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
 
     def load(self) -> list[Segment]:
-        """The segments that are there, not kept here: merged ones are to leave the memory.
+        """Return the usable segments. No reference to them is stored here, so that merged ones can be freed.
 
-        Raises FormatVersion and OSError for what cannot be read for now.
+        Raises FormatVersion and OSError for files that cannot be read at the moment.
         """
         segments, failures = self._directory.load()
         for failure in failures:
-            self._report_failure("a segment was left out, its file stays", failure)
-        left_out, named = self._directory.left_out, self._directory.manifest.segments
+            self._report_failure("a segment was skipped, its file stays", failure)
+        left_out, named = self._directory.unusable, self._directory.manifest.segments
         if self._directory.damage is None and len(segments) + len(left_out) == len(named):
-            self._committed = tuple(segments), self.kept
-        self.gaps = sorted(_place(entry)[0] for entry in left_out)
+            self._committed = tuple(segments), self.checkpoint
+        self.gaps = sorted(_sort_key(entry)[0] for entry in left_out)
         return segments
 
     def has(self, segment: Segment) -> bool:
-        """Whether it is in a file."""
+        """Return whether the segment is in a file."""
         return self._directory.has_file(segment.segment_id)
 
     def write(self, segment: Segment) -> Segment:
-        """The segment as it was read from its new file; itself where it could not be written."""
+        """Return the segment as read from its new file, or ``segment`` itself if it could not be written."""
         try:
             return self._directory.write(segment)
         except (OSError, CacheError) as error:
@@ -446,27 +464,29 @@ class DurableSegments:
             return segment
 
     def commit(
-        self, segments: tuple[Segment, ...], next_position: int, kept: Checkpoint | None, *, is_whole: bool
+        self, segments: tuple[Segment, ...], next_position: int, checkpoint: Checkpoint | None, *, is_whole: bool
     ) -> None:
-        """Bring the manifest up to date: it names those of ``segments`` that are in files. O(number of segments).
+        """Update the manifest to the segments that are in files. O(number of segments).
 
-        ``is_whole`` : no merge waits for room.
+        ``is_whole`` says whether no merge is waiting for disk space.
         """
         files = tuple(filter(self.has, segments))
-        if (files, kept) != self._committed:
+        if (files, checkpoint) != self._committed:
             try:
-                shared = None if kept is None else kept.to_json()
+                shared = None if checkpoint is None else checkpoint.to_json()
                 self._directory.commit(files, next_position=next_position, shared=shared)
-                self._committed = files, kept
+                self._committed = files, checkpoint
             except (OSError, CacheError) as error:
                 self._report_outage("the manifest was not written", error)
                 return
         if is_whole and files == segments and self._is_outage:
             self._is_outage = False
-            log.warning("cache namespace=%s: its directory can be written again, nothing is missing", self._name)
+            log.warning(
+                "cache namespace=%s: its directory can be written again, and all segments are in files", self._name
+            )
 
-    def save_learned(self, newest: Copy | None, *, now: bool = False) -> None:
-        """Write the newest copy of what drafting learned, every SAVE_LEARNED_S or ``now``; only where it is new."""
+    def save_learned(self, newest: PublishedState | None, *, now: bool = False) -> None:
+        """Write the newest learned state if it is new, at most every SAVE_LEARNED_S seconds or at once with ``now``."""
         if not now and time.monotonic() < self._save_learned_at:
             return
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
@@ -476,10 +496,10 @@ class DurableSegments:
             self._directory.write_learned(newest.to_bytes())
             self._saved_copy = newest
         except OSError as error:
-            self._report_failure("what was learned beside the text was not written", error)
+            self._report_failure("the learned state of drafters was not written", error)
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         self._directory.close()
 
     def _report_outage(self, what: str, error: Exception) -> None:
@@ -487,8 +507,11 @@ class DurableSegments:
         if not self._is_outage:
             self._is_outage = True
             log.error(
-                "cache namespace=%s: %s: %s. Requests are served as before; what is learned from now on is kept in "
-                "memory and written once the directory can be written again, which is tried every %.0f s. Until then a "
-                "restart loses it. Make room, or mount it writable",
-                self._name, what, error, RETRY_S,
-            )  # fmt: skip
+                "cache namespace=%s: %s: %s. Requests are served as before. New text stays in memory, and a restart "
+                "loses it, until the directory can be written again; this is retried every %.0f s. Free disk space, or "
+                "mount the directory writable",
+                self._name,
+                what,
+                error,
+                RETRY_S,
+            )

@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all, and that only their owner reads: what is stored is what people said.
+"""Atomic file writes, locks and manifests. Files are readable by their owner only, because they contain users' text.
 
-Nothing else is read either: a pipe in the place of a file would keep its reader waiting for a writer.
+Only regular files are read: a pipe in place of a file would block its reader.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ _SEGMENT_ID = re.compile(r"[0-9a-z-]{1,64}")
 
 
 def check_namespace(name: str) -> str:
-    """``name`` itself, or ConfigError: 1-64 characters of A-Z a-z 0-9 _ . - that do not begin with a dot."""
+    """Return ``name``, or raise ConfigError unless it is 1-64 characters of A-Z a-z 0-9 _ . - without a leading dot."""
     if not _NAMESPACE.fullmatch(name):
         raise ConfigError(
-            f"namespace {name[:80]!r} cannot be used: take 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot"
+            f"namespace {name[:80]!r} is invalid: use 1 to 64 characters of A-Z a-z 0-9 _ . - without a leading dot"
         )
     return name
 
 
 def check_fingerprint(fingerprint: str) -> str:
-    """``fingerprint`` itself, or ConfigError: 32 lower-case hexadecimal characters."""
+    """Return ``fingerprint``, or raise ConfigError unless it is 32 lower-case hexadecimal characters."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise ConfigError(f"tokenizer fingerprint {fingerprint[:80]!r} must be 32 lower-case hexadecimal characters")
     return fingerprint
 
 
 def is_segment_id(text: object) -> bool:
-    """True for what ``new_segment_id`` makes; anything else must not become a file name."""
+    """Return whether ``text`` has the form of ``new_segment_id``. Nothing else may become a file name."""
     return isinstance(text, str) and _SEGMENT_ID.fullmatch(text) is not None
 
 
-_KEPT = "-kept-"
+_RETAINED = "-kept-"
 
 
-def new_segment_id(start: int | None, *, kept: bool = False) -> str:
-    """A name no other segment has: random, so that a rebuild which outlived its server cannot overwrite a file.
+def new_segment_id(start: int | None, *, retained: bool = False) -> str:
+    """Return a unique name for a segment.
 
-    ``kept`` : says that it is text that outlives its age, see ``is_kept``.
+    It is random, so that a merge that outlived its server cannot overwrite a file. ``retained`` marks a retained
+    segment, see ``is_retained``.
     """
-    return f"{'static' if start is None else f'{start:012d}'}{_KEPT if kept else '-'}{secrets.token_hex(8)}"
+    return f"{'static' if start is None else f'{start:012d}'}{_RETAINED if retained else '-'}{secrets.token_hex(8)}"
 
 
-def is_kept(segment_id: str) -> bool:
-    """Whether a segment holds what was of use of text that was evicted."""
-    return _KEPT in segment_id
+def is_retained(segment_id: str) -> bool:
+    """Return whether a segment is a retained one: reused text of evicted segments."""
+    return _RETAINED in segment_id
 
 
 FILE_MODE = 0o600
@@ -72,9 +73,10 @@ _TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest(?:-previous)?\.json|l
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
-    """Put ``parts`` at ``path`` atomically: readers see the old file or the new one. Raises OSError.
+    """Write ``parts`` to ``path`` atomically: readers see either the old file or the new one. Raises OSError.
 
-    The bytes go to a temporary name in the same directory, which is renamed; ``durable`` : once they are on disk.
+    The bytes go to a temporary name in the same directory, which is renamed. With ``durable``, they are synced to disk
+    before that.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -85,18 +87,18 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:  # a process that is told to end leaves nothing behind either
+    except BaseException:  # also on KeyboardInterrupt and SystemExit
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
 
 
-def make_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Put ``parts`` at ``path`` atomically and on disk, unless something is there: then that stays. Raises OSError."""
+def create_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Create ``path`` with ``parts`` atomically and durably. An existing file stays as it is. Raises OSError."""
     made = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     write_file(made, parts, durable=True)
     try:
-        with contextlib.suppress(FileExistsError):  # another process was first
+        with contextlib.suppress(FileExistsError):  # another process created it first
             os.link(made, path)
     finally:
         made.unlink()
@@ -104,7 +106,7 @@ def make_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _create(path: Path) -> int:
-    """A new file that no link leads elsewhere; what an earlier process of our number left there goes."""
+    """Open a new file, which is never a link; a leftover of an earlier process with our process id is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, FILE_MODE)
@@ -114,33 +116,33 @@ def _create(path: Path) -> int:
 
 
 class NotAFileError(OSError):
-    """A path leads to a directory, a pipe, a socket or a device."""
+    """The path is a directory, a pipe, a socket or a device."""
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A regular file, or one that a link leads to, to be read. Never waits. Raises NotAFileError and OSError."""
+    """Open a regular file, or a link to one, for reading. Never blocks. Raises NotAFileError and OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotAFileError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotAFileError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """A file to be locked, made where it lacks; nothing is read or written, so a pipe is waited for by nobody.
+    """Open a lock file, created if missing. Raises OSError.
 
-    Raises OSError.
+    The file is neither read nor written, so that a pipe does not block.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE), "rb", 0)
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether ``path`` is a file with a name that ``write_file`` gives while it writes. Raises OSError."""
+    """Return whether ``path`` is a file with a temporary name of ``write_file``. Raises OSError."""
     return _TEMPORARY.fullmatch(path.name) is not None and is_regular(path)
 
 
 def is_regular(path: Path) -> bool:
-    """Whether ``path`` itself is a file, no link to one; not one that another process just removed. Raises OSError."""
+    """Return whether ``path`` is a regular file, neither a link nor just removed by another process. Raises OSError."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -157,12 +159,15 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and what is missing above it, for its owner alone; what is there stays as it is. Raises OSError."""
+    """Create ``path`` and its missing parents, accessible to their owner only. Raises OSError.
+
+    Existing directories stay unchanged.
+    """
     for missing in [*reversed(path.parents), path]:
         if not missing.is_dir():
             try:
                 missing.mkdir(mode=DIRECTORY_MODE)
-            except FileExistsError:  # another process was faster, or it is something else
+            except FileExistsError:  # another process created it, or it is not a directory
                 if not missing.is_dir():
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(missing)) from None
 
@@ -171,19 +176,19 @@ LOCK_NAME = "writer.lock"
 
 
 class DirectoryLock:
-    """The right to write a directory, held by one process; the kernel takes it back however that ends.
+    """The exclusive right of one process to write a directory. The kernel releases it when the process ends.
 
-    Locked are the directory itself, whose lock no removed file takes away, and a file in it: former versions lock that
-    alone, and some network file systems lock no directory.
+    Both the directory and a file in it are locked. The lock of the directory cannot be lost by removing a file. Former
+    versions lock only the file, and some network file systems cannot lock a directory.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CacheLocked at once when another holds it, and OSError."""
+        """Lock ``path``. Raises CacheLocked at once if another process has the lock, and OSError."""
         self._path = path
         self._file: BinaryIO | None = None
         self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):  # of a file system that locks none
+            with contextlib.suppress(OSError):  # a file system that cannot lock directories
                 self._lock(self._directory)
             self.renew()
         except BaseException:
@@ -191,13 +196,13 @@ class DirectoryLock:
             raise
 
     def renew(self) -> None:
-        """See that it is a lock of what is at the path now; make the file anew where somebody removed it.
+        """Check that the lock is of the directory now at the path, and create the lock file anew if it was removed.
 
-        Raises CacheLocked where another process has the right, and OSError.
+        Raises CacheLocked if another process has the lock, and OSError.
         """
         assert self._directory is not None, "closed"
         if not os.path.samestat(os.fstat(self._directory), self._path.stat()):
-            raise CacheLocked(f"{self._path} is not the directory that was opened, another was put there: start again")
+            raise CacheLocked(f"{self._path} was replaced by another directory: restart")
         with contextlib.suppress(FileNotFoundError):
             lock = (self._path / LOCK_NAME).lstat()
             if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), lock):
@@ -213,7 +218,7 @@ class DirectoryLock:
         self._file = file
 
     def close(self) -> None:
-        """Give it back; may be called twice."""
+        """Release the lock. May be called twice."""
         if self._file is not None:
             self._file.close()
         if self._directory is not None:
@@ -225,15 +230,17 @@ class DirectoryLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CacheLocked(
-                f"{self._path} is being written by another process. Stop that one, or give this one a directory of its "
-                "own (several servers share what they learn through Redis, not through a directory)"
+                f"another process writes {self._path}. Stop it, or use another directory for this process (several "
+                "servers share text through Redis, not through a directory)"
             ) from None
 
 
 class Owner(NamedTuple):
-    """Whose text a directory holds, in HMACs that only the secret of its server explains.
+    """The owner of a directory's text, as HMACs that cannot be interpreted without the server's secret.
 
-    ``secret`` : the same in all directories of one secret. ``tenant`` : in all of one tenant.
+    Attributes:
+        secret: The same value in all directories of one secret.
+        tenant: The same value in all directories of one tenant.
     """
 
     secret: str
@@ -245,19 +252,24 @@ PREVIOUS_NAME = "manifest-previous.json"
 DAMAGED_NAME = "manifest-damaged.json"
 MANIFEST_FORMAT = 1
 MAX_FORMAT = 1000
-"""No version has one beyond: such a number is damage."""
+"""The largest plausible format number. A larger number means that the file is damaged."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
-"""Far more than a ring will ever see; what is stored later still has room for its positions."""
+"""The largest valid ring position. Real positions are far smaller, so that later text has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Which segments make up one generation of a directory.
+    """The segments of one generation of a directory.
 
-    ``next_position`` : the first ring position nothing was ever stored at.
-    ``segments`` : id, num_tokens and start (None when static) of each; all but the id is for people and tools. Static
-        ones first, then those of the ring, oldest first.
+    Attributes:
+        fingerprint: The fingerprint of the tokenizer.
+        namespace: The namespace.
+        generation: A number that grows with every commit.
+        next_position: The first ring position at which nothing was ever stored.
+        segments: ``id``, ``num_tokens`` and ``start`` (None for a prebuilt segment) of each segment. Only ``id`` is
+            used; the other fields are for people and tools. Prebuilt segments come first, then ring segments, oldest
+            first.
     """
 
     fingerprint: str
@@ -266,29 +278,36 @@ class Manifest:
     next_position: int = 0
     segments: tuple[dict[str, Any], ...] = ()
     owner: Owner | None = None
-    """Whose it is; None where no secret names it."""
+    """The owner of the text; None if the server has no secret."""
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
-    """JSON that ``SuffixCache`` keeps here about where the text came from; true of exactly these segments."""
+    """The checkpoint of ``NamespaceCache`` as JSON: the source position of exactly these segments."""
 
     @property
     def segment_ids(self) -> tuple[str, ...]:
-        """Ids of ``segments``."""
+        """The ids of ``segments``."""
         return tuple(segment["id"] for segment in self.segments)
 
 
 _ADVICE = (
-    "A server makes that of its own directory anew from the segments; else restore it from a copy, or delete the "
-    "directory to start empty"
+    "A server rebuilds the manifest of its own directory from the segments; otherwise restore it from a copy, or "
+    "delete the directory to start empty"
 )
 
 
 def read_manifest(
     path: Path, *, fingerprint: str | None = None, namespace: str | None = None, name: str = MANIFEST_NAME
 ) -> Manifest | None:
-    """The manifest of directory ``path``, None when there is none.
+    """Return the manifest of directory ``path``; None if there is none.
 
-    ``fingerprint``, ``namespace`` : whose it must be, None for anyone's. ``name`` : of its file. Raises SegmentCorrupt,
-    FormatVersion, TokenizerMismatch, NamespaceMismatch, and OSError when it cannot be read.
+    Args:
+        path: The directory.
+        fingerprint: The tokenizer fingerprint that the manifest must have; None accepts any.
+        namespace: The namespace that the manifest must have; None accepts any.
+        name: The name of the manifest's file.
+
+    Raises:
+        SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The manifest cannot be used.
+        OSError: It cannot be read.
     """
     manifest_path = path / name
     try:
@@ -297,32 +316,32 @@ def read_manifest(
     except FileNotFoundError:
         return None
     except NotAFileError:
-        raise SegmentCorrupt(f"{manifest_path} is no regular file. {_ADVICE}") from None
+        raise SegmentCorrupt(f"{manifest_path} is not a regular file. {_ADVICE}") from None
     try:
-        manifest = _from_json(from_checked_json("manifest", text))
+        manifest = _from_json(parse_checked_json("manifest", text))
     except _NewerFormat as error:
         raise FormatVersion(
-            f"{manifest_path} has format {error}, this version reads {MANIFEST_FORMAT}. Delete the directory and build "
-            "it again, or use the version of ssd that wrote it"
+            f"{manifest_path} has format {error}, this version reads {MANIFEST_FORMAT}. Delete the directory and "
+            "rebuild it, or use the version of ssd that wrote it"
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SegmentCorrupt(f"{manifest_path} is damaged ({error}). {_ADVICE}") from None
     if fingerprint is not None and manifest.fingerprint != fingerprint:
         raise TokenizerMismatch(
-            f"{path} was made with tokenizer {manifest.fingerprint:.40}, this one is {fingerprint}: its token ids "
-            "mean other text. Use another directory, or the tokenizer it was made with"
+            f"{path} was made with tokenizer {manifest.fingerprint:.40}, but the current one is {fingerprint}, in "
+            "which its token ids mean other text. Use another directory, or the tokenizer of this one"
         )
     if namespace is not None and manifest.namespace != namespace:
         raise NamespaceMismatch(
-            f"{path} is the cache of namespace {manifest.namespace[:80]!r}, not of {namespace!r}, and what is learned "
-            f"in one is not used in another. To use it here on purpose, move it elsewhere and give it to "
-            "`ssd-serve --warm`; else give this cache a directory of its own"
+            f"{path} is the cache of namespace {manifest.namespace[:80]!r}, not of {namespace!r}, and text of "
+            "one namespace is not used in another. To use it here on purpose, move it elsewhere and pass it with "
+            "`ssd-serve --warm`; otherwise use another directory for this cache"
         )
     return manifest
 
 
 def _from_json(content: Any) -> Manifest:
-    """Raises ValueError, KeyError, TypeError for what ``write_manifest`` does not write."""
+    """Build a manifest from JSON. Raises ValueError, KeyError, TypeError for invalid content."""
     manifest = Manifest(
         fingerprint=content["fingerprint"],
         namespace=content["namespace"],
@@ -330,39 +349,39 @@ def _from_json(content: Any) -> Manifest:
         next_position=content["next_position"],
         segments=tuple(content["segments"]),
         owner=Owner(*map(str, content["owner"])) if content.get("owner") else None,
-        shared=content.get("shared"),  # whatever it is: ``Checkpoint`` looks
+        shared=content.get("shared"),  # any JSON: ``Checkpoint.from_json`` validates it
     )
     if not all(map(is_segment_id, manifest.segment_ids)):
-        raise ValueError("it names a segment that no file can have")
+        raise ValueError("it has an invalid segment id")
     if len(set(manifest.segment_ids)) < len(manifest.segments):
         raise ValueError("it names a segment twice")
     if not (isinstance(manifest.fingerprint, str) and isinstance(manifest.namespace, str)):
-        raise ValueError("it does not say whose it is")
+        raise ValueError("its fingerprint or its namespace is missing")
     for number in (manifest.generation, manifest.next_position):
         if type(number) is not int or not 0 <= number <= MAX_POSITION:
-            raise ValueError("it has numbers that no writer writes")
+            raise ValueError("it has invalid numbers")
     return manifest
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Put it into directory ``path``, in the place of the one that is there, and on disk. Raises OSError."""
+    """Replace the manifest of directory ``path`` durably. Raises OSError."""
     content = {name: value for name, value in asdict(manifest).items() if value is not None}
-    write_file(path / MANIFEST_NAME, [as_checked_json("manifest", content)], durable=True)
+    write_file(path / MANIFEST_NAME, [dump_checked_json("manifest", content)], durable=True)
     sync_directory(path)
 
 
 class _NewerFormat(ValueError):
-    """The number of a format that this version does not know."""
+    """The file has a format number that this version does not know."""
 
 
-def as_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
-    """A file of ``content`` under ``name``, with the format, twice, and a checksum."""
-    content = {**content, "format": MANIFEST_FORMAT}  # a digit of the outer one has no checksum
+def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
+    """Return ``content`` under the key ``name`` as JSON with a checksum and, twice, the format number."""
+    content = {**content, "format": MANIFEST_FORMAT}  # the checksum does not cover the outer format number
     return json.dumps({"format": MANIFEST_FORMAT, name: content, "xxh3": _digest(content)}, indent=1).encode()
 
 
-def from_checked_json(name: str, text: bytes) -> Any:
-    """The content that ``as_checked_json`` was given, or former versions. Raises ValueError, KeyError, TypeError."""
+def parse_checked_json(name: str, text: bytes) -> Any:
+    """Parse the output of ``dump_checked_json`` of this or a former version. Raises ValueError, KeyError, TypeError."""
     outer = json.loads(text)
     content, version = outer[name], outer["format"]
     if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):

@@ -1,4 +1,4 @@
-"""The index of one namespace: the ring's tail and the segments sealed from it."""
+"""The index of one namespace: the memtable in the ring buffer, and the segments flushed from it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,35 @@ from collections.abc import Collection, Sequence
 from itertools import groupby, takewhile
 
 from ssd.config import IndexConfig
-from ssd.retrieval.files import is_kept
-from ssd.retrieval.prefixes import PrefixFilter, split_sequence
+from ssd.retrieval.dedup import PromptDeduplicator, split_sequence
+from ssd.retrieval.files import is_retained
+from ssd.retrieval.reuse import EvictionPass, OutputSpans, compile_reuse_kernels
 from ssd.retrieval.ring import TokenRing
 from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
 from ssd.retrieval.suffix_array import MAX_SEGMENT_TOKENS
-from ssd.retrieval.usage import Leaving, Outputs, warm_up_usage
 
 Segments = tuple[Segment, ...]
 
 
-def merge_plan(segments: Segments, apart: Collection[str], config: IndexConfig, most: int) -> Segments | None:
-    """Neighbours in ``segments`` to be merged next, of at most ``most`` tokens and none of the ids ``apart``, or None.
+def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfig, max_tokens: int) -> Segments | None:
+    """Choose neighbouring segments to merge next: size-tiered, as in Lucene. O(number of segments).
 
-    Size-tiered, as in Lucene. O(number of segments).
+    A segment's size class is the logarithm of its size to the base ``merge_fanout``. A segment with a larger, newer
+    neighbour counts as of that neighbour's class; otherwise small segments between large ones would stay forever. If at
+    least ``merge_fanout`` neighbours are of one class, the cheapest run of them is merged: the one with the fewest
+    sorted tokens per token that is not in the run's largest segment. Classes then never grow with position, so that
+    there are fewer than ``merge_fanout`` segments in each class, except those whose sum would be too large. A token is
+    sorted about log(capacity / seal_tokens) times, even if flushing is far ahead of merging.
 
-    A segment's class is log of its size to the base ``merge_fanout``; a segment with a larger, newer neighbour counts
-    as that one's class, or small ones between large ones would stay forever. Where ``merge_fanout`` or more neighbours
-    are of one class, those of them are merged that cost least: the fewest tokens sorted for each that is not of the
-    largest. Classes then never grow with position, so there are fewer than ``merge_fanout`` segments in each, but for
-    those whose sum would be too large. A token is sorted again about log(capacity / seal_tokens) times, also when
-    sealing is far ahead of merging.
+    Args:
+        segments: The segments, oldest first.
+        excluded: Ids of segments that must not be merged.
+        config: The settings of the index.
+        max_tokens: The maximum size of the merged segment.
+
+    Returns:
+        The segments to merge; None if no merge is due.
     """
     classes = [
         int(math.log(max(1.0, len(segment) / config.seal_tokens), config.merge_fanout) + 1e-9) for segment in segments
@@ -39,58 +46,61 @@ def merge_plan(segments: Segments, apart: Collection[str], config: IndexConfig, 
     stop = len(segments)
     while stop > 0:
         start = stop - 1
-        if segments[start].segment_id in apart:
+        if segments[start].segment_id in excluded:
             stop = start
             continue
-        while start > 0 and classes[start - 1] <= classes[stop - 1] and segments[start - 1].segment_id not in apart:
+        while start > 0 and classes[start - 1] <= classes[stop - 1] and segments[start - 1].segment_id not in excluded:
             start -= 1
         if stop - start >= config.merge_fanout:
-            plan, cost = _cheapest_that_fits(segments[start:stop], config.merge_fanout, most)
+            plan, cost = _cheapest_that_fits(segments[start:stop], config.merge_fanout, max_tokens)
             if cost < best_cost:
                 best, best_cost = plan, cost
         stop = start
     return best
 
 
-def _cheapest_that_fits(run: Segments, fanout: int, most: int) -> tuple[Segments | None, float]:
-    """Two to ``fanout`` neighbours in ``run`` of at most ``most`` tokens, and their cost."""
+def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
+    """Return the cheapest run of two to ``fanout`` neighbours of at most ``max_tokens`` tokens, and its cost."""
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
         for stop in range(first + 1, min(first + fanout, len(run))):
             size = len(run[stop])
             total, largest = total + size, max(largest, size)
-            if total > most:
+            if total > max_tokens:
                 break
             if total / (total - largest) < best_cost:
                 best, best_cost = run[first : stop + 1], total / (total - largest)
     return best, best_cost
 
 
-_RING_SEALS = 16  # the ring holds the tail of this many seals before a lagging rebuild costs tokens ...
-_RING_TOKENS = 1 << 18  # ... and no fewer than this, so that a very long prompt fits; untouched pages cost no memory
-_KEPT_SHARE = 0.5  # of the capacity, for text that was of use
+_RING_FLUSHES = 16  # the ring has room for this many flushes before a delayed flush loses tokens ...
+_RING_TOKENS = (
+    1 << 18
+)  # ... and for at least this many tokens, so that a very long prompt fits; untouched pages take no memory
+_RETAINED_SHARE = 0.5  # of the capacity
 
 
 class SuffixIndex:
-    """What is stored, at most ``capacity_tokens``, ready to be searched. No threads, no files, no sorting.
+    """The stored text of a namespace, at most ``capacity_tokens``, ready to search. No threads, no files, no sorting.
 
-    One owner calls everything but ``snapshot``, which any thread may call. Where a token is::
+    One owner calls every method except ``snapshot``, which is safe from any thread. A token is in one of these places::
 
-        borrowed segments    of another namespace, which keeps them up to date; outside the capacity
-        static segments      from the warm-up builder, outside the capacity, never evicted
-        kept segments        [oldest position, recent)     what was of use of text that left; in order of position
-        ring-born segments   [recent position, sealed)     immutable, in order of position, evicted oldest first
-        tail                 [sealed, written)             in the ring
+        shared segments      segments of another namespace, which maintains them; outside the capacity
+        prebuilt segments    made by ``ssd-cache build``; outside the capacity, never evicted
+        retained segments    [oldest position, recent)      reused text of evicted segments, in order of position
+        ring segments        [recent position, flushed)     immutable, in order of position, evicted oldest first
+        memtable             [flushed, written)             in the ring buffer
 
-    Sealing, merging and keeping are in two halves, so that the owner may sort in between, elsewhere and without its
-    lock: ``tail_to_seal`` ... ``install_sealed``, ``merge_plan`` ... ``install_merged``, and ``leaving`` ...
-    ``install_kept``.
+    Flushing, merging and retaining have two halves each, so that the owner can sort in between, on another thread and
+    without its lock: ``memtable_to_flush`` ... ``install_flushed``, ``plan_merge`` ... ``install_merged``, and
+    ``eviction_pass`` ... ``install_retained``.
 
-    The oldest segment leaves when room is needed; what of it a later output said again comes
-    back as a segment of its own, before all those that have not left yet, and is not looked at again. Kept segments are
-    at most half of the capacity: beyond, and where there are no others, the oldest of them leave. So the newest half of
-    the capacity is always that of new text, and text that nobody said again pushes out only its own kind.
+    If room is needed, the oldest segment is evicted. The parts of it that occur in a later output come back as a
+    retained segment, which is placed before all segments that are not evicted yet and is not examined again. Retained
+    segments have at most half of the capacity. Beyond that, and if there are no other segments, the oldest retained
+    ones are dropped. So new text always has half of the capacity, and text that is never reused evicts only text of its
+    own kind.
     """
 
     def __init__(
@@ -100,80 +110,80 @@ class SuffixIndex:
         next_position: int = 0,
         gaps: Sequence[int] = (),
     ) -> None:
-        """Starts with ring-born ``segments``, oldest first, as a directory kept them; the tail is empty.
+        """Start with the ring ``segments`` of a directory, oldest first, and an empty memtable.
 
-        ``gaps`` : positions, in order, across which nothing is merged.
+        ``gaps`` are ring positions, in order, across which segments are not merged.
         """
         self._gaps = gaps
         self.config = config
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
-        limit = min(config.capacity_tokens, max(_RING_SEALS * config.seal_tokens, _RING_TOKENS))
+        limit = min(config.capacity_tokens, max(_RING_FLUSHES * config.seal_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
         self.num_evicted_segments = 0
         self.num_evicted_tokens = 0
         self.num_dropped_tokens = 0
-        """Tokens that left the ring unsealed, because sealing was too slow."""
+        """The number of tokens that left the ring before they were flushed, because flushing was too slow."""
         self.num_skipped_tokens = 0
-        """Tokens of prompts that were stored already."""
+        """The number of prompt tokens that were stored already."""
 
-        self._filter = PrefixFilter(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
-        self._outputs = Outputs()
-        self._leaving: deque[Segment] = deque()
-        warm_up_usage()
+        self._deduplicator = PromptDeduplicator(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
+        self._output_spans = OutputSpans()
+        self._evicting: deque[Segment] = deque()
+        compile_reuse_kernels()
         stops = [segment.stop or 0 for segment in segments]
         self._ring = TokenRing(limit, max([next_position, *stops]))
-        self._sealing_stop = 0  # positions below it have been copied out by tail_to_seal
-        self.borrowed: Segments = ()
-        """Segments of another namespace that are searched too."""
-        self._static: Segments = ()
-        self.ring_born: Segments = tuple(segments)
-        """Sealed segments, kept ones among them, in order of position."""
-        self._num_ring_born_tokens = sum(map(len, segments))
-        self._num_kept = sum(1 for _ in takewhile(lambda segment: is_kept(segment.segment_id), segments))
+        self._flushing_stop = 0  # ``memtable_to_flush`` has copied the positions below it
+        self.shared_segments: Segments = ()
+        """The attached segments of another namespace."""
+        self._prebuilt: Segments = ()
+        self.ring_segments: Segments = tuple(segments)
+        """The segments with a ring position, retained ones included, in order of position."""
+        self._num_ring_tokens = sum(map(len, segments))
+        self._num_retained = sum(1 for _ in takewhile(lambda segment: is_retained(segment.segment_id), segments))
         self._generation = 0
-        self._trim_kept()
+        self._trim_retained()
         self._evict(0)
         self._publish_segments()
 
     def snapshot(self) -> Snapshot:
-        """The index as it is now. O(1), from any thread."""
+        """Return the current snapshot. O(1), safe from any thread."""
         return self._snapshot
 
     @property
     def next_position(self) -> int:
-        """Where the next appended token will lie."""
-        return self._ring.tail_stop
+        """The ring position of the next appended token."""
+        return self._ring.memtable_stop
 
     @property
     def recent_position(self) -> int:
-        """Of what was stored before this position, only what was of use may be stored still."""
-        recent = self.ring_born[self._num_kept :]
-        return recent[0].start or 0 if recent else self._ring.tail_start
+        """The first ring position that was not evicted. Before it, only retained text is stored."""
+        recent = self.ring_segments[self._num_retained :]
+        return recent[0].start or 0 if recent else self._ring.memtable_start
 
     @property
-    def num_kept_tokens(self) -> int:
-        """Tokens that are stored because they were of use, though their age is over."""
-        return sum(map(len, self.ring_born[: self._num_kept]))
+    def num_retained_tokens(self) -> int:
+        """The number of tokens in retained segments."""
+        return sum(map(len, self.ring_segments[: self._num_retained]))
 
     @property
-    def num_tail_tokens(self) -> int:
-        """Tokens in no segment yet."""
+    def num_memtable_tokens(self) -> int:
+        """The number of tokens in the memtable."""
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """False while half the ring is unsealed."""
+        """Return whether less than half of the ring is unflushed."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
 
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
-        """Store a sequence (int32[n], ids >= 0), prompt then completion, and publish it. Returns the pieces stored.
+        """Store a sequence (int32[n], ids >= 0), prompt then completion, and publish it. Returns the stored pieces.
 
-        What of the first ``prompt_length`` tokens is stored already is not stored again; what is stored already of the
-        others was of use. Evicts the oldest segments, or drops the oldest unsealed sequences, to stay within the
-        capacity. O(n).
+        Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
+        occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
+        unflushed sequences are dropped, to stay within the capacity. O(n).
         """
-        new = self._filter.pieces(tokens, prompt_length, self.next_position)
+        new = self._deduplicator.new_pieces(tokens, prompt_length, self.next_position)
         self.num_skipped_tokens += len(tokens) - sum(map(len, new))
         pieces = [part for piece in new for part in self._add(piece, max(0, len(tokens) - prompt_length))]
         if pieces:
@@ -181,164 +191,172 @@ class SuffixIndex:
         return pieces
 
     def add(self, tokens: Tokens) -> None:
-        """Store a piece that another index stored. It may not be searched before the next ``publish``. O(n)."""
-        self._filter.note(tokens, self.next_position)
+        """Store a piece from another replica's index. It may become searchable only with the next ``publish``. O(n)."""
+        self._deduplicator.note_replicated(tokens, self.next_position)
         self._add(tokens, 0)
 
-    def _add(self, tokens: Tokens, num_said: int) -> list[Tokens]:
-        """``num_said`` : so many of the last tokens are an output's."""
+    def _add(self, tokens: Tokens, num_output: int) -> list[Tokens]:
+        """Store pieces of a sequence, whose last ``num_output`` tokens are an output."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
         ring, num_dropped = self._ring, self.num_dropped_tokens
-        begin, prompt = ring.tail_stop, max(0, len(tokens) - num_said)
+        begin, prompt = ring.memtable_stop, max(0, len(tokens) - num_output)
         for piece in pieces:
             if self._evict(len(piece) + 1):
                 self._publish_segments()
-            tail_start = ring.tail_start
+            memtable_start = ring.memtable_start
             position = ring.append(piece)
-            if ring.tail_start > tail_start:
-                self.num_dropped_tokens += max(0, ring.tail_start - max(tail_start, self._sealing_stop))
-            if num_said > 0 and len(piece) > prompt:
-                self._outputs.add(begin, position + prompt, ring.tail_stop)
+            if ring.memtable_start > memtable_start:
+                self.num_dropped_tokens += max(0, ring.memtable_start - max(memtable_start, self._flushing_stop))
+            if num_output > 0 and len(piece) > prompt:
+                self._output_spans.add(begin, position + prompt, ring.memtable_stop)
             prompt = max(0, prompt - len(piece) + min(self.config.lead_in_tokens, self.max_piece_tokens // 2))
-        # Positions say nothing about text dropped from the middle, so then every block is forgotten.
+        # Text dropped from the middle is not known by its position, so that every block must be forgotten then.
         has_dropped = self.num_dropped_tokens > num_dropped
-        self._filter.forget_before(ring.tail_stop if has_dropped else self.recent_position)
+        self._deduplicator.forget_before(ring.memtable_stop if has_dropped else self.recent_position)
         return pieces
 
     def publish(self) -> None:
-        """All that was added can be searched from now on. O(1)."""
+        """Make everything added so far searchable. O(1)."""
         ring = self._ring
         self._generation += 1
-        # One assignment of an immutable object: a reader has either the old one or the new one, whole.
-        self._snapshot = Snapshot(self._generation, self._table, ring.tokens, ring.tail_start, ring.tail_stop)
+        # One assignment of an immutable object, so that a reader gets either the old or the new snapshot.
+        self._snapshot = Snapshot(self._generation, self._table, ring.tokens, ring.memtable_start, ring.memtable_stop)
 
-    # Sealing
+    # Flushing
 
-    def tail_to_seal(self) -> tuple[int, Tokens] | None:
-        """Position and a copy of the oldest whole sequences of the tail, at most a segment's; None if it is empty."""
+    def memtable_to_flush(self) -> tuple[int, Tokens] | None:
+        """Return the position and a copy of the memtable's oldest sequences, at most one segment; None if empty."""
         if len(self._ring) == 0:
             return None
-        start = self._ring.tail_start
-        self._sealing_stop = self._ring.sequences_within(self.max_segment_tokens)
-        return start, self._ring.read(start, self._sealing_stop)
+        start = self._ring.memtable_start
+        self._flushing_stop = self._ring.end_of_sequences(self.max_segment_tokens)
+        return start, self._ring.read(start, self._flushing_stop)
 
-    def install_sealed(self, segment: Segment) -> None:
-        """The text of ``tail_to_seal`` is in ``segment`` from now on. Publishes."""
+    def install_flushed(self, segment: Segment) -> None:
+        """Replace the text of ``memtable_to_flush`` by ``segment``, and publish."""
         assert segment.stop is not None
         self._ring.release(segment.stop)
-        self.ring_born = (*self.ring_born, segment)
-        self._num_ring_born_tokens += len(segment)
+        self.ring_segments = (*self.ring_segments, segment)
+        self._num_ring_tokens += len(segment)
         self._evict(0)
         self._publish_segments()
 
     # Merging
 
-    def merge_plan(self, apart: Collection[str] = ()) -> tuple[Segment, ...] | None:
-        """Neighbouring segments to be merged next, or None; none of the ids ``apart``. O(number of segments)."""
-        kept, recent = self.ring_born[: self._num_kept], self.ring_born[self._num_kept :]
+    def plan_merge(self, excluded: Collection[str] = ()) -> tuple[Segment, ...] | None:
+        """Return neighbouring segments to merge next, none of them in ``excluded``; None if no merge is due."""
+        retained, recent = self.ring_segments[: self._num_retained], self.ring_segments[self._num_retained :]
         parts = (
             tuple(part)
-            for segments in (recent, kept)
+            for segments in (recent, retained)
             for _, part in groupby(segments, lambda segment: bisect(self._gaps, segment.start or 0))
         )
-        plans = (merge_plan(part, apart, self.config, self.max_segment_tokens) for part in parts)
+        plans = (plan_merge(part, excluded, self.config, self.max_segment_tokens) for part in parts)
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
-        """Put ``merged`` in the place of ``inputs`` and publish; False, changing nothing, if one of them is gone."""
-        first = next((i for i, segment in enumerate(self.ring_born) if segment is inputs[0]), len(self.ring_born))
-        there = self.ring_born[first : first + len(inputs)]
+        """Replace ``inputs`` by ``merged`` and publish. Return False, without a change, if an input is gone."""
+        first = next(
+            (i for i, segment in enumerate(self.ring_segments) if segment is inputs[0]), len(self.ring_segments)
+        )
+        there = self.ring_segments[first : first + len(inputs)]
         if len(there) < len(inputs) or any(a is not b for a, b in zip(there, inputs, strict=True)):
             return False
-        self.ring_born = (*self.ring_born[:first], merged, *self.ring_born[first + len(inputs) :])
-        if first < self._num_kept:
-            self._num_kept -= len(inputs) - 1
+        self.ring_segments = (*self.ring_segments[:first], merged, *self.ring_segments[first + len(inputs) :])
+        if first < self._num_retained:
+            self._num_retained -= len(inputs) - 1
         self._publish_segments()
         return True
 
-    # Keeping
+    # Retaining
 
-    def leaving(self) -> Leaving | None:
-        """The segments that have left, and what says which of their text was of use; None if none has. O(tail).
+    def eviction_pass(self) -> EvictionPass | None:
+        """Return the evicted segments with the data that tells which text of them was reused; None if there are none.
 
-        They are not searched any more, until ``install_kept``. See ``usage.used_texts``.
+        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``. O(memtable).
         """
-        if not self._leaving:
+        if not self._evicting:
             return None
-        kept, newer = self.ring_born[: self._num_kept], self.ring_born[self._num_kept :]
+        retained, newer = self.ring_segments[: self._num_retained], self.ring_segments[self._num_retained :]
         ring = self._ring
-        tail = ring.read(ring.tail_start, ring.tail_stop)
-        return Leaving(tuple(self._leaving), kept, newer, ring.tail_start, tail, self._outputs.places())
+        memtable = ring.read(ring.memtable_start, ring.memtable_stop)
+        return EvictionPass(
+            tuple(self._evicting), retained, newer, ring.memtable_start, memtable, self._output_spans.spans()
+        )
 
-    def install_kept(self, left: Segments, kept: Sequence[tuple[Segment, Segment]]) -> None:
-        """``left`` is gone; what was of use of it is searched from now on. Publishes.
+    def install_retained(self, evicted: Segments, retained: Sequence[tuple[Segment, Segment]]) -> None:
+        """Free the ``evicted`` segments, add the segments of their reused text, and publish.
 
-        ``kept`` : in order, each behind the one of ``left`` that it was made of; without effect for one that was given
-        up meanwhile.
+        ``retained`` are pairs of an evicted segment and the segment made of its reused text, in order. A pair is
+        ignored if its evicted segment was freed meanwhile.
         """
-        there = set(map(id, self._leaving))
-        found = tuple(segment for of, segment in kept if id(of) in there)
-        gone = set(map(id, left))
-        self._leaving = deque(segment for segment in self._leaving if id(segment) not in gone)
-        self.ring_born = (*self.ring_born[: self._num_kept], *found, *self.ring_born[self._num_kept :])
-        self._num_kept += len(found)
+        there = set(map(id, self._evicting))
+        found = tuple(segment for source, segment in retained if id(source) in there)
+        gone = set(map(id, evicted))
+        self._evicting = deque(segment for segment in self._evicting if id(segment) not in gone)
+        self.ring_segments = (
+            *self.ring_segments[: self._num_retained],
+            *found,
+            *self.ring_segments[self._num_retained :],
+        )
+        self._num_retained += len(found)
         num_tokens = sum(map(len, found))
-        self._num_ring_born_tokens += num_tokens
+        self._num_ring_tokens += num_tokens
         self.num_evicted_tokens -= num_tokens
-        self._trim_kept()
+        self._trim_retained()
         self._evict(0)
         self._publish_segments()
 
-    # Static segments
+    # Prebuilt and shared segments
 
-    def add_static(self, segments: Sequence[Segment]) -> None:
-        """Search ``segments`` too, outside the capacity. Publishes."""
+    def add_prebuilt(self, segments: Sequence[Segment]) -> None:
+        """Add prebuilt ``segments``, outside the capacity, and publish."""
         assert all(segment.start is None for segment in segments)
-        self._static = (*self._static, *segments)
+        self._prebuilt = (*self._prebuilt, *segments)
         self._publish_segments()
 
-    def borrow(self, segments: tuple[Segment, ...]) -> None:
-        """Search ``segments`` of another namespace too, without a position, in place of those borrowed before."""
+    def attach_shared(self, segments: tuple[Segment, ...]) -> None:
+        """Replace the attached segments of another namespace by ``segments``, which have no position, and publish."""
         assert all(segment.start is None for segment in segments)
-        self.borrowed = segments
+        self.shared_segments = segments
         self._publish_segments()
 
     def clear(self) -> None:
-        """Nothing is stored any more, and nothing borrowed. Publishes."""
-        self.borrowed = self._static = self.ring_born = ()
-        self._num_ring_born_tokens = self._num_kept = 0
-        self._leaving.clear()
-        self._ring.release(self._ring.tail_stop)
+        """Remove all text, attached segments included, and publish."""
+        self.shared_segments = self._prebuilt = self.ring_segments = ()
+        self._num_ring_tokens = self._num_retained = 0
+        self._evicting.clear()
+        self._ring.release(self._ring.memtable_stop)
         self._ring.tokens[:] = SEPARATOR
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Drop the oldest segments until ``num_new_tokens`` more tokens fit; kept ones where there are no others."""
-        capacity, before = self.config.capacity_tokens, len(self.ring_born)
-        while self.ring_born and self._num_ring_born_tokens + len(self._ring) + num_new_tokens > capacity:
-            self._drop(self._num_kept if self._num_kept < len(self.ring_born) else 0)
-        return len(self.ring_born) < before
+        """Evict the oldest segments until ``num_new_tokens`` more tokens fit; retained ones only if no others exist."""
+        capacity, before = self.config.capacity_tokens, len(self.ring_segments)
+        while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
+            self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)
+        return len(self.ring_segments) < before
 
-    def _trim_kept(self) -> None:
-        """Drop the oldest kept segments until the others are no more than their share."""
-        while self.num_kept_tokens > _KEPT_SHARE * self.config.capacity_tokens:
+    def _trim_retained(self) -> None:
+        """Drop the oldest retained segments until the rest is within its share."""
+        while self.num_retained_tokens > _RETAINED_SHARE * self.config.capacity_tokens:
             self._drop(0)
 
     def _drop(self, number: int) -> None:
-        """Take a segment out of the search; what is of use of a recent one may come back."""
-        segment, was_kept = self.ring_born[number], number < self._num_kept
-        self.ring_born = (*self.ring_born[:number], *self.ring_born[number + 1 :])
-        self._num_ring_born_tokens -= len(segment)
-        self._num_kept -= was_kept
+        """Remove a segment from the index. Reused text of a segment that was not retained yet may come back."""
+        segment, was_retained = self.ring_segments[number], number < self._num_retained
+        self.ring_segments = (*self.ring_segments[:number], *self.ring_segments[number + 1 :])
+        self._num_ring_tokens -= len(segment)
+        self._num_retained -= was_retained
         self.num_evicted_segments += 1
         self.num_evicted_tokens += len(segment)
-        if not was_kept:
-            self._leaving.append(segment)
-            while sum(map(len, self._leaving)) > 2 * self.max_segment_tokens:  # nobody comes for them
-                self._leaving.popleft()
+        if not was_retained:
+            self._evicting.append(segment)
+            while sum(map(len, self._evicting)) > 2 * self.max_segment_tokens:  # the owner does not retain
+                self._evicting.popleft()
 
     def _publish_segments(self) -> None:
-        self._table = SegmentTable((*self.borrowed, *self._static, *self.ring_born))
-        left = self._leaving[0].start if self._leaving else None
-        self._outputs.forget_before(self.recent_position if left is None else left)
+        self._table = SegmentTable((*self.shared_segments, *self._prebuilt, *self.ring_segments))
+        oldest = self._evicting[0].start if self._evicting else None
+        self._output_spans.forget_before(self.recent_position if oldest is None else oldest)
         self.publish()

@@ -1,4 +1,4 @@
-"""One namespace of a cache set while it is opened, used and closed."""
+"""A namespace of the cache manager: opening, leases and deletion."""
 
 from __future__ import annotations
 
@@ -9,61 +9,73 @@ from typing import Final
 from weakref import WeakSet
 
 from ssd.retrieval.files import Owner
+from ssd.retrieval.namespace_cache import NamespaceCache
 from ssd.retrieval.segment import Tokens
-from ssd.retrieval.suffix_cache import SuffixCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamespaceTerms:
-    """The same for all requests of a namespace; what the last of them said counts.
+class NamespacePolicy:
+    """The settings of a namespace. All its requests have the same; those of the last request apply.
 
-    ``capacity_tokens`` : most tokens kept, None for the configured number; of effect when the namespace is opened.
-    ``reads_shared`` : drafts come from what the set's first namespace has sealed as well.
-    ``is_kept`` : it has a directory, where the set has one, and is shared with other replicas; without, all stays in
-        this process' memory.
-    ``owner`` : whose it is, for the manifest.
-    ``group`` : of the namespaces of one group at most ``most_in_group`` are open: the one used longest ago is closed
-        for another; where requests hold them all, there is none for the next.
+    Attributes:
+        capacity_tokens: The maximum number of stored tokens; None for the configured number. Applies when the namespace
+            is opened.
+        reads_shared: Whether drafts may also come from the segments of the default namespace.
+        is_durable: Whether the namespace has a directory, if the manager has one, and is replicated. Otherwise all its
+            text stays in this process's memory.
+        owner: The owner, for the manifest.
+        group: The group of the namespace. At most ``max_in_group`` namespaces of a group are open. For another one, the
+            least recently used is closed. If requests lease all of them, the request gets no namespace.
+        max_in_group: The maximum number of open namespaces of the group.
     """
 
     capacity_tokens: int | None = None
     reads_shared: bool = False
-    is_kept: bool = True
+    is_durable: bool = True
     owner: Owner | None = None
     group: str | None = None
-    most_in_group: int = 8
+    max_in_group: int = 8
 
 
-DEFAULT_TERMS = NamespaceTerms()
+DEFAULT_POLICY = NamespacePolicy()
 
 
-_MOST_WAITING_TOKENS: Final = 1 << 18
+_MAX_WAITING_TOKENS: Final = 1 << 18
 
 
-class Namespace:
-    """A name and, once its files were read, its cache. Safe from any thread; only ``opened`` ever waits.
+class NamespaceEntry:
+    """A namespace and, once its files have been read, its cache. Safe from any thread.
 
-    ``cache`` : None until it is open. ``is_opening`` : a thread of the set's is at it; the set's to change.
+    Only ``opened`` and ``discard`` wait for files.
+
+    Attributes:
+        name: The name.
+        policy: The settings that apply now.
+        cache: The cache; None until it is open.
+        is_opening: Whether a thread of the manager is opening the cache. Only the manager changes it.
     """
 
     def __init__(
-        self, name: str, open_cache: Callable[[Namespace], SuffixCache], terms: NamespaceTerms = DEFAULT_TERMS
+        self,
+        name: str,
+        open_cache: Callable[[NamespaceEntry], NamespaceCache],
+        policy: NamespacePolicy = DEFAULT_POLICY,
     ) -> None:
-        """``open_cache`` : makes the cache of a namespace; reads files. ``terms`` : those that count now."""
+        """Create a closed entry; ``open_cache`` reads the files and makes the cache."""
         self.name = name
-        self.terms = terms
-        self.cache: SuffixCache | None = None
+        self.policy = policy
+        self.cache: NamespaceCache | None = None
         self.is_opening = False
         self._open_cache = open_cache
-        self._opening = threading.Lock()  # held while files are read
+        self._opening = threading.Lock()  # locked while files are read
         self._lock = threading.Lock()
         self._waiting: list[tuple[Tokens, int]] = []
         self._num_waiting_tokens = self._num_lost_tokens = 0
         self._is_discarded = False
-        self._holders: WeakSet[HeldNamespace] = WeakSet()
+        self._leases: WeakSet[NamespaceLease] = WeakSet()
 
-    def opened(self) -> SuffixCache:
-        """The cache. The first to ask opens it, and others wait for that; raises what opening it raises."""
+    def opened(self) -> NamespaceCache:
+        """Return the cache. The first caller opens it, and other callers wait. Raises the errors of opening."""
         if self.cache is not None:
             return self.cache
         with self._opening:
@@ -73,8 +85,8 @@ class Namespace:
                     for tokens, prompt_length in self._waiting:
                         cache.append(tokens, prompt_length=prompt_length)
                     if self._num_lost_tokens:
-                        error = TimeoutError(f"{self._num_lost_tokens} tokens were too many to be kept for it")
-                        cache.report_failure("not all text of the time it took to open was stored", error)
+                        error = TimeoutError(f"{self._num_lost_tokens} tokens exceeded the buffer")
+                        cache.report_failure("some text that arrived while the cache was opened was not stored", error)
                     self._waiting.clear()
                     self.cache = cache
                 if self._is_discarded:
@@ -82,12 +94,12 @@ class Namespace:
             return self.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n]: now, or as soon as the cache is open. Never waits for files. O(n)."""
+        """Store a finished sequence, int32[n], now or as soon as the cache is open. Never waits for files. O(n)."""
         with self._lock:
             if self._is_discarded:
                 return
             if self.cache is None:
-                if self._num_waiting_tokens + len(tokens) > _MOST_WAITING_TOKENS:
+                if self._num_waiting_tokens + len(tokens) > _MAX_WAITING_TOKENS:
                     self._num_lost_tokens += len(tokens)
                     return
                 self._num_waiting_tokens += len(tokens)
@@ -96,7 +108,7 @@ class Namespace:
         self.cache.append(tokens, prompt_length=prompt_length)
 
     def discard(self) -> None:
-        """Forget all of it, for those too that hold it, and store nothing more. Waits while its files are read."""
+        """Delete all text, also for existing leases, and ignore later appends. Waits while files are read."""
         with self._lock:
             self._is_discarded = True
             self._waiting.clear()
@@ -104,33 +116,33 @@ class Namespace:
             if self.cache is not None:
                 self.cache.discard()
 
-    def held(self) -> HeldNamespace:
-        """The namespace for one more holder."""
-        holder = HeldNamespace(self)
+    def lease(self) -> NamespaceLease:
+        """Return a new lease."""
+        lease = NamespaceLease(self)
         with self._lock:
-            self._holders.add(holder)
-        return holder
+            self._leases.add(lease)
+        return lease
 
     @property
-    def is_held(self) -> bool:
-        """Whether what ``held`` gave is still alive, or the cache is being opened."""
+    def is_leased(self) -> bool:
+        """Whether a lease exists or the cache is being opened."""
         with self._lock:
-            return self.is_opening or len(self._holders) > 0
+            return self.is_opening or len(self._leases) > 0
 
 
-class HeldNamespace:
-    """A namespace as one request holds it: not closed to make room for another while this object lives."""
+class NamespaceLease:
+    """A request's lease of a namespace: the namespace is not closed to make room for another while the lease exists."""
 
     __slots__ = ("__weakref__", "_namespace")
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: NamespaceEntry) -> None:
         self._namespace = namespace
 
     @property
-    def cache(self) -> SuffixCache | None:
-        """The cache; None while its files are read, or where they cannot be. O(1)."""
+    def cache(self) -> NamespaceCache | None:
+        """The cache; None while its files are read, or if they cannot be read. O(1)."""
         return self._namespace.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n], see ``SuffixCache.append``; now, or as soon as the cache is open."""
+        """Store a finished sequence, int32[n], now or as soon as the cache is open; see ``NamespaceCache.append``."""
         self._namespace.append(tokens, prompt_length=prompt_length)

@@ -1,12 +1,12 @@
-"""Immutable text with the suffix array of its reversal: what is stored, sorted once; and its file.
+"""An immutable text with the suffix array of its reversal, and the file format of both.
 
-The text is packed: token ids in as few bytes as their largest needs, laid out so that texts compare backwards eight
-bytes at a time. An id is stored as the code id + 1, ``SEPARATOR`` as 0, little-endian in ``width`` bytes, between two
-guards of zeros. The bytes before any position, read from the last to the first, are then the codes before it from the
-last to the first, each from its highest byte to its lowest. So one 64-bit number loaded just before a position orders
-it among others by the text before it, whatever the width.
+The text is packed: token ids take as few bytes as the largest one needs, and the layout allows texts to be compared
+backwards eight bytes at a time. An id is stored as the code id + 1, and ``SEPARATOR`` as 0, little-endian in ``width``
+bytes, between two guards of zeros. Read from last to first, the bytes before a position are therefore the codes before
+it from last to first, each from its highest byte to its lowest. So one 64-bit number, loaded from just before a
+position, orders the position among others by the text before it, for every width.
 
-Files are written once, checked whole when they are opened, and the only form segments travel in.
+Files are written once and verified completely when they are opened. Segments are exchanged only as files.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, Tokeniz
 from ssd.retrieval.files import MAX_FORMAT, NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
-"""Token ids, and ``SEPARATOR`` where sequences end."""
+"""Token ids, with ``SEPARATOR`` at the ends of sequences."""
 Bytes = npt.NDArray[np.uint8]
 
 WIDTHS = (2, 3, 4)
 GUARD_BYTES = 64
-"""Zeros before the first code and at least as many after the last: a compare may read on without looking."""
+"""The number of zeros before the first code, and at least as many after the last, so that a comparison may read beyond.
+"""
 
-_HUGE: Final = 1 << 22  # bytes from which on huge pages are asked for, as numpy does
-_BLOCK_TOKENS = 1 << 16  # converted at a time, so that no copy of the whole text is needed
+_HUGE: Final = 1 << 22  # the smallest allocation with huge pages, in bytes, as in numpy
+_BLOCK_TOKENS = 1 << 16  # tokens converted at a time, so that the whole text is not copied
 
 
 def width_for(largest_id: int) -> int:
-    """The narrowest width, in bytes, that holds the code of ``largest_id`` >= -1."""
+    """Return the smallest width, in bytes, that fits the code of ``largest_id`` >= -1."""
     if largest_id + 1 < 1 << 16:
         return 2
     return 3 if largest_id + 1 < 1 << 24 else 4
 
 
 def packed_size(num_tokens: int, width: int) -> int:
-    """Bytes of a packed text with its guards, a multiple of 64."""
+    """Return the size of a packed text with its guards in bytes, a multiple of 64."""
     return 2 * GUARD_BYTES + -(-num_tokens * width // GUARD_BYTES) * GUARD_BYTES
 
 
 def pack(tokens: Tokens, width: int) -> Bytes:
-    """uint8[packed_size(n, width)] of ``tokens`` : int32[n], each >= -1 with a code that fits ``width``. O(n)."""
-    packed = np.empty(packed_size(len(tokens), width), np.uint8)  # not zeros: those come without huge pages
+    """Pack ``tokens`` (int32[n], each >= -1) into uint8[packed_size(n, width)]. The codes must fit ``width``. O(n)."""
+    packed = np.empty(packed_size(len(tokens), width), np.uint8)  # np.zeros would not use huge pages
     packed[:GUARD_BYTES] = 0
     packed[GUARD_BYTES + width * len(tokens) :] = 0
     codes = packed[GUARD_BYTES : GUARD_BYTES + width * len(tokens)].reshape(-1, width)
@@ -64,9 +65,9 @@ def pack(tokens: Tokens, width: int) -> Bytes:
 
 
 def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None, *, start: int = 0) -> Tokens:
-    """``num_tokens`` of the tokens that ``pack`` was given, from the ``start``-th on. O(num_tokens).
+    """Return ``num_tokens`` tokens of a packed text from token ``start`` on. O(num_tokens).
 
-    ``out`` : int32[num_tokens] that is filled and returned; None makes a new array.
+    ``out`` (int32[num_tokens]) is filled and returned; None allocates a new array.
     """
     first = GUARD_BYTES + width * start
     codes = packed[first : first + width * num_tokens].reshape(-1, width)
@@ -80,28 +81,30 @@ def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None
 
 
 SEPARATOR = -1
-"""Ends every stored sequence. Never a token id, so no match and no continuation runs across it."""
+"""The end of every stored sequence. It is never a token id, so that no match or continuation crosses it."""
 
-FENCE_STEP = 32
-"""One post of a segment's fence for this many positions: a quarter byte a token."""
+SPARSE_INDEX_STEP = 32
+"""The number of ranks per sample of the sparse index, which takes a quarter byte per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Immutable text with the suffix array of its reversal.
+    """An immutable text with the suffix array of its reversal.
 
-    ``text`` : uint8, whole sequences, each closed by ``SEPARATOR``, packed in ``width`` bytes a token, see above.
-    ``order`` : int32[n], the positions 1..n of the text ordered by what stands before them, read backwards from the
-        position. Positions preceded by the same tokens are neighbours, and the more tokens agree the nearer they are.
-    ``fence`` : uint64[ceil(n / FENCE_STEP)], the eight bytes of packed text before every FENCE_STEP-th position of the
-        order: a search begins there, in memory that lies together.
-    ``start`` : absolute ring position of the first token, or None for a static segment, which the ring never evicts.
-    ``segment_id`` : unique name within its directory.
+    Attributes:
+        text: uint8, whole sequences, each closed by ``SEPARATOR``, packed in ``width`` bytes per token.
+        order: int32[n], the suffix array: the positions 1..n, ordered by the text before them, read backwards.
+            Positions preceded by the same tokens are neighbours; the more tokens match, the nearer they are.
+        sparse_index: uint64[ceil(n / SPARSE_INDEX_STEP)], the eight bytes of packed text before every
+            SPARSE_INDEX_STEP-th position of the order. A search begins here, in contiguous memory.
+        width: Bytes per token.
+        start: The ring position of the first token; None for a prebuilt segment, which is never evicted.
+        segment_id: A name that is unique within its directory.
     """
 
     text: Bytes
     order: Tokens
-    fence: npt.NDArray[np.uint64]
+    sparse_index: npt.NDArray[np.uint64]
     width: int
     start: int | None
     segment_id: str
@@ -111,35 +114,35 @@ class Segment:
 
     @property
     def stop(self) -> int | None:
-        """One past the last absolute ring position, or None for a static segment."""
+        """The ring position after the last token; None for a prebuilt segment."""
         return None if self.start is None else self.start + len(self.order)
 
     @property
     def tokens(self) -> Tokens:
-        """int32[n], unpacked: a new array at every call. O(n)."""
+        """The unpacked tokens, int32[n], a new array at every access. O(n)."""
         return unpack(self.text, len(self.order), self.width)
 
 
-def own_pages(num_bytes: int) -> mmap.mmap:
-    """Memory that goes back to the system with it: of what was malloc's a process keeps much. Raises MemoryError."""
+def allocate_pages(num_bytes: int) -> mmap.mmap:
+    """Allocate memory that is returned to the operating system when freed, unlike malloc's. Raises MemoryError."""
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {num_bytes} bytes") from error
+        raise MemoryError(f"{num_bytes} bytes of memory could not be allocated") from error
     if num_bytes >= _HUGE:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
-def own_tokens(count: int) -> Tokens:
-    """int32[count] in pages of their own. Raises MemoryError."""
-    return np.frombuffer(own_pages(4 * count), np.int32, count)
+def allocate_tokens(count: int) -> Tokens:
+    """Allocate int32[count] with ``allocate_pages``. Raises MemoryError."""
+    return np.frombuffer(allocate_pages(4 * count), np.int32, count)
 
 
 def concatenate(segments: Sequence[Segment]) -> Tokens:
-    """int32: the tokens of ``segments``, one after the other. O(their sum). Raises MemoryError."""
-    tokens = own_tokens(sum(map(len, segments)))
+    """Return the tokens of ``segments`` one after the other, int32. O(their sum). Raises MemoryError."""
+    tokens = allocate_tokens(sum(map(len, segments)))
     start = 0
     for segment in segments:
         unpack(segment.text, len(segment), segment.width, tokens[start : start + len(segment)])
@@ -157,7 +160,7 @@ _BYTE_ORDER = 0x01020304
 _HEADER = struct.Struct("<8sIIIIQQIIQQQ32s64s64s16x")
 _CHECKSUM = struct.Struct("<Q")
 _ALIGNMENT = 64
-_STATIC = 1
+_PREBUILT_FLAG = 1
 _MAX_TOKENS = (1 << 31) - 1  # positions are int32
 _MAX_START = 1 << 62
 
@@ -165,55 +168,67 @@ assert _HEADER.size + _CHECKSUM.size == HEADER_LENGTH
 
 
 def segment_file_size(num_tokens: int, width: int) -> int:
-    """Bytes a segment file of ``num_tokens`` tokens, ``width`` bytes each, has."""
-    return fence_offset(num_tokens, width) + 8 * num_posts(num_tokens)
+    """Return the size in bytes of a segment file."""
+    return sparse_index_offset(num_tokens, width) + 8 * num_samples(num_tokens)
 
 
-def num_posts(num_tokens: int) -> int:
-    """Length of the fence of ``num_tokens`` tokens."""
-    return -(-num_tokens // FENCE_STEP)
+def num_samples(num_tokens: int) -> int:
+    """Return the number of samples in the sparse index of ``num_tokens`` tokens."""
+    return -(-num_tokens // SPARSE_INDEX_STEP)
 
 
 def order_offset(num_tokens: int, width: int) -> int:
-    """Where the order begins; the text lies between the header and it."""
+    """Return the file offset of the order; the text is between the header and the order."""
     return HEADER_LENGTH + packed_size(num_tokens, width)
 
 
-def fence_offset(num_tokens: int, width: int) -> int:
-    """Where the fence begins."""
+def sparse_index_offset(num_tokens: int, width: int) -> int:
+    """Return the file offset of the sparse index."""
     return order_offset(num_tokens, width) + -(-4 * num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """One segment's; ``start`` is None when it is static, checksums are xxh3-64 of the three sections."""
+    """The header of a segment file.
+
+    Attributes:
+        width: Bytes per token.
+        num_tokens: The number of tokens.
+        start: The ring position of the first token; None for a prebuilt segment.
+        text_checksum: The xxh3-64 checksum of the text.
+        order_checksum: The xxh3-64 checksum of the order.
+        sparse_index_checksum: The xxh3-64 checksum of the sparse index.
+        fingerprint: The fingerprint of the tokenizer.
+        namespace: The namespace.
+        segment_id: The segment's id.
+    """
 
     width: int
     num_tokens: int
     start: int | None
     text_checksum: int
     order_checksum: int
-    fence_checksum: int
+    sparse_index_checksum: int
     fingerprint: str
     namespace: str
     segment_id: str
 
     def to_bytes(self) -> bytes:
-        """HEADER_LENGTH of them."""
-        flags = _STATIC if self.start is None else 0
-        numbers = _BYTE_ORDER, self.width, self.num_tokens, self.start or 0, flags, FENCE_STEP
-        checksums = self.text_checksum, self.order_checksum, self.fence_checksum
+        """Serialize the header to HEADER_LENGTH bytes."""
+        flags = _PREBUILT_FLAG if self.start is None else 0
+        numbers = _BYTE_ORDER, self.width, self.num_tokens, self.start or 0, flags, SPARSE_INDEX_STEP
+        checksums = self.text_checksum, self.order_checksum, self.sparse_index_checksum
         names = (name.encode("ascii") for name in (self.fingerprint, self.namespace, self.segment_id))
         packed = _HEADER.pack(_MAGIC, FORMAT_VERSION, HEADER_LENGTH, *numbers, *checksums, *names)
         return packed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(packed))
 
     @classmethod
     def from_bytes(cls, path: Path, header: bytes) -> Self:
-        """What ``to_bytes`` made. ``path`` : for messages. Raises SegmentCorrupt, FormatVersion."""
+        """Parse a header; ``path`` is for messages. Raises SegmentCorrupt, FormatVersion."""
         if len(header) < HEADER_LENGTH:
-            raise corrupt(path, f"{len(header)} bytes are fewer than its header's {HEADER_LENGTH}")
+            raise corrupt(path, f"it has {len(header)} bytes, fewer than the {HEADER_LENGTH} bytes of a header")
         unpacked = _HEADER.unpack(header[: _HEADER.size])
-        magic, version, header_length, byte_order, width, num_tokens, start, flags, fence_step = unpacked[:9]
+        magic, version, header_length, byte_order, width, num_tokens, start, flags, sparse_index_step = unpacked[:9]
         if magic != _MAGIC:
             raise corrupt(path, f"it begins with {magic!r}, not {_MAGIC!r}")
         checksum = _CHECKSUM.unpack(header[_HEADER.size : HEADER_LENGTH])[0]
@@ -226,97 +241,103 @@ class SegmentHeader:
             )
         if header_length != HEADER_LENGTH or version != FORMAT_VERSION or not is_whole:
             raise corrupt(path, "the checksum of its header does not match")
-        if byte_order != _BYTE_ORDER or fence_step != FENCE_STEP or start > _MAX_START:
-            raise corrupt(path, "its header has numbers that no writer writes")
+        if byte_order != _BYTE_ORDER or sparse_index_step != SPARSE_INDEX_STEP or start > _MAX_START:
+            raise corrupt(path, "its header has invalid numbers")
         if width not in WIDTHS or not 0 < num_tokens <= _MAX_TOKENS:
-            raise corrupt(path, f"no segment has {num_tokens} tokens of {width} bytes")
+            raise corrupt(path, f"its header has {num_tokens} tokens of {width} bytes, which is invalid")
         names = [unpacked[12], *(name.rstrip(b"\0") for name in unpacked[13:])]
         if not all(each.isascii() for each in names) or not is_segment_id(names[2].decode()):
-            raise corrupt(path, "its header has names that no writer writes")
-        text, order, fence = unpacked[9:12]
+            raise corrupt(path, "its header has invalid names")
+        text, order, sparse_index = unpacked[9:12]
         fingerprint, namespace, segment_id = (name.decode() for name in names)
-        where = None if flags & _STATIC else start
-        return cls(width, num_tokens, where, text, order, fence, fingerprint, namespace, segment_id)
+        where = None if flags & _PREBUILT_FLAG else start
+        return cls(width, num_tokens, where, text, order, sparse_index, fingerprint, namespace, segment_id)
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
-    """That ``path`` is damaged, in words that say what to do."""
+    """Return the error that ``path`` is damaged, with advice."""
     return SegmentCorrupt(
         f"{path} is damaged: {what}. Delete it, or restore it from a copy, or rebuild it with `ssd-cache build`"
     )
 
 
 def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: str) -> None:
-    """Write ``segment`` to ``path``, which appears whole or not at all; raises OSError.
+    """Write ``segment`` to ``path`` atomically. Raises OSError.
 
-    The bytes are synced to disk before they get their name. The name itself is not: whoever refers to the file syncs
-    the directory first.
+    The bytes are synced to disk before the file gets its name. The name is not synced: the caller must sync the
+    directory before it refers to the file.
     """
     text = np.ascontiguousarray(segment.text)
     order = np.ascontiguousarray(segment.order, "<i4")
-    fence = np.ascontiguousarray(segment.fence, "<u8")
+    sparse_index = np.ascontiguousarray(segment.sparse_index, "<u8")
     header = SegmentHeader(
         width=segment.width,
         num_tokens=len(order),
         start=segment.start,
         text_checksum=xxhash.xxh3_64_intdigest(text.data),
         order_checksum=xxhash.xxh3_64_intdigest(order.data),
-        fence_checksum=xxhash.xxh3_64_intdigest(fence.data),
+        sparse_index_checksum=xxhash.xxh3_64_intdigest(sparse_index.data),
         fingerprint=fingerprint,
         namespace=namespace,
         segment_id=segment.segment_id,
     )
-    start, stop = order_offset(len(order), segment.width), fence_offset(len(order), segment.width)
+    start, stop = order_offset(len(order), segment.width), sparse_index_offset(len(order), segment.width)
     padding = bytes(stop - start - order.nbytes)
-    write_file(path, [header.to_bytes(), text.data, order.data, padding, fence.data], durable=True)
+    write_file(path, [header.to_bytes(), text.data, order.data, padding, sparse_index.data], durable=True)
 
 
 def open_segment(path: Path, *, fingerprint: str, namespace: str | None = None) -> Segment:
-    """Read a segment file into this process' memory, whatever becomes of the file, and check all of it. O(n).
+    """Read a segment file into memory and verify it completely. Later changes of the file have no effect. O(n).
 
-    ``namespace`` : whose text it must be, None for anyone's. Raises SegmentCorrupt, FormatVersion, TokenizerMismatch,
-    NamespaceMismatch, MemoryError, and OSError when it cannot be read at all. That the order is right is not checked: a
-    checksum says it is what was written, the bounds that no reader can leave the text.
+    ``namespace`` is the namespace that the file must have; None accepts any. The sort order is not verified: the
+    checksum proves that it is as written, and the bounds that no reader can leave the text.
+
+    Raises:
+        SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The file cannot be used.
+        MemoryError: There is not enough memory.
+        OSError: The file cannot be read.
     """
     try:
         file = open_file(path)
     except NotAFileError:
-        raise corrupt(path, "it is no regular file") from None
+        raise corrupt(path, "it is not a regular file") from None
     with file:
         content = file.read(HEADER_LENGTH)
         header = _checked_header(path, content, fingerprint, namespace)
         n, width = header.num_tokens, header.width
         size = os.fstat(file.fileno()).st_size
         if size != segment_file_size(n, width):
-            raise corrupt(path, f"{size} bytes do not fit the {n} tokens of {width} bytes of its header")
-        pages = own_pages(size)
+            raise corrupt(
+                path, f"its size of {size} bytes does not match the {n} tokens of {width} bytes in its header"
+            )
+        pages = allocate_pages(size)
         file.seek(0)
         if file.readinto(pages) != size or pages[:HEADER_LENGTH] != content:
             raise corrupt(path, "it was changed while it was read")
     view = memoryview(pages).toreadonly()
     text = np.frombuffer(view, np.uint8, packed_size(n, width), HEADER_LENGTH)
     order = np.frombuffer(view, "<i4", n, order_offset(n, width))
-    fence = np.frombuffer(view, "<u8", num_posts(n), fence_offset(n, width))
+    sparse_index = np.frombuffer(view, "<u8", num_samples(n), sparse_index_offset(n, width))
     _check_section(path, "text", text, header.text_checksum)
     _check_section(path, "order", order, header.order_checksum)
-    _check_section(path, "fence", fence, header.fence_checksum)
+    _check_section(path, "sparse index", sparse_index, header.sparse_index_checksum)
     _check_text(path, text, n, width)
     if order.min() < 1 or order.max() > n:
         raise corrupt(path, f"its order has a position outside its {n} tokens")
-    return Segment(text, order, fence, width, header.start, header.segment_id)
+    return Segment(text, order, sparse_index, width, header.start, header.segment_id)
 
 
 def _checked_header(path: Path, content: bytes, fingerprint: str, namespace: str | None) -> SegmentHeader:
     header = SegmentHeader.from_bytes(path, content)
     if header.fingerprint != fingerprint:
         raise TokenizerMismatch(
-            f"{path} was made with tokenizer {header.fingerprint}, this one is {fingerprint}: its token ids mean other "
-            "text. Use the tokenizer it was made with, or rebuild it with `ssd-cache build`"
+            f"{path} was made with tokenizer {header.fingerprint}, but the current one is {fingerprint}, in which its "
+            "token ids mean other text. Use the tokenizer of the file, or rebuild it with `ssd-cache build`"
         )
     if namespace is not None and header.namespace != namespace:
         raise NamespaceMismatch(
-            f"{path} holds text of namespace {header.namespace!r}, not of {namespace!r}: it is left alone. To use it "
-            "here on purpose, give its directory to `ssd-serve --warm`"
+            f"{path} contains text of namespace {header.namespace!r}, not of {namespace!r}, and is skipped. To use it "
+            "here on purpose, pass its directory with `ssd-serve --warm`"
         )
     return header
 
@@ -327,9 +348,9 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Guards and the last separator are what keeps a reader inside."""
+    """Verify the guards and the last separator, which prevent readers from leaving the text."""
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
-        raise corrupt(path, "its text is not closed by a separator and guarded by zeros")
+        raise corrupt(path, "its text has no separator at its end, or no zeros around it")
     if width == 4 and text[GUARD_BYTES:stop].view("<u4").max() > 1 << 31:
-        raise corrupt(path, "its text holds what is no token id")
+        raise corrupt(path, "its text contains an invalid token id")

@@ -1,4 +1,4 @@
-"""What a lookup sees: immutable segments and the part of the ring that no segment holds yet."""
+"""An immutable view of an index for lookups: the segments and the memtable."""
 
 from __future__ import annotations
 
@@ -15,33 +15,45 @@ _table_numbers = itertools.count(1)
 
 
 class SegmentRecord(Record):
-    """A segment as kernels find it.
+    """A segment in the form that kernels read.
 
-    ``text`` : of the first code. ``order``, ``fence`` : of the segment's arrays. ``width`` : bytes of a code.
+    Attributes:
+        text: The address of the first code.
+        order: The address of the suffix array.
+        sparse_index: The address of the sparse index.
+        num_tokens: The number of tokens.
+        width: Bytes per token.
     """
 
     text: Address
     order: Address
-    fence: Address
+    sparse_index: Address
     num_tokens: Int64
     width: Int64
 
 
 class SnapshotRecord(Record):
-    """A snapshot as kernels find it.
+    """A snapshot in the form that kernels read.
 
-    ``segments`` : SegmentRecord[num_segments], the first ``num_static`` of which are static. ``table_number`` : of the
-    ``SegmentTable``. ``ring`` : int32[ring_size].
+    Attributes:
+        segments: The address of SegmentRecord[num_segments], prebuilt segments first.
+        num_segments: The number of segments.
+        num_prebuilt: The number of prebuilt segments.
+        table_number: The number of the ``SegmentTable``.
+        ring: The address of the ring, int32[ring_size].
+        ring_size: The length of the ring.
+        memtable_start: The first ring position of the memtable.
+        memtable_stop: The ring position after the memtable.
     """
 
     segments: Address
     num_segments: Int64
-    num_static: Int64
+    num_prebuilt: Int64
     table_number: Int64
     ring: Address
     ring_size: Int64
-    tail_start: Int64
-    tail_stop: Int64
+    memtable_start: Int64
+    memtable_stop: Int64
 
 
 segments_at = views_of(SegmentRecord)
@@ -49,10 +61,13 @@ snapshot_at = view_of(SnapshotRecord)
 
 
 class SegmentTable:
-    """Segments as kernels find them; valid while this is alive.
+    """The segments in the form that kernels read. The kernels' records are valid as long as this object exists.
 
-    ``segments`` : static ones first, ``num_static`` of them. ``number`` : no other table has it; 0 of one without
-    segments.
+    Attributes:
+        segments: The segments, prebuilt ones first.
+        records: The kernels' records.
+        number: A unique number; 0 for a table without segments.
+        num_prebuilt: The number of prebuilt segments.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -60,42 +75,58 @@ class SegmentTable:
         self.records = Records(SegmentRecord, len(segments))
         for at, segment in zip(self.records, segments, strict=True):
             at.text, at.order = address(segment.text) + GUARD_BYTES, address(segment.order)
-            at.fence = address(segment.fence)
+            at.sparse_index = address(segment.sparse_index)
             at.num_tokens, at.width = len(segment), segment.width
         self.number = next(_table_numbers) if segments else 0
-        self.num_static = sum(segment.start is None for segment in segments)
+        self.num_prebuilt = sum(segment.start is None for segment in segments)
 
 
 class Snapshot:
-    """One generation of an index. Immutable, safe to read from any thread.
+    """One generation of an index. Immutable, and safe to read from any thread.
 
-    Segments never change. The tail lies in the ring, which is overwritten about ``len(ring)`` tokens later: a snapshot
-    held that long reads newer tokens there, never anything that was not a token. Take a fresh one for every lookup.
+    Segments never change. The memtable is in the ring buffer, which is overwritten after about ``len(ring)`` more
+    tokens. A reader of an older snapshot reads newer tokens there, but never anything that was not a token. Take a new
+    snapshot for every lookup.
 
-    ``segments`` : static ones first, then those of the ring, oldest first.
-    ``segment_table`` : of ``segments``, for the kernels.
-    ``ring`` : int32[power of two]. Absolute position p lies at ``ring[p & (len(ring) - 1)]``. Positions
-        [tail_start, tail_stop) are the tail: stored, whole sequences, in no segment yet.
-    ``address`` : of the record by which a kernel finds all this.
+    Attributes:
+        generation: The number of the generation.
+        segments: The segments, prebuilt ones first, then ring segments, oldest first.
+        segment_table: ``segments`` for the kernels.
+        ring: int32[power of two]. Absolute position p is at ``ring[p & (len(ring) - 1)]``.
+        memtable_start: The first position of the memtable: stored whole sequences that are in no segment yet.
+        memtable_stop: The position after the memtable.
+        address: The address of the SnapshotRecord by which kernels find everything.
     """
 
     __slots__ = (
-        "_record", "address", "generation", "ring", "segment_table", "segments", "tail_start", "tail_stop",
+        "_record",
+        "address",
+        "generation",
+        "memtable_start",
+        "memtable_stop",
+        "ring",
+        "segment_table",
+        "segments",
     )  # fmt: skip
 
     def __init__(
-        self, generation: int, table: SegmentTable, ring: npt.NDArray[np.int32], tail_start: int, tail_stop: int
+        self, generation: int, table: SegmentTable, ring: npt.NDArray[np.int32], memtable_start: int, memtable_stop: int
     ) -> None:
         self.generation, self.segment_table, self.segments = generation, table, table.segments
-        self.ring, self.tail_start, self.tail_stop = ring, tail_start, tail_stop
+        self.ring, self.memtable_start, self.memtable_stop = ring, memtable_start, memtable_stop
         self._record = Records(SnapshotRecord)
         self.address = self._record.address
         at = self._record[0]
         at.segments, at.num_segments = table.records.address, len(table.segments)
-        at.num_static, at.table_number = table.num_static, table.number
-        at.ring, at.ring_size, at.tail_start, at.tail_stop = address(ring), len(ring), tail_start, tail_stop
+        at.num_prebuilt, at.table_number = table.num_prebuilt, table.number
+        at.ring, at.ring_size, at.memtable_start, at.memtable_stop = (
+            address(ring),
+            len(ring),
+            memtable_start,
+            memtable_stop,
+        )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that can be matched, separators included."""
-        return sum(len(segment) for segment in self.segments) + self.tail_stop - self.tail_start
+        """The number of tokens that can be matched, separators included."""
+        return sum(len(segment) for segment in self.segments) + self.memtable_stop - self.memtable_start

@@ -1,4 +1,4 @@
-"""Sorting the positions of a segment by the text before them."""
+"""Sorting of a segment's positions by the text before them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ import numpy.typing as npt
 import pydivsufsort
 
 from ssd.errors import CacheError
-from ssd.retrieval.segment import FENCE_STEP, GUARD_BYTES, SEPARATOR, Segment, Tokens, own_tokens, pack, width_for
+from ssd.retrieval.segment import (
+    GUARD_BYTES,
+    SEPARATOR,
+    SPARSE_INDEX_STEP,
+    Segment,
+    Tokens,
+    allocate_tokens,
+    pack,
+    width_for,
+)
 
 _Setter = Callable[[int], None]
 _Getter = Callable[[], int]
 
 
 def _find_runtimes() -> list[tuple[_Getter, _Setter]]:
-    """OpenMP runtimes that libdivsufsort may be bound to: its own copy, or one that torch loaded before."""
+    """Find the OpenMP runtimes that libdivsufsort may use: its own copy, or one that torch loaded before."""
     libraries = [ctypes.CDLL(None)]
     libraries += [ctypes.CDLL(str(path)) for path in Path(pydivsufsort.__file__).parent.glob("libdivsufsort.so*")]
     found = [library for library in libraries if hasattr(library, "omp_set_num_threads")]
@@ -33,9 +42,9 @@ _RUNTIMES = _find_runtimes()
 def one_openmp_thread() -> Iterator[None]:
     """Run the body's OpenMP regions on the calling thread alone; other threads keep their setting.
 
-    A second pool of OpenMP threads in the process makes libgomp stop spinning at barriers, because it then counts more
-    threads than processors: on two cores that made a forward pass of the bundled model over five positions take 12 ms
-    instead of 6, from the first sort on.
+    With a second pool of OpenMP threads in the process, libgomp stops spinning at barriers, because it counts more
+    threads than processors. On two cores, a forward pass of the bundled model over five positions took 12 ms instead of
+    6 ms after the first sort.
     """
     before = [get() for get, _ in _RUNTIMES]
     for _, set_threads in _RUNTIMES:
@@ -49,15 +58,15 @@ def one_openmp_thread() -> Iterator[None]:
 
 Bytes = npt.NDArray[np.uint8]
 
-_TABLE_SLACK = 1 << 20  # a rank table this much longer than the text is still cheaper than sorting the text's ids
+_TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""Most that one segment may hold, whatever its ids: they are sorted as up to four bytes each."""
-_BLOCK = 1 << 18  # entries handled between two moments when another thread may have the interpreter
+"""The maximum number of tokens in a segment for any ids, as each is sorted as up to four bytes."""
+_BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 
 def _find_sorter() -> Callable[[int, int, int], int]:
-    """``divsufsort`` of the library that pydivsufsort brings: (text, suffix array, n) -> 0 when it went well."""
+    """Return ``divsufsort`` of pydivsufsort's library: (text, suffix array, n) -> 0 on success."""
     for path in Path(pydivsufsort.__file__).parent.glob("libdivsufsort.so*"):
         function = ctypes.CDLL(str(path)).divsufsort
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
@@ -70,10 +79,10 @@ _divsufsort = _find_sorter()
 
 
 def dense_ranks(tokens: Tokens) -> npt.NDArray[np.unsignedinteger]:
-    """Replace every value by its rank among the distinct values, in the narrowest type that holds them.
+    """Replace every value by its rank among the distinct values, in the narrowest type that fits.
 
-    ``tokens`` : int32[n], n >= 1, values >= -1. Returns uint8, uint16 or uint32 [n]; the order of values is kept.
-    O(n + largest value), or O(n log n) when the largest value is far beyond n.
+    ``tokens`` is int32[n], n >= 1, values >= -1. Returns uint8, uint16 or uint32 [n]; the order of values is preserved.
+    O(n + largest value), or O(n log n) if the largest value far exceeds n.
     """
     largest = int(tokens.max())
     if largest < 4 * len(tokens) + _TABLE_SLACK:
@@ -100,15 +109,22 @@ def _narrowest(num_distinct: int) -> type[np.unsignedinteger]:
 
 
 def build_order(tokens: Tokens) -> Tokens:
-    """The positions 1..n ordered by the text before them, read backwards: the suffix array of the reversed text.
+    """Return the suffix array of the reversed text: the positions 1..n ordered by the text before them, read backwards.
 
-    ``tokens`` : int32[n], 0 <= n, values >= -1. Returns int32[n]. ``SEPARATOR`` is an ordinary symbol, the smallest; a
-    text that ends precedes those it is the beginning of. Raises CacheError when the text is too long for the library.
+    ``SEPARATOR`` is an ordinary symbol, the smallest one; a text that ends sorts before its continuations. The sorter
+    is libdivsufsort (Y. Mori), the copy in pydivsufsort, called directly: O(n log n), about 0.12 s for 10**6 tokens of
+    32k distinct ids. It sorts bytes, so that time and memory follow the number of bytes per distinct id. With at most
+    65,536 distinct ids, the peak is 12 bytes per token, in addition to the input and its copy as ranks. The sort runs
+    without the GIL on one thread, and the code after it lets other threads run every few hundred microseconds.
 
-    libdivsufsort (Y. Mori), the copy that pydivsufsort brings, called directly: O(n log n), about 0.12 s for 10**6
-    tokens of 32k distinct ids. It sorts bytes, so work and memory follow the bytes that the distinct ids need: with
-    up to 65,536 of them the peak is 12 bytes a token beside the input and the input's copy as ranks. The sort runs
-    without the GIL, on one thread, and what follows it lets other threads in every few hundred microseconds.
+    Args:
+        tokens: int32[n], n >= 0, values >= -1.
+
+    Returns:
+        int32[n].
+
+    Raises:
+        CacheError: The text is too long for the library.
     """
     n = len(tokens)
     if n == 0:
@@ -121,26 +137,26 @@ def build_order(tokens: Tokens) -> Tokens:
         )
     text = _reversed_bytes(ranks, width)
     del ranks
-    order = own_tokens(width * n)
+    order = allocate_tokens(width * n)
     with one_openmp_thread():
         if _divsufsort(text.ctypes.data, order.ctypes.data, len(text)) != 0:
-            raise MemoryError(f"no memory to sort {n} tokens")
+            raise MemoryError(f"there is not enough memory to sort {n} tokens")
     del text
-    _keep_whole_tokens(order, width, n)
+    _drop_partial_tokens(order, width, n)
     if width == 1:
         return order
-    kept = own_tokens(n)  # the rest goes back to the system
-    kept[:] = order[:n]
-    return kept
+    result = allocate_tokens(n)  # frees the rest of ``order``
+    result[:] = order[:n]
+    return result
 
 
 def _sorted_width(ranks: npt.NDArray[np.unsignedinteger]) -> int:
-    """Bytes that a rank needs in the sort."""
+    """Return the number of bytes per rank in the sort."""
     return 3 if ranks.itemsize == 4 and int(ranks.max()) < 1 << 24 else ranks.itemsize
 
 
 def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes:
-    """The ranks from the last to the first, each from its highest byte of ``width`` to its lowest."""
+    """Return the ranks from last to first, each from its highest byte of ``width`` to its lowest."""
     n = len(ranks)
     text = np.empty(width * n, np.uint8)
     rows = text.reshape(n, width)
@@ -151,37 +167,37 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
     return text
 
 
-def _keep_whole_tokens(order: Tokens, width: int, n: int) -> None:
-    """Turn byte offsets into the reversed text into positions of the text, in place, at the front of ``order``.
+def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
+    """Convert byte offsets in the reversed text to positions in the text, in place, at the front of ``order``.
 
-    Offsets inside a token are dropped: they were sorted only because the library knows no wider symbols.
+    Offsets inside a token are dropped. They were sorted only because the library supports no wider symbols.
     """
-    kept = 0
+    count = 0
     for start in range(0, len(order), _BLOCK):
         block = order[start : start + _BLOCK]
         whole = block if width == 1 else block[block % width == 0] // width
-        order[kept : kept + len(whole)] = n - whole
-        kept += len(whole)
-    assert kept == n
+        order[count : count + len(whole)] = n - whole
+        count += len(whole)
+    assert count == n
 
 
-def build_fence(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
-    """uint64[ceil(n / FENCE_STEP)] of a packed text and its order, see ``Segment``. O(n / FENCE_STEP)."""
-    ends = GUARD_BYTES + width * order[::FENCE_STEP].astype(np.int64)
+def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
+    """Return the sparse index of a packed text, uint64[ceil(n / SPARSE_INDEX_STEP)]; see ``Segment``. O(its length)."""
+    ends = GUARD_BYTES + width * order[::SPARSE_INDEX_STEP].astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(text, 8)
     return np.ascontiguousarray(windows[ends - 8]).view("<u8")[:, 0]
 
 
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str, order: Tokens | None = None) -> Segment:
-    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory, its arrays read-only.
+    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory with read-only arrays.
 
-    ``order`` : as ``build_order`` gives it, where somebody has sorted them already.
+    ``order`` is the result of ``build_order`` if it was called already.
     """
     assert len(tokens) > 0 and tokens[-1] == SEPARATOR
     width = width_for(int(tokens.max()))
     order = build_order(tokens) if order is None else order
     text = pack(tokens, width)
-    fence = build_fence(text, order, width)
-    for array in (text, order, fence):
+    sparse_index = build_sparse_index(text, order, width)
+    for array in (text, order, sparse_index):
         array.flags.writeable = False
-    return Segment(text, order, fence, width, start, segment_id)
+    return Segment(text, order, sparse_index, width, start, segment_id)

@@ -18,9 +18,9 @@ from server.admission.tenant_loader import load_or_create_secret, open_tenants
 from server.base.settings import ServerSettings
 from ssd.config import CacheConfig, IndexConfig
 from ssd.errors import ConfigError
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.files import Manifest, Owner, write_manifest
-from ssd.retrieval.owners import mark_of
+from ssd.retrieval.owners import secret_id
 from tests.server.client import ask, metric, post, until_ready
 from tests.server.test_process import SMALL, refused, running
 from tests.waiting import PATIENCE_S, wait_until
@@ -61,14 +61,14 @@ def test_a_namespace_is_deleted_beside_requests_that_open_it(tmp_path: Path) -> 
     stop = threading.Event()
     failures: list[BaseException] = []
 
-    def ask(caches: CacheSet) -> None:
+    def ask(caches: CacheManager) -> None:
         while not stop.is_set():
-            held = caches.hold("tenant")
+            held = caches.acquire("tenant")
             assert held is not None
             held.append(text, prompt_length=10)
             del held
 
-    with CacheSet(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
+    with CacheManager(CacheConfig(directory=tmp_path), FINGERPRINT) as caches:
         askers = [threading.Thread(target=ask, args=(caches,)) for _ in range(3)]
         for asker in askers:
             asker.start()
@@ -172,7 +172,7 @@ def test_thousands_of_caches_of_tenants_cost_a_start_no_files_and_no_line(
     keys = tuple(f"key-{number}" for number in range(2000))
     tenants = open_tenants(settings, secret, keys=keys, cache_directory=tmp_path)
     for name in tenants.labels():
-        manifest = Manifest(fingerprint=FINGERPRINT, namespace=name, owner=Owner(mark_of(secret), "0"))
+        manifest = Manifest(fingerprint=FINGERPRINT, namespace=name, owner=Owner(secret_id(secret), "0"))
         (tmp_path / name).mkdir()
         write_manifest(tmp_path / name, manifest)
     num_open = len(open_files())

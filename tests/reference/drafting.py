@@ -29,7 +29,7 @@ def make_snapshot(
 def texts(snapshot: Snapshot) -> list[list[int]]:
     """All text of a snapshot, oldest first, the tail last."""
     mask = len(snapshot.ring) - 1
-    tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.memtable_start, snapshot.memtable_stop)]
     return [segment.tokens.tolist() for segment in snapshot.segments] + [tail]
 
 

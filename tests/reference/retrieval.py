@@ -23,7 +23,7 @@ def snapshot_text(snapshot: Snapshot) -> list[int]:
     """All ring-born text of a snapshot in order of position: segments, then the tail."""
     text = [int(token) for segment in snapshot.segments if segment.start is not None for token in segment.tokens]
     mask = len(snapshot.ring) - 1
-    return text + [int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    return text + [int(snapshot.ring[p & mask]) for p in range(snapshot.memtable_start, snapshot.memtable_stop)]
 
 
 def snapshot_count(snapshot: Snapshot, pattern: Sequence[int]) -> int:
@@ -36,7 +36,7 @@ def snapshot_count(snapshot: Snapshot, pattern: Sequence[int]) -> int:
         assert before == sorted(before)
         total += before.count(list(pattern)[::-1])
     mask = len(snapshot.ring) - 1
-    tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)]
+    tail = [int(snapshot.ring[p & mask]) for p in range(snapshot.memtable_start, snapshot.memtable_stop)]
     return total + naive_count(tail, pattern)
 
 
@@ -92,7 +92,7 @@ def longest_agreement(snapshot: Snapshot, context: Sequence[int], max_length: in
     """Length and support of the longest match, by looking at every position of every text."""
     mask = len(snapshot.ring) - 1
     texts = [segment.tokens.tolist() for segment in snapshot.segments]
-    texts.append([int(snapshot.ring[p & mask]) for p in range(snapshot.tail_start, snapshot.tail_stop)])
+    texts.append([int(snapshot.ring[p & mask]) for p in range(snapshot.memtable_start, snapshot.memtable_stop)])
     lengths = [num_agreeing(text, p, context, max_length) for text in texts for p in range(1, len(text) + 1)]
     longest = max(lengths, default=0)
     return longest, lengths.count(longest) if longest else 0

@@ -8,7 +8,7 @@ from typing import Any
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, IndexConfig
 from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 
@@ -17,7 +17,7 @@ def load_bundled(
 ) -> Engine:
     """With a cache, on the CPU; else four slots of 512 tokens. What is to be closed goes to ``resources``."""
     codec = TextCodec.load(str(MODEL_PATH))
-    caches = CacheSet(CacheConfig(index=index or IndexConfig()), codec.fingerprint)
+    caches = CacheManager(CacheConfig(index=index or IndexConfig()), codec.fingerprint)
     resources.callback(caches.close)
     settings = EngineConfig(**{"max_num_seqs": 4, "max_model_len": 512, **config})
     return Engine.from_pretrained(MODEL_PATH, device="cpu", dtype=dtype, codec=codec, caches=caches, config=settings)

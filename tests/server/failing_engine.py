@@ -28,7 +28,7 @@ from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
 from ssd.engine.proposals import SpeculationStatus
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
-from ssd.model.target import Exactness
+from ssd.model.target import BatchInvariance
 from ssd.text.chat_template import ChatTemplate
 from tests.waiting import PATIENCE_S, START_S, wait_until
 
@@ -72,7 +72,9 @@ class FailingEngine:
         self.codec = CharCodec()
         self.width = 1
         self.max_model_len = 512
-        self.target = SimpleNamespace(way="in tests", can_roll_back=True, num_slots=4, exactness=Exactness())
+        self.target = SimpleNamespace(
+            backend="in tests", can_roll_back=True, num_slots=4, batch_invariance=BatchInvariance()
+        )
         self.config = EngineConfig()
         self.metrics = EngineMetrics()
         self.caches = None

@@ -18,10 +18,10 @@ from ssd.config import CacheConfig, DraftConfig, EngineConfig
 from ssd.drafting import make_drafter
 from ssd.engine import Engine
 from ssd.jit.addresses import Int64s
+from ssd.model.runners.sequential_runner import FullContextRunner
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.target import TokenMatrix
-from ssd.model.ways.row_target import WholeTarget
-from ssd.retrieval.cache import CacheSet
+from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 from tests.tokenizers_for_tests import write_model_directory
 
@@ -60,7 +60,7 @@ def reciting(
 
     def load(resources: ExitStack) -> Engine:
         codec = TextCodec.load(str(directory))
-        caches = CacheSet(CacheConfig(), codec.fingerprint)
+        caches = CacheManager(CacheConfig(), codec.fingerprint)
         resources.callback(caches.close)
         target = RecitingTarget(codec, outputs, num_slots=4)
         config = EngineConfig(max_num_seqs=4, max_model_len=MAX_LENGTH)
@@ -70,10 +70,10 @@ def reciting(
     return load
 
 
-class RecitingTarget(WholeTarget):
+class RecitingTarget(FullContextRunner):
     """Its logits are those of a model that learned the outputs by heart."""
 
-    way = "reciting"
+    backend = "reciting"
 
     def __init__(self, codec: TextCodec, outputs: Outputs, num_slots: int) -> None:
         super().__init__(_no_model(codec.vocab_size), num_slots, MAX_LENGTH)
@@ -94,7 +94,7 @@ class RecitingTarget(WholeTarget):
             return PassOutput(torch.empty(0))
         logits = torch.zeros(len(slots), int(max(counts)), self.vocab_size)
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-            text = self._fed[slot, : self.length(slot) + int(count)].tolist()
+            text = self._token_ids[slot, : self.length(slot) + int(count)].tolist()
             for place in range(int(count)):
                 logits[row, place, self._next(text[: len(text) - int(count) + place + 1])] = 50.0
         return PassOutput(logits)

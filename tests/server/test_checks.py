@@ -15,7 +15,7 @@ from server.command.arguments import parse_arguments
 from server.command.checks import check_before_loading, check_own_templates
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError, ModelError, SSDError
-from ssd.retrieval.static import StaticWriter
+from ssd.retrieval.prebuilt import PrebuiltWriter
 from ssd.text.codec import TextCodec
 from ssd.text.load_tokenizer import find_generation_config
 from tests.redis_server import RedisServer
@@ -38,14 +38,14 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_servers_whole_cache_directory_given_as_warm_up_is_answered_with_the_caches_in_it(tmp_path: Path) -> None:
     for name in ("support", "default"):
-        with StaticWriter(tmp_path / name, fingerprint="0" * 32) as writer:
+        with PrebuiltWriter(tmp_path / name, fingerprint="0" * 32) as writer:
             writer.append([1, 2, 3])
     with pytest.raises(ConfigError, match=r"holds no cache .*: it has caches in default, support$"):
         check("--warm", str(tmp_path))
 
 
 def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with StaticWriter(tmp_path / "warm", fingerprint="0" * 32) as writer:
+    with PrebuiltWriter(tmp_path / "warm", fingerprint="0" * 32) as writer:
         writer.append([1, 2, 3])
     check()
     check(str(model), "--max-model-len", "2048", "--warm", str(tmp_path / "warm"), "--cache-dir", str(tmp_path / "new"))

@@ -12,8 +12,8 @@ import pytest
 
 from server.command.arguments import parse_arguments
 from server.command.start import OpenNoise, open_noise
-from ssd.sharing.connection import connect
-from ssd.sharing.noise_root import KEY
+from ssd.replication.connection import connect
+from ssd.replication.noise_secret import KEY
 from tests.redis_server import RedisServer, redis_server
 from tests.server.apis import APIS
 from tests.server.client import Answer, ask, bearer, metric, official_client, post, until_ready, wait_until

@@ -185,7 +185,7 @@ def test_a_server_killed_while_grammars_compile_leaves_its_cache_to_one_of_two_t
         wait_until(lambda: one.poll() is not None or other.poll() is not None, START_S)
         (ended, served, port) = (one, other, second) if other.poll() is None else (other, one, first)
         (complaint,) = (line for line in log.read_text().splitlines() if line.startswith("ssd-serve: error: "))
-        assert ended.returncode == 2 and "default is being written by another process. Stop that one" in complaint
+        assert ended.returncode == 2 and "another process writes" in complaint and "default. Stop it" in complaint
         until_ready(port, served)
         assert cache_tokens(port) >= 40
 
@@ -255,7 +255,7 @@ import sys
 from server.command.arguments import parse_arguments
 from server.command.start import main
 from ssd.engine.engine import Engine
-from ssd.model.ways.slot_target import SlotTarget
+from ssd.model.runners.slot_runner import SlotRunner
 
 warm_up = Engine.warm_up
 
@@ -264,7 +264,7 @@ def failing(*arguments, **options):
 
 def warm_up_and_break(engine, patience_s):
     warm_up(engine, patience_s)
-    SlotTarget.forward = failing
+    SlotRunner.forward = failing
 
 Engine.warm_up = warm_up_and_break
 sys.exit(main(parse_arguments(sys.argv[1:])))

@@ -24,7 +24,7 @@ from server.base.errors import ApiError
 from server.base.settings import ServerSettings
 from ssd.errors import ConfigError, RequestError
 from ssd.retrieval.directory import SegmentDirectory
-from ssd.retrieval.owners import as_secret_file
+from ssd.retrieval.owners import dump_secret
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_segment
 from tests.cache_files import FINGERPRINT
@@ -263,12 +263,12 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
     alice, bob, ops = (account_of(tenants, key) for key in ("alices-key", "bobs-key", "ops-key"))
     uses = [tenants.cache_use(account, "default", salt) for account in (alice, bob, ops) for salt in (None, "s", "t")]
     assert len({use.namespace for use in uses}) == 9
-    assert uses[6].namespace == "default" and not uses[6].terms.reads_shared
-    assert uses[0].terms.capacity_tokens == 8192 and uses[0].terms.reads_shared and uses[0].terms.is_kept
+    assert uses[6].namespace == "default" and not uses[6].policy.reads_shared
+    assert uses[0].policy.capacity_tokens == 8192 and uses[0].policy.reads_shared and uses[0].policy.is_durable
     for salted, main in ((uses[1], uses[0]), (uses[4], uses[3])):
-        assert salted.terms.group == main.namespace and not salted.terms.is_kept
-        assert salted.terms.reads_shared == main.terms.reads_shared
-    assert (uses[1].terms.capacity_tokens, uses[4].terms.capacity_tokens) == (8192, SALTED_TOKENS)
+        assert salted.policy.group == main.namespace and not salted.policy.is_durable
+        assert salted.policy.reads_shared == main.policy.reads_shared
+    assert (uses[1].policy.capacity_tokens, uses[4].policy.capacity_tokens) == (8192, SALTED_TOKENS)
     assert tenants.cache_use(alice, None, "s").namespace is None
     shared = open_tenants(ServerSettings(
         model_names=("m",), model="m", share_cache_across_keys=True), SECRET, path=rules)  # fmt: skip
@@ -279,7 +279,7 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
 
 def noting(names: list[str]) -> Any:
     """What takes names of caches that go: the caches, or the log of replicas."""
-    return SimpleNamespace(discard=names.append, forget=names.append)
+    return SimpleNamespace(discard=names.append, delete_stream=names.append)
 
 
 def test_a_deleted_cache_has_another_name_afterwards_also_after_a_restart(rules: Path, tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def taught(tenants: Tenants, directory: Path, key: str = "alices-key", base: str
     use = tenants.cache_use(account_of(tenants, key), base, None)
     assert use.namespace is not None
     path = directory / use.namespace
-    kept = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace=use.namespace, owner=use.terms.owner)
+    kept = SegmentDirectory(path, fingerprint=FINGERPRINT, namespace=use.namespace, owner=use.policy.owner)
     segment = build_segment(np.array([1, 2, SEPARATOR], np.int32), start=0, segment_id="0-0")
     kept.commit([kept.write(segment)], next_position=3)
     kept.close()
@@ -368,10 +368,10 @@ def test_caches_that_the_secret_does_not_explain_are_named_and_no_deletion_calls
     with pytest.raises(ApiError, match=rf"{path.name}.*may contain text of this one") as failure:
         tenants.delete_cache("alice")
     assert failure.value.status == 500 and path.exists()
-    (home / ".ssd" / "secret").write_bytes(as_secret_file(b"another secret of it"))
+    (home / ".ssd" / "secret").write_bytes(dump_secret(b"another secret of it"))
     assert ssd_cache(["inspect", str(home)]) == 1
     assert f"{path.name} is an orphan" in capsys.readouterr().out
-    (home / ".ssd" / "secret").write_bytes(as_secret_file(SECRET))
+    (home / ".ssd" / "secret").write_bytes(dump_secret(SECRET))
     assert ssd_cache(["inspect", str(home), "--json"]) == 0
     caplog.clear()
     tenants = opened(rules, directory=home)

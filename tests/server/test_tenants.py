@@ -19,9 +19,9 @@ from server.admission.tenant_loader import open_tenants
 from server.base.settings import ServerSettings
 from ssd.config import IndexConfig
 from ssd.engine import Engine
-from ssd.retrieval.cache import CacheSet
-from ssd.sharing.connection import connect
-from ssd.sharing.redis_log import COUNTERS_KEY as COUNTERS
+from ssd.replication.connection import connect
+from ssd.replication.replication_log import COUNTERS_KEY as COUNTERS
+from ssd.retrieval.cache_manager import CacheManager
 from tests.redis_server import RedisServer, redis_server
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import Answer, ask, bearer, get, metric, official_client, post, until_ready, wait_until
@@ -215,7 +215,7 @@ def drafts_soon(server: RunningServer, key: str, **fields: Any) -> None:
     wait_until(lambda: drafted(server, key, **fields) > 0)
 
 
-def caches_of(server: RunningServer) -> CacheSet:
+def caches_of(server: RunningServer) -> CacheManager:
     caches = server.engine_thread.engine.caches
     assert caches is not None
     return caches

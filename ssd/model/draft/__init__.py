@@ -1,1 +1,1 @@
-"""A smaller model as a drafter."""
+"""Draft models and draft heads as drafters."""

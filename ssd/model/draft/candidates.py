@@ -1,4 +1,4 @@
-"""What a network drafts of what it says: the most promising tokens, and the tree that is made of them."""
+"""The candidates of a draft head or draft model, and the draft tree built from them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,43 @@ from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.jit.addresses import kernel
 from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
-from ssd.model.sampling.target_tokens import is_ruled, with_prefix_rules
+from ssd.model.sampling.target_tokens import has_rules, logits_with_rules
 
-MOST_CANDIDATES = 32
+MAX_CANDIDATES = 32
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-def candidates(
+def best_candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
-    """The most promising tokens after the contexts of ``rows``, int64[R, M], that to draft first.
+    """Return the best candidates after the contexts of ``rows``, int64[R, M], and their acceptance probabilities.
 
-    And the chance that each comes if the target has the network's law, float64[R, M]: of greedy rows its probability,
-    of sampled ones what the very noise that the target will draw with makes of that, by which they are ordered too; 0
-    where the request's rules leave a token out. logits : [R, Vd]. draft_to_target : the target's id of each token that
-    is scored, int64[Vd]; None where those are its own, of which those from ``vocab_size`` on are left out.
+    The acceptance probability, float64[R, M], assumes that the target has the network's distribution. For greedy rows
+    it is the token's probability. For sampled rows it is conditioned on the noise that the target will sample with, and
+    the candidates are in descending order of noisy scores. Tokens that the request's rules exclude have probability 0.
+
+    Args:
+        logits: [R, Vd].
+        rows: The rows.
+        draft_to_target: The target's id of each scored token, int64[Vd]. None: the ids are the target's own.
+        vocab_size: The target's vocabulary size; ids from it on are left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
-    if any(is_ruled(row) for row in rows):  # rules go by the target's ids
+    if any(has_rules(row) for row in rows):  # rules refer to the target's ids
         if draft_to_target is not None:
             whole = logits.new_full((len(rows), vocab_size), float("-inf"))
             whole[:, draft_to_target] = logits
             logits, draft_to_target = whole, None
-        logits = with_prefix_rules(logits[:, None], rows)[:, 0]
+        logits = logits_with_rules(logits[:, None], rows)[:, 0]
     scores = logits.float()
     is_sampled = np.array([not row.params.greedy for row in rows])
     if is_sampled.any():
         temperatures = [row.params.temperature if row.params.temperature > 0 else 1.0 for row in rows]
         scores = scores / torch.tensor(temperatures, device=scores.device).clamp_min(LOWEST_TEMPERATURE)[:, None]
-    best = scores.topk(min(MOST_CANDIDATES, scores.shape[-1]))
+    best = scores.topk(min(MAX_CANDIDATES, scores.shape[-1]))
     ids = best.indices if draft_to_target is None else draft_to_target[best.indices]
     token_ids: Ints = ids.cpu().numpy()
     logs: Floats = (best.values - scores.logsumexp(-1, keepdim=True)).double().cpu().numpy()
@@ -53,7 +58,7 @@ def candidates(
         keys = np.array(
             [row.noise_keys()[0] if drawn else 0 for row, drawn in zip(rows, is_sampled, strict=True)], np.uint64
         )
-        top_k = np.array([row.params.top_k if row.params.top_k > 0 else MOST_CANDIDATES for row in rows])
+        top_k = np.array([row.params.top_k if row.params.top_k > 0 else MAX_CANDIDATES for row in rows])
         top_p = np.array([row.params.top_p for row in rows])
         min_p = np.array([row.params.min_p for row in rows])
         _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
@@ -65,11 +70,11 @@ def _favour(
     token_ids: Ints, logs: Floats, is_sampled: npt.NDArray[np.bool_], keys: UInt64,
     top_k: Ints, top_p: Floats, min_p: Floats,
 ) -> None:  # fmt: skip
-    """Bring the candidates of sampled rows, which come by probability, into the order of their noisy scores, in place.
+    """Sort the candidates of sampled rows from the order of probabilities into that of noisy scores, in place.
 
-    What top-k, top-p and min-p rule out goes to the end, with no chance. The greatest score of all others is Gumbel
-    distributed (Maddison et al. 2014, section 3): so with probability p and noise g a token comes with the chance
-    exp(-exp(-(log(p / (1 - p)) + g))). O(R M^2): M is small.
+    Tokens that top-k, top-p or min-p drop are moved to the end with probability 0. The largest score of all other
+    tokens is Gumbel distributed (Maddison et al. 2014, section 3). So a token with probability p and noise g is sampled
+    with probability exp(-exp(-(log(p / (1 - p)) + g))). O(R M^2) with a small M.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -97,32 +102,36 @@ def _favour(
             logs[row, i] = math.expm1(logs[row, i]) * math.exp(-noisy[i]) if noisy[i] > -np.inf else -np.inf
 
 
-_SIBLINGS = 3
-"""Most tokens proposed beside that of the chain at any depth."""
+_MAX_LEAVES = 3
+"""The maximum number of leaves next to the chain's token at each depth."""
 
 
-def comb(token_ids: Sequence[Ints], chances: Sequence[Floats], token_costs: Floats, limit: int) -> Draft:
-    """The chain of the first candidates, with the next ones of each depth as leaves where they may pay.
+def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
+    """Return the chain of first candidates, with further candidates as leaves if their expected gain exceeds the cost.
 
-    token_ids, chances : of each depth the candidates, int64[M] and float64[M], after the first of the depth before.
-    token_costs : as ``DraftRequest.token_costs``. limit : most tokens in all. The chain comes first, so that a draft
-    that is cut keeps it; then the leaves, the likeliest first.
+    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first.
+
+    Args:
+        token_ids: The candidates of each depth, int64[M], after the first candidate of the depth before.
+        acceptance_probs: The acceptance probabilities of the candidates of each depth, float64[M].
+        costs: The costs of draft tokens, see ``DraftRequest.token_costs``.
+        limit: The maximum number of tokens.
     """
     depth = min(len(token_ids), limit)
     leaves = []
     path = 1.0
     for i in range(depth):
-        for rank in range(1, min(_SIBLINGS + 1, len(token_ids[i]))):
-            chance = path * float(chances[i][rank])
-            if chance > cost_at(token_costs, depth):
-                leaves.append((-chance, i, rank))
-        path *= float(chances[i][0])
-    nodes = [(int(token_ids[i][0]), i - 1, float(chances[i][0])) for i in range(depth)]
-    for _chance, i, rank in sorted(leaves)[: limit - depth]:
-        nodes.append((int(token_ids[i][rank]), i - 1, float(chances[i][rank])))
-    tokens, parents, chances = zip(*nodes, strict=True)
+        for rank in range(1, min(_MAX_LEAVES + 1, len(token_ids[i]))):
+            probability = path * float(acceptance_probs[i][rank])
+            if probability > cost_at(costs, depth):
+                leaves.append((-probability, i, rank))
+        path *= float(acceptance_probs[i][0])
+    nodes = [(int(token_ids[i][0]), i - 1, float(acceptance_probs[i][0])) for i in range(depth)]
+    for _probability, i, rank in sorted(leaves)[: limit - depth]:
+        nodes.append((int(token_ids[i][rank]), i - 1, float(acceptance_probs[i][rank])))
+    tokens, parents, acceptance_probs = zip(*nodes, strict=True)
     return Draft(
         np.array(tokens, np.int32),
-        probabilities=np.array(chances),
+        probabilities=np.array(acceptance_probs),
         parents=None if parents == tuple(range(-1, len(parents) - 1)) else np.array(parents, np.int32),
     )

@@ -1,4 +1,4 @@
-"""A network as a drafter: a head that reads what the target made of the text so far, or a smaller model beside it."""
+"""Drafters with a neural network: a draft head on the target's hidden states, or a smaller draft model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ssd.drafting.protocol import (
     TokenCosts,
 )
 from ssd.errors import ModelError
-from ssd.model.draft.candidates import Floats, Ints, candidates, comb
+from ssd.model.draft.candidates import Floats, Ints, best_candidates, build_draft
 from ssd.model.draft.slots import READ_WIDTH, HeadSlots, ModelSlots, TextSlot, TextSlots, bytes_per_token
 from ssd.model.heads.networks import Head
 from ssd.model.kv.tree import leading_chain
-from ssd.model.layers.tap import Tapped
+from ssd.model.layers.hidden_states import FeatureSpec
 from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.target import Target
 from ssd.text.codec import TextCodec
@@ -40,8 +40,12 @@ from ssd.text.load_tokenizer import HubOptions
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    """One request while it is drafted for. ``chance`` : expected of the whole chain to be accepted."""
+class _RowState:
+    """The state of one request during a call of `NetworkDrafter.propose`.
+
+    Attributes:
+        chain_acceptance: The expected probability that the whole chain is accepted.
+    """
 
     index: int
     request: DraftRequest
@@ -49,16 +53,16 @@ class _Row:
     limit: int
     token_costs: TokenCosts
     state: TextSlot
-    chance: float = 1.0
+    chain_acceptance: float = 1.0
     token_ids: list[Ints] = field(default_factory=list)
-    chances: list[Floats] = field(default_factory=list)
+    acceptance_probs: list[Floats] = field(default_factory=list)
 
     @property
     def depth(self) -> int:
         return len(self.token_ids)
 
     def sampling_row(self) -> SamplingRow:
-        """What choosing the next token needs: the chain before it counts as output."""
+        """Return the parameters for sampling the next token: the chain so far counts as output."""
         end = len(self.request.context) + self.depth
         return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
@@ -66,48 +70,52 @@ class _Row:
 _UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
 _CHUNK_TOKENS = 512
-_NO_TOKEN_COSTS = np.array([0.2])
-"""Of a drafted token, in expected accepted tokens, where a request names none."""
+_DEFAULT_COSTS = np.array([0.2])
+"""The cost of a draft token, in expected accepted tokens, if a request gives none."""
 
 
 class NetworkDrafter:
-    """Follows the text of each slot by itself, rows together, and then goes on token by token.
+    """Keeps up with the text of each slot, in batches, and then drafts token by token.
 
-    A draft is the chain of what the target would choose if it had the network's law, with the next candidates as
-    leaves: a tree, whether or not the request takes one; what judges it picks. The chain ends where the chance that all
-    of it is accepted falls below the price of a token: by the network's own probabilities, corrected by what came of
-    those before. ``Draft.probabilities`` are its own. Sampled requests are drafted for with the target's noise.
+    A draft is the chain of tokens that the target would sample if it had the network's distribution, with further
+    candidates as leaves. It is a tree even if the request accepts only chains; the caller selects tokens from it. The
+    chain ends when the probability that all of it is accepted falls below the cost of a token. The probability is the
+    network's own, calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are the network's own. For
+    sampled requests the target's noise is used.
 
-    Owned by one thread. A pass that fails leaves no trace: the network reads the slots again.
+    The drafter is owned by one thread. After a failed pass the network reads the slots again.
+
+    Attributes:
+        kind: The kind of drafter, for the acceptance model.
+        source: The ``Draft.source`` of its drafts.
     """
 
     kind: ClassVar[int]
     source: ClassVar[str]
-    """``Draft.source`` of what it proposes."""
 
     def __init__(self, slots: TextSlots, vocab_size: int) -> None:
-        """``vocab_size`` : tokens below it are drafted."""
+        """Create a drafter on ``slots`` that drafts tokens below ``vocab_size``."""
         self._slots, self._vocab_size = slots, vocab_size
-        self._chances = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
-        """Of greedy rows and of sampled ones."""
+        self._calibration = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
+        """The calibrations of acceptance probabilities, for greedy (True) and for sampled rows (False)."""
         self._cost_model = CostModel()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Measured time to draft one more token for each of ``num_rows`` requests together; 0 until it is known."""
+        """Return the measured time to draft one more token for ``num_rows`` requests together; 0 while unknown."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Expected time to read what is new in the context; 0 where that is little or not known."""
+        """Return the expected time to read the new tokens of the context; 0 if it is small or unknown."""
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per request, in order; empty where it is still read, and where it cannot be read."""
-        return self._propose(requests, [self._slots.can_follow(request) for request in requests])
+        """Return one draft per request, in order; empty if the context is still being read or cannot be read."""
+        return self._propose(requests, [self._slots.can_read(request) for request in requests])
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn how far the chain was accepted; what follows the first wrong token was not tested."""
+        """Update the calibration with the accepted part of the chain, up to the first rejected token."""
         greedy, own = self._last.get(request_id, (True, np.empty(0)))
         if draft.source != self.source or not len(own):
             return
@@ -116,16 +124,16 @@ class NetworkDrafter:
         wrong = np.flatnonzero(path[:length] != np.arange(min(length, len(path))))
         right = int(wrong[0]) if len(wrong) else min(length, len(path))
         tested = min(length, right + 1)
-        self._chances[greedy].learn(own[:tested], np.arange(tested) < right)
+        self._calibration[greedy].learn(own[:tested], np.arange(tested) < right)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request."""
+        """Drop the state of a request."""
         self._last.pop(request_id, None)
-        self._slots.close(request_id)
+        self._slots.release(request_id)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run passes over one and over several slots, so that their time is known; while no slot holds a text."""
+        """Run passes over one and several slots to measure their time; call it while no slot holds text."""
         target = self._slots.target
         context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
@@ -137,7 +145,7 @@ class NetworkDrafter:
                 self._propose(requests, [True] * num_rows)
                 for request in requests:
                     self.finish(request.request_id)
-        self._slots.reread()
+        self._slots.clear()
 
     def _propose(self, requests: Sequence[DraftRequest], can_follow: Sequence[bool]) -> list[Draft]:
         drafts = [EMPTY_DRAFT] * len(requests)
@@ -147,86 +155,92 @@ class NetworkDrafter:
                 for index, request in enumerate(requests)
                 if can_follow[index] and (row := self._row(index, request)) is not None
             ]
-            rows = self._go_on(rows)
+            rows = self._draft_rows(rows)
         except BaseException:
-            self._slots.reread()
+            self._slots.clear()
             raise
         for row in rows:
-            own = np.array([chances[0] for chances in row.chances])
+            own = np.array([probs[0] for probs in row.acceptance_probs])
             self._last[row.request.request_id] = row.sampling.params.greedy, own
-            draft = comb(row.token_ids, row.chances, row.token_costs, row.limit)
+            draft = build_draft(row.token_ids, row.acceptance_probs, row.token_costs, row.limit)
             drafts[row.index] = replace(draft, source=self.source)
         return drafts
 
-    def _row(self, index: int, request: DraftRequest) -> _Row | None:
+    def _row(self, index: int, request: DraftRequest) -> _RowState | None:
         limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_PROPOSED_TOKENS)
         if limit < 1 or not self._has_slot(request):
             return None
-        state = self._slots.follow(request)
+        state = self._slots.assign(request)
         if state is None:
             return None
-        token_costs = _NO_TOKEN_COSTS if request.token_costs is None else request.token_costs
-        return _Row(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
+        token_costs = _DEFAULT_COSTS if request.token_costs is None else request.token_costs
+        return _RowState(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
-        """A draft model may have fewer than the target, where memory lacks."""
+        """Return whether the drafter has the request's slot; it may have fewer slots than the target."""
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
-    def _go_on(self, rows: list[_Row]) -> list[_Row]:
-        """Draft token by token; the rows whose text has been read."""
-        ready, said = self._slots.read([row.state for row in rows])
+    def _draft_rows(self, rows: list[_RowState]) -> list[_RowState]:
+        """Draft token by token; return the rows whose text has been read completely."""
+        ready, result = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
-        if said is None:
+        if result is None:
             return []
-        logits, carried = said
-        self._choose(logits, writing)
-        while going := [b for b, row in enumerate(writing) if self._pays(row)]:
+        logits, carried = result
+        self._add_candidates(logits, writing)
+        while going := [b for b, row in enumerate(writing) if self._is_worthwhile(row)]:
             began = time.perf_counter()
             if len(going) < len(writing):
                 carried = carried[going]
                 writing = [writing[b] for b in going]
             tokens = np.array([row.token_ids[-1][0] for row in writing])
-            logits, carried = self._slots.feed([row.state for row in writing], tokens, carried)
-            self._choose(logits, writing)
+            logits, carried = self._slots.append_drafted([row.state for row in writing], tokens, carried)
+            self._add_candidates(logits, writing)
             self._observe_pass(len(writing), time.perf_counter() - began)
         return rows
 
-    def _choose(self, logits: torch.Tensor, rows: Sequence[_Row]) -> None:
-        """Note the candidates of the next depth of each row, and go on with the first of them."""
+    def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_RowState]) -> None:
+        """Store the candidates of the next depth of each row, and extend the chain by the first candidate."""
         sampling = [row.sampling_row() for row in rows]
-        token_ids, chances = candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
+        token_ids, probs = best_candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
             row.state.text[len(row.request.context) + row.depth] = token_ids[b, 0]
-            own = chances[b, :1]
-            row.chance *= float(self._chances[row.sampling.params.greedy].estimate(own)[0])
+            own = probs[b, :1]
+            row.chain_acceptance *= float(self._calibration[row.sampling.params.greedy].estimate(own)[0])
             row.token_ids.append(token_ids[b])
-            row.chances.append(chances[b])
+            row.acceptance_probs.append(probs[b])
 
-    def _pays(self, row: _Row) -> bool:
-        """Whether one more token is worth its price, going by what is known before it is drafted."""
+    def _is_worthwhile(self, row: _RowState) -> bool:
+        """Return whether the expected gain of one more token exceeds its cost."""
         most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
-        return row.depth < most and row.chance > cost_at(row.token_costs, row.depth)
+        return row.depth < most and row.chain_acceptance > cost_at(row.token_costs, row.depth)
 
     def _observe_pass(self, num_rows: int, seconds: float) -> None:
         expected = self._cost_model.seconds(num_rows)
-        # One that took many times as long was probably interrupted: it counts as slow, but not as that slow.
+        # A pass that took many times as long as expected was probably interrupted, so its time is limited.
         self._cost_model.observe(num_rows, 0, min(seconds, OUTLIER * expected) if expected else seconds)
 
 
 class HeadDrafter(NetworkDrafter):
-    """Drafts with a head, from the features that the target's passes leave in its slots."""
+    """Drafts with a head, from the features that the target's passes store in its slots."""
 
     kind = HEAD
     source = "head"
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int = _CHUNK_TOKENS) -> None:
-        """``target`` : keeps the features that ``head`` reads. chunk_tokens : most positions read in one call."""
+        """Create a drafter.
+
+        Args:
+            head: The draft head.
+            target: The target, which stores the features that ``head`` reads.
+            chunk_tokens: The maximum number of positions to read in one call.
+        """
         super().__init__(HeadSlots(head, target, chunk_tokens), target.vocab_size)
 
 
-def tapped_by(head: Head, device: torch.device, dtype: torch.dtype) -> Tapped:
-    """What a target must keep of every position for ``head``, and what the head keeps besides."""
-    return Tapped(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
+def feature_spec(head: Head, device: torch.device, dtype: torch.dtype) -> FeatureSpec:
+    """Return the features that a target must store for ``head``, and the head's own memory per position."""
+    return FeatureSpec(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
 
 
 class DraftModelDrafter(NetworkDrafter):
@@ -236,13 +250,16 @@ class DraftModelDrafter(NetworkDrafter):
     source = "model"
 
     def __init__(self, model: Target, vocab_size: int | None = None, chunk_tokens: int = _CHUNK_TOKENS) -> None:
-        """Drive ``model``, which belongs to this drafter alone and has a slot for each of the target's.
+        """Create a drafter; raises ModelError for a model that cannot roll back.
 
-        vocab_size : of the target; None is the model's own. Raises ModelError for a model that cannot take tokens back.
+        Args:
+            model: The draft model, used only by this drafter, with a slot for each of the target's slots.
+            vocab_size: The target's vocabulary size. None: the model's own.
+            chunk_tokens: The maximum number of positions to read in one call.
         """
         if not model.can_roll_back:
             raise ModelError(
-                f"{type(model.model).__name__} is recurrent and cannot take tokens back, which a draft model must: "
+                f"{type(model.model).__name__} is recurrent and cannot roll back, which a draft model must: "
                 "choose one with attention"
             )
         super().__init__(ModelSlots(model, chunk_tokens), min(vocab_size or model.vocab_size, model.vocab_size))
@@ -258,10 +275,19 @@ def load_draft_model(
     hub: HubOptions | None = None,
     enforce_eager: bool = False,
 ) -> DraftModelDrafter:
-    """A drafter around a Hugging Face causal language model that shares the target's tokenizer.
+    """Load a Hugging Face causal language model as a drafter; it must share the target's tokenizer.
 
-    codec : the target's. hub : where an id is fetched from. The others are as for the target. Contexts longer than the
-    draft model takes get no drafts. Raises ModelError when it cannot be loaded, has another tokenizer or does not fit.
+    Contexts longer than the draft model supports get no drafts. Raises ModelError if the model cannot be loaded, has
+    another tokenizer or does not fit into memory.
+
+    Args:
+        name_or_path: A directory or hub id.
+        target: The target.
+        codec: The target's tokenizer.
+        dtype: As for the target.
+        device: As for the target.
+        hub: Where hub ids are downloaded from.
+        enforce_eager: As for the target.
     """
     own = TextCodec.load(str(name_or_path), hub)
     if own.fingerprint != codec.fingerprint:
@@ -284,6 +310,6 @@ def load_draft_model(
         max_length=target.max_length if limit is None else min(limit, target.max_length),
         max_draft_tokens=READ_WIDTH - 1,
         enforce_eager=enforce_eager,
-        exact="off",  # a draft may be any
+        exact="off",  # any draft is valid, so bit-identical logits are not needed
     )
     return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

@@ -1,4 +1,4 @@
-"""Reading by slots: texts that a draft model or a head follows by itself, in parts, rows together."""
+"""Slots of a draft model or head, which read the contexts of requests incrementally and in batches."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ from ssd.model.target import Target, pad_rows
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
-"""Most positions of a pass that reads several rows at once; longer text is read row by row."""
+"""The maximum width of a pass that reads several rows at once; longer text is read one row at a time."""
 
-_FORGETTING = 0.9
-"""What a read part counts after each later one."""
+_DECAY = 0.9
+"""The decay of a measurement's weight with each later measurement."""
 
-Said = tuple[torch.Tensor, torch.Tensor]
-"""Logits [R, ..., V], and what to go on with, [R, ...]."""
+LogitsAndState = tuple[torch.Tensor, torch.Tensor]
+"""Logits [R, ..., V], and the state to continue from, [R, ...]."""
 
 
 @dataclass(slots=True, eq=False)
 class TextSlot:
-    """What was read of one of the target's slots.
+    """The text that was read in one of the target's slots.
 
-    ``text`` : int32[max_length], in its first ``num_known`` tokens the context as last seen; what follows was drafted.
-    ``request_id`` : whose text that is; None once it has ended. ``adapter`` : that the target computed it with.
-    ``scope`` : what is learned of the request's namespace; refers to nothing where it has none.
+    Attributes:
+        slot: The slot's index.
+        text: int32[max_length]. The first ``num_known`` tokens are the context as last seen; drafted tokens follow.
+        num_known: The number of context tokens.
+        request_id: The request whose text this is; None after its end.
+        adapter: The LoRA adapter that the target computed the text with.
+        scope: A weak reference to the learned state of the request's namespace, if it has one.
     """
 
     slot: int
@@ -47,56 +51,67 @@ class TextSlot:
 
 
 class TextSlots(ABC):
-    """Slots of a target that are read to the ends of their texts, each call so much that a long prompt stalls nobody.
+    """Draft-model KV slots, brought up to date incrementally with a token budget per call.
 
-    A slot that goes to another request of the same namespace keeps what the two texts share; of another one nothing,
-    for how soon can be drafted would tell what was asked there.
+    A slot that is assigned to another request of the same namespace keeps the common prefix of the two texts. A request
+    of another namespace keeps nothing, because the time until its first draft would reveal another tenant's prompt.
+
+    Attributes:
+        draft_to_target: The target's id of each scored token, int64[Vd]. None: the ids are the target's own.
+        num_tokens: The maximum number of drafted tokens. None: no maximum.
     """
 
     draft_to_target: torch.Tensor | None = None
-    """int64[Vd], the target's id of each token that is scored; None where those are the target's own."""
     num_tokens: int | None = None
-    """Most that can be drafted; None is any number."""
-    _ahead = 0
-    """Tokens behind a position that it is read together with."""
+    _lookahead = 0
+    """The number of tokens after a position that are read together with it."""
 
     def __init__(self, target: Target, chunk_tokens: int) -> None:
-        """``target`` : the draft model, or the one whose features are read. chunk_tokens : most read in one call."""
+        """Create slots.
+
+        Args:
+            target: The draft model, or the target whose features are read.
+            chunk_tokens: The maximum number of tokens to read in one call.
+        """
         self.target, self._chunk_tokens = target, chunk_tokens
         self.states = [TextSlot(slot, np.empty(target.max_length, np.int32)) for slot in range(target.num_slots)]
-        self._reading = Throughput(_FORGETTING)
+        self._reading = Throughput(_DECAY)
 
-    def can_follow(self, request: DraftRequest) -> bool:
-        """Whether the context is there to be read."""
+    def can_read(self, request: DraftRequest) -> bool:
+        """Return whether the request's context can be read."""
         return True
 
-    def follow(self, request: DraftRequest) -> TextSlot | None:
-        """The slot of a request, which forgets what was read of another text; None where it cannot be read.
+    def assign(self, request: DraftRequest) -> TextSlot | None:
+        """Return the slot of a request, truncated to the common prefix with its context; None if it cannot be read.
 
-        O(new tokens), and once O(n) where the slot has gone to another request.
+        O(new tokens), and O(n) once if the slot was assigned to another request.
         """
         assert request.slot is not None
         context, scope, adapter = request.context, request.learned, self.target.adapters[request.slot]
         state, length = self.states[request.slot], len(context)
-        shared, held = min(state.num_known, length), self._length(state.slot)
+        shared, num_read = min(state.num_known, length), self._length(state.slot)
         if state.request_id != request.request_id:
             is_own = scope is not None and state.scope() is scope and state.adapter == adapter
-            shared = _agreeing(state.text[:shared], context) if is_own else 0
-        elif not self._ahead:  # what was drafted and said stays read
-            shared += _agreeing(state.text[shared : min(held, length)], context[shared:])
-        if not self._can_read(context[shared:]):
+            shared = _common_prefix_length(state.text[:shared], context) if is_own else 0
+        elif not self._lookahead:  # drafted tokens that were accepted stay in the slot
+            shared += _common_prefix_length(state.text[shared : min(num_read, length)], context[shared:])
+        if not self._are_known(context[shared:]):
             return None
-        # The last position is always read again or anew: its logits are what the draft begins with.
-        self._crop(state.slot, min(held, max(0, shared - self._ahead), length - 1 - self._ahead))
+        # The last position is always computed, possibly again, because the draft starts from its logits.
+        self._crop(state.slot, min(num_read, max(0, shared - self._lookahead), length - 1 - self._lookahead))
         state.text[shared:length] = context[shared:]
         state.adapter, state.scope = adapter, weakref.ref(scope) if scope is not None else lambda: None
         state.num_known, state.request_id = length, request.request_id
         return state
 
-    def read(self, states: Sequence[TextSlot]) -> tuple[list[int], Said | None]:
-        """Read on to the end of each context; which of ``states`` are there, and what is said after it, [R, ...] each.
+    def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
+        """Read up to the end of each context.
 
-        The others have more to read than one call may; they go on in the next. Nothing is said where none is there.
+        If more tokens are unread than the budget of one call, the remaining rows continue in the next call.
+
+        Returns:
+            The indices of the ``states`` that are up to date, and logits and state after their contexts, [R, ...] each;
+            None if there is none.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -120,67 +135,71 @@ class TextSlots(ABC):
         return ready, (logits[rows, last], carried[rows, last])
 
     @abstractmethod
-    def feed(self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor) -> Said:
-        """Go on from what was said: what comes after ``token_ids``, int64[R], drafted after what each slot holds.
+    def append_drafted(
+        self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
+    ) -> LogitsAndState:
+        """Append drafted tokens, int64[R], to the slots and return the logits after them.
 
-        carried : of the call before.
+        ``carried`` is the state that the previous call returned.
         """
 
     def seconds_to_read(self, request: DraftRequest) -> float:
-        """Expected time to read what is new, beyond what a pass takes anyway; 0 where that is little or not known."""
+        """Return the expected time to read new tokens beyond one pass's width; 0 if small or unknown."""
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
-        held = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
-        return max(0, len(request.context) - held - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
+        num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
+        return max(0, len(request.context) - num_read - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
 
-    def close(self, request_id: str) -> None:
-        """The request has ended, or comes again as if it were new; what its slot holds stays for who shares it."""
+    def release(self, request_id: str) -> None:
+        """Release a request that has ended or restarts; the slot's content stays for requests that share its prefix."""
         for state in self.states:
             if state.request_id == request_id:
                 state.request_id = None
 
-    def reread(self) -> None:
-        """Forget what all slots hold: a pass failed, and what it left behind is not known."""
+    def clear(self) -> None:
+        """Clear all slots after a failed pass, because their content is unknown."""
         for state in self.states:
             self._crop(state.slot, 0)
             state.num_known = 0
 
     def _unread(self, state: TextSlot) -> int:
-        return state.num_known - self._ahead - self._length(state.slot)
+        return state.num_known - self._lookahead - self._length(state.slot)
 
-    def _can_read(self, token_ids: npt.NDArray[np.int32]) -> bool:
+    def _are_known(self, token_ids: npt.NDArray[np.int32]) -> bool:
         return True
 
     def _next(self, states: Sequence[TextSlot], counts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The next ``counts`` tokens of each text, int64[R, max(counts)]."""
-        starts = [self._length(state.slot) + self._ahead for state in states]
+        """Return the next ``counts`` tokens of each text, int64[R, max(counts)]."""
+        starts = [self._length(state.slot) + self._lookahead for state in states]
         return pad_rows([state.text[at : at + n] for state, at, n in zip(states, starts, counts, strict=True)])
 
     @abstractmethod
     def _length(self, slot: int) -> int:
-        """Positions that a slot has read."""
+        """Return the number of positions that a slot has read."""
 
     @abstractmethod
     def _crop(self, slot: int, length: int) -> None:
-        """Forget those beyond so many."""
+        """Truncate a slot to ``length`` positions."""
 
     @abstractmethod
-    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> Said:
-        """Read the next ``counts`` positions of each context, and say what comes after each: [R, max(counts), ...].
+    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
+        """Read the next ``counts`` positions of each context and return logits and states, [R, max(counts), ...].
 
-        skims : nobody asks what comes after.
+        With ``skims`` the results are not needed.
         """
 
 
 class ModelSlots(TextSlots):
-    """Slots of a draft model. Whatever the target did with the last draft, a slot finds its way back."""
+    """Slots of a draft model, which roll back to the target's context after each verification."""
 
-    def feed(self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor) -> Said:
-        """Go on by one more token of each text."""
+    def append_drafted(
+        self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
+    ) -> LogitsAndState:
+        """Append one more token to each text."""
         logits = self.target.forward([state.slot for state in states], token_ids[:, None], [1] * len(states)).logits
         return logits[:, 0], carried
 
-    def _can_read(self, token_ids: npt.NDArray[np.int32]) -> bool:
+    def _are_known(self, token_ids: npt.NDArray[np.int32]) -> bool:
         return not len(token_ids) or bool(token_ids.min() >= 0 and token_ids.max() < self.target.vocab_size)
 
     def _length(self, slot: int) -> int:
@@ -189,7 +208,7 @@ class ModelSlots(TextSlots):
     def _crop(self, slot: int, length: int) -> None:
         self.target.rollback(slot, min(length, self.target.length(slot)))
 
-    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> Said:
+    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
         slots, tokens = [state.slot for state in states], self._next(states, counts)
         if skims:
             self.target.prefill(slots, tokens, counts)
@@ -199,35 +218,38 @@ class ModelSlots(TextSlots):
 
 
 class HeadSlots(TextSlots):
-    """A head's own keys and values, at (slot, position) of the target.
+    """A head's own KV cache, at the (slot, position) of the target.
 
-    At position i the head reads what the target made of token i together with token i + 1: so of a context of n tokens
-    it can read n - 1 positions. What was drafted lies beyond them, and is read again with the target's own features.
+    At position i the head reads the target's features of token i and the embedding of token i + 1, so it can read n - 1
+    positions of a context of n tokens. Drafted positions lie beyond them, and are read again with the target's
+    features.
     """
 
-    _ahead = 1
+    _lookahead = 1
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int) -> None:
-        """``target`` : keeps the features that ``head`` reads."""
+        """Create slots for ``head`` on a ``target`` that stores the features that the head reads."""
         assert target.features is not None and target.features.shape[3] == head.feature_size
         super().__init__(target, chunk_tokens)
         self.draft_to_target, self.num_tokens = head.draft_to_target, head.num_tokens
         self._head, self._features = head, target.features
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
-    def can_follow(self, request: DraftRequest) -> bool:
-        """Whether the target has read the context but for its last token."""
+    def can_read(self, request: DraftRequest) -> bool:
+        """Return whether the target has processed all of the context except its last token."""
         return len(request.context) > 1 and self.target.length(request.slot or 0) >= len(request.context) - 1
 
-    def follow(self, request: DraftRequest) -> TextSlot | None:
-        """As said there."""
-        state = super().follow(request)
-        if state is not None and not self._head.attends:  # all but the end has no say
+    def assign(self, request: DraftRequest) -> TextSlot | None:
+        """Implement `TextSlots.follow`."""
+        state = super().assign(request)
+        if state is not None and not self._head.attends:  # only the last position influences the output
             self._kv_cache.lengths[state.slot] = state.num_known - 2
         return state
 
-    def feed(self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor) -> Said:
-        """Go on from what the head said itself."""
+    def append_drafted(
+        self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
+    ) -> LogitsAndState:
+        """Continue from the head's own output."""
         logits, carried = self._pass([state.slot for state in states], token_ids[:, None], carried[:, None])
         for state in states:
             self._kv_cache.lengths[state.slot] += 1
@@ -239,26 +261,28 @@ class HeadSlots(TextSlots):
     def _crop(self, slot: int, length: int) -> None:
         self._kv_cache.lengths[slot] = length
 
-    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> Said:
+    def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
         slots, tokens = [state.slot for state in states], self._next(states, counts)
         places = torch.from_numpy(self._kv_cache.lengths[slots][:, None] + np.arange(tokens.shape[1]))
-        places = places.clamp_max(self._features.shape[2] - 1)  # padding may point past the last one
+        places = places.clamp_max(self._features.shape[2] - 1)  # padding may point beyond the last position
         device = self.target.device
         features = self._features[torch.tensor(slots, device=device)[:, None], 0, places.to(device)]
         found = self._pass(slots, tokens, features, **({"logits_to_keep": 1} if skims else {}))
         self._kv_cache.lengths[slots] += np.asarray(counts)
         return found
 
-    def _pass(self, slots: list[int], tokens: npt.NDArray[np.int64], features: torch.Tensor, **kwargs: int) -> Said:
+    def _pass(
+        self, slots: list[int], tokens: npt.NDArray[np.int64], features: torch.Tensor, **kwargs: int
+    ) -> LogitsAndState:
         rows = SlotRows.build(self._kv_cache, slots, tokens.shape[1], self.target.device)
-        positions = rows.positions.clamp_max(self.target.max_length - 1)  # padding may point past the last one
+        positions = rows.positions.clamp_max(self.target.max_length - 1)  # padding may point beyond the last position
         ids = torch.from_numpy(tokens).to(self.target.device)
         logits, following = self._head(ids, features, positions, slot_rows=rows, **kwargs)
         return logits, following
 
 
-def _agreeing(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Of how many tokens two texts begin alike."""
+def _common_prefix_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """Return the length of the common prefix of two texts."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
@@ -266,7 +290,7 @@ def _agreeing(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
 
 @torch.inference_mode()
 def bytes_per_token(head: Head, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes that a head's keys and values of one position take: found out by a pass over one."""
+    """Return the bytes of a head's KV cache per position, measured by a pass over one position."""
     kv_cache = SlotKVCache(1, 1, device)
     rows = SlotRows.build(kv_cache, [0], 1, device)
     features = torch.zeros(1, 1, head.feature_size, dtype=dtype, device=device)

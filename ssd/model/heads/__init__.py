@@ -1,1 +1,1 @@
-"""Draft heads: small networks that read the target's hidden states and say what it will probably say next."""
+"""Draft heads: small networks that predict the next tokens from the target's hidden states."""

@@ -1,11 +1,11 @@
-"""The layouts in which draft heads are published, as a table: EAGLE's, Medusa's, modules for multi-token prediction.
+"""The layouts in which draft heads are published: EAGLE, Medusa, and modules for multi-token prediction (MTP).
 
-The latter lie among the tensors of the target's own checkpoint. A layout is known by its tensors' names, and says by
-which configuration its network is made and what its tensors are called.
+MTP modules are part of the target's own checkpoint. A layout is recognised by the names of its tensors, and defines the
+network's configuration and the tensors' names.
 
-Which hidden states EAGLE-3 reads is counted in two ways. A speculators configuration counts as vLLM does: layer k is
-what comes out of the first k layers. ``eagle_config`` counts as SGLang does (set_eagle3_layers_to_capture): layer k is
-what the layer of index k puts out. Both have the same default (EAGLE's modeling_llama_kv.py).
+The hidden states that EAGLE-3 reads are numbered in two ways. A speculators configuration counts as vLLM does: layer k
+is the output of the first k layers. ``eagle_config`` counts as SGLang does (set_eagle3_layers_to_capture): layer k is
+the output of the layer with index k. Both have the same default (EAGLE's modeling_llama_kv.py).
 """
 
 from __future__ import annotations
@@ -21,34 +21,39 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, decoder_layers, eagle_layer
+from ssd.model.heads.networks import Eagle3Head, FusedHead, Head, MedusaHead, TargetParts, eagle_layer, mtp_layers
 from ssd.model.heads.tensors import (
     Config,
     TensorFiles,
     Tensors,
-    fill,
+    assign_tensors,
     find_directory,
-    number,
-    read,
     read_config,
-    require,
+    read_positive,
+    read_tensors,
     require_same,
+    require_tensors,
     shapes_of,
 )
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
 from ssd.model.layers.replace import MOST_CHANGE, MOST_CHANGE_LOW_PRECISION, replace_layers
-from ssd.model.ways.find_way import CPU_LAYERS
+from ssd.model.runners.select_runner import CPU_LAYERS
 from ssd.text.load_tokenizer import HubOptions
 
 Matches = Sequence[re.Match[str]]
 Names = Mapping[str, str]
-"""What stands in a checkpoint before a name, by what stands before ours; the longest that fits holds."""
+"""Prefixes in the checkpoint by prefixes in our module; the longest matching prefix applies."""
 
 
 class Layout(NamedTuple):
-    """A way to publish draft heads. A head has it that has a tensor of each of the ``known_by``, and none ``without``:
-    names, as regular expressions. ``build`` : of configuration, tensors, the target and all matches of the first name.
+    """A layout of draft heads.
+
+    Attributes:
+        name: Its name, for messages.
+        known_by: Regular expressions; a head of this layout has a tensor that matches each of them.
+        build: Builds the head from configuration, tensors, target and all matches of the first expression.
+        without: Regular expressions that no tensor of this layout matches.
     """
 
     name: str
@@ -57,7 +62,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """What of ``names`` its first name is; nothing where they have another layout."""
+        """Return the matches of the first expression among ``names``; empty if they have another layout."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -66,16 +71,16 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
     return [match for name in sorted(names) if (match := re.fullmatch(pattern, name))]
 
 
-def _filled(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """The head with its tensors; ``more`` : those that are made. Raises ModelError."""
+def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
+    """Return the head with its tensors assigned, and ``more`` tensors that are not read; raises ModelError."""
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
         prefix = max((prefix for prefix in names if ours.startswith(prefix)), key=len, default="")
         return names.get(prefix, "") + ours.removeprefix(prefix)
 
-    found = read(tensors, {theirs(ours): size for ours, size in shapes.items()})
-    fill(head, {**{ours: found[theirs(ours)] for ours in shapes}, **more}, target)
+    found = read_tensors(tensors, {theirs(ours): size for ours, size in shapes.items()})
+    assign_tensors(head, {**{ours: found[theirs(ours)] for ours in shapes}, **more}, target)
     return head
 
 
@@ -83,21 +88,23 @@ def _filled(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel,
 
 _MOST_LAYERS_READ = 16
 _MOST_HEAD_DIM = 1 << 12
-"""Of what a configuration asks for, so that nothing is built that no head has."""
+"""A limit for configurations, so that nothing is built that no head has."""
 _FIELDS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size",
     "attention_bias", "mlp_bias",
 )  # fmt: skip
-"""What is taken of a configuration: what shapes the layer."""
+"""The fields of a configuration that determine the layer."""
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
-    """What a configuration says of a head's one layer, which attends by the slots; raises ModelError."""
-    if (number(config, "head_dim") or 1) > _MOST_HEAD_DIM:
+    """Return the configuration of a head's single layer, which uses slot attention; raises ModelError."""
+    if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
         raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
-    if number(config, "num_hidden_layers") not in (None, 1):
-        raise ModelError("it has several layers (num_hidden_layers), and one is read: take a head with one")
+    if read_positive(config, "num_hidden_layers") not in (None, 1):
+        raise ModelError(
+            "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
+        )
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
     try:
@@ -115,13 +122,13 @@ def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches
 
     with torch.device("meta"):
         head = FusedHead(target, eagle_layer(shape, qkv_bias=qkv_bias), shape, bias="fc.bias" in tensors)
-    head.turn_by(shape, target.device)
-    return _filled(head, tensors, {"layer.": "layers.0."}, target)
+    head.set_rotary(shape, target.device)
+    return _fill_head(head, tensors, {"layer.": "layers.0."}, target)
 
 
 _EMBED = "embed_tokens.weight"
 _UNREAD = {"t2d", "d2t", _EMBED, "verifier_lm_head.weight", "verifier_norm.weight"}
-"""Tensors that need not become part of the head, beside buffers of positions."""
+"""Tensors that need not become part of the head, besides buffers of positions."""
 
 
 def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches, names: Names) -> Head:
@@ -134,22 +141,24 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
             raise ModelError("its config.json lacks transformer_layer_config: download the head again")
         layer = inner
         if config.get("norm_before_fc"):
-            raise ModelError("norm_before_fc, a norm of the hidden states before they are fused, is not read")
+            raise ModelError("norm_before_fc, a norm of the hidden states before they are fused, is not supported")
         config = {"vocab_size": layer.get("vocab_size"), "norm_before_residual": True, **config}
     require_same(config, target, ("vocab_size",))
-    if (wide := number(config, "target_hidden_size")) not in (None, own.hidden_size):
+    if (wide := read_positive(config, "target_hidden_size")) not in (None, own.hidden_size):
         raise ModelError(
             f"it was made for another model: its config.json says target_hidden_size {wide}, the model has "
-            f"{own.hidden_size}. Take the head that was trained for this model"
+            f"{own.hidden_size}. Use the head that was trained for this model"
         )
     shape = _llama_config({**layer, "vocab_size": own.vocab_size}, target)
-    mapping, made = _mapping(tensors, own.vocab_size), {}
+    mapping, made = _draft_to_target(tensors, own.vocab_size), {}
     if mapping is not None:
         made["draft_to_target"] = mapping
-        if (wanted := number(config, "draft_vocab_size")) not in (None, len(mapping)):
-            raise ModelError(f"draft_vocab_size is {wanted}, but d2t has {len(mapping)} entries: download it again")
+        if (wanted := read_positive(config, "draft_vocab_size")) not in (None, len(mapping)):
+            raise ModelError(
+                f"draft_vocab_size is {wanted}, but d2t has {len(mapping)} entries: download the head again"
+            )
     embed = _embeddings(tensors, target, shape)
-    layers = _layers_read(target, listed, 0 if names else 1)
+    layers = _feature_layers(target, listed, 0 if names else 1)
     with torch.device("meta"):
         head = Eagle3Head(
             shape, embed, layers, target_hidden_size=own.hidden_size,
@@ -159,17 +168,17 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
-        raise ModelError(f"it has tensors that are not read, {', '.join(sorted(unknown)[:4])}: take another head")
-    return _filled(head, tensors, names, target, **made)
+        raise ModelError(f"it has unsupported tensors, {', '.join(sorted(unknown)[:4])}: use another head")
+    return _fill_head(head, tensors, names, target, **made)
 
 
-def _mapping(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """The target's id of each drafted one, int64[Vd]; the checkpoint has what to add to the drafted one."""
+def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
+    """Return the target's id of each drafted token, int64[Vd]; the checkpoint has the differences of the two ids."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
     if offsets.ndim != 1 or offsets.dtype.is_floating_point or not len(offsets):
-        raise ModelError("d2t is no list of numbers: download it again")
+        raise ModelError("d2t is not a list of integers: download the head again")
     token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
@@ -182,11 +191,11 @@ def _mapping(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
 def _embeddings(
     tensors: Tensors, target: PreTrainedModel, shape: LlamaConfig
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The head's own embeddings of token ids where it brings others than the target's, which are used elsewhere."""
+    """Return the head's own embeddings of token ids if they differ from the target's, otherwise the target's."""
     own: Any = target.get_input_embeddings()
     hidden_size = target.config.get_text_config().hidden_size
     if _EMBED in tensors:
-        weight = read(tensors, {_EMBED: (shape.vocab_size, shape.hidden_size)})[_EMBED]
+        weight = read_tensors(tensors, {_EMBED: (shape.vocab_size, shape.hidden_size)})[_EMBED]
         weight = weight.to(target.device, target.dtype)
         ids = torch.arange(shape.vocab_size, device=target.device)
         if shape.hidden_size != hidden_size or not torch.equal(own(ids), weight):
@@ -194,19 +203,19 @@ def _embeddings(
     elif shape.hidden_size != hidden_size:
         raise ModelError(
             f"its layer has hidden_size {shape.hidden_size}, the model {hidden_size}, "
-            f"and it brings no {_EMBED} of its own: it was made for another model, or its files are not all there"
+            f"and it has no {_EMBED} of its own: it was made for another model, or some of its files are missing"
         )
     return lambda token_ids: target.get_input_embeddings()(token_ids)
 
 
-def _layers_read(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Behind so many layers each: the usual choice, or those ``listed`` and ``before`` more."""
+def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
+    """Return the layers whose outputs are read: the usual choice, or those ``listed``, plus ``before``."""
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
             raise ModelError(
                 f"config.json does not say which layers it reads, and the model has {count}: too few for the usual "
-                "choice. Take the head that was trained for this model"
+                "choice. Use the head that was trained for this model"
             )
         return 2, count // 2, count - 3
     if (
@@ -214,7 +223,9 @@ def _layers_read(target: PreTrainedModel, listed: Any = None, before: int = 0) -
         or not 1 <= len(listed) <= _MOST_LAYERS_READ
         or not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1 << 15 for index in listed)
     ):
-        raise ModelError("eagle_aux_hidden_state_layer_ids in config.json is no list of layers: download it again")
+        raise ModelError(
+            "eagle_aux_hidden_state_layer_ids in config.json is not a list of layers: download the head again"
+        )
     return tuple(before + index for index in listed)
 
 
@@ -222,7 +233,7 @@ def _layers_read(target: PreTrainedModel, listed: Any = None, before: int = 0) -
 
 
 def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches) -> Head:
-    """``blocks`` : prefix, head and number of each."""
+    """Build a Medusa head; each of ``blocks`` matches prefix, head and number of a block."""
     require_same(config, target, ("hidden_size", "vocab_size"))
     own, prefix = target.config.get_text_config(), blocks[0][1]
     num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))
@@ -231,27 +242,38 @@ def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: M
     with torch.device("meta"):
         head = MedusaHead(own.hidden_size, own.vocab_size, num_heads, num_layers, shared)
     names = {f"outputs.{i}.": f"{prefix}{i}.{num_layers}." for i in range(num_heads)}
-    return _filled(head, tensors, {"blocks.": prefix, **names}, target)
+    return _fill_head(head, tensors, {"blocks.": prefix, **names}, target)
 
 
 # -- multi-token prediction ------------------------------------------------------------------------------------------
 
 _ALONE = "model.layers.0."
-"""Where a module stands that was taken out of its checkpoint, as SGLang publishes DeepSeek's: it counts itself only."""
+"""The prefix of a module that was extracted from its checkpoint, as in SGLang's DeepSeek modules, without the other
+layers.
+"""
 
 
 def _mtp(
     config: Config, tensors: Tensors, target: PreTrainedModel, projects: Matches, parts: tuple[str, ...],
     hidden_first: bool = False,
 ) -> Head:  # fmt: skip
-    """``parts`` : what stands before the layer's names, and the names of both norms and perhaps the last one, without
-    "weight". ``projects`` : the number of the layer where it has one. Of several modules, which were trained for one
-    token each, the first is used for all.
+    """Build a module for multi-token prediction.
+
+    Of several modules, each trained for one token, the first is used for all tokens.
+
+    Args:
+        config: The configuration.
+        tensors: The tensors.
+        target: The target.
+        projects: The matches of the projection's name, with the number of the layer if it has one.
+        parts: The prefix of the layer's names; the names of both norms and optionally of the last norm, without
+            "weight".
+        hidden_first: Whether features come first in the concatenation.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
     require_same(config, target, ("hidden_size", "vocab_size", *(() if at == _ALONE else ("num_hidden_layers",))))
-    number(config, "num_nextn_predict_layers")
+    read_positive(config, "num_nextn_predict_layers")
     names = {
         "layer.": at,
         "norm_embedding.": embedding,
@@ -259,16 +281,16 @@ def _mtp(
         "fc.": project[0].removesuffix("weight"),
     }
     names |= dict(zip(["norm."], last, strict=False))
-    require(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layer."])
-    layers = decoder_layers(target)
-    # A mixture of experts, or a dense layer: where none has the module's tensors, what is missing is named.
+    require_tensors(tensors, [f"{name}weight" for ours, name in names.items() if ours != "layer."])
+    layers = mtp_layers(target)
+    # The layer is a mixture of experts or dense. If neither fits, the error names the missing tensors.
     fitting = (each for each in layers if all(name in tensors for name in shapes_of(each.layer, at)))
     like = next(fitting, layers[0])
     head = FusedHead(
         target, like.layer, like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
         hidden_first=hidden_first,
     )  # fmt: skip
-    return _filled(head, tensors, names, target)
+    return _fill_head(head, tensors, names, target)
 
 
 _N = "model.layers.{}."
@@ -280,20 +302,20 @@ LAYOUTS: tuple[Layout, ...] = (
         "speculators, eagle3 (fc, layers.0 with hidden_norm)", (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
         partial(_eagle3, names={"midlayer.": "layers.0."}),
     ),
-    # EAGLE-3 has a midlayer, or speaks of a reduced vocabulary, or has norms before the attention of its first layer.
+    # EAGLE-3 has a midlayer, a reduced vocabulary, or norms before the attention of its first layer.
     Layout(
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
         (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), _eagle,
         without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
     ),
-    # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last of each is its
-    # output layer; later versions train none and read with the target's.
+    # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last layer of each
+    # head is its output layer; heads of later versions have none and use the target's.
     Layout(
         "Medusa (0.0.linear.weight)",
         (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",), _medusa,
     ),
-    # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py and ernie_mtp.py. What is stored of the embeddings and the
-    # output layer is a copy of the target's, as DeepSeek's paper says, and not read.
+    # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py and ernie_mtp.py. The stored embeddings and output
+    # layer are copies of the target's, according to DeepSeek's paper, and are not read.
     Layout(
         "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", (r"model\.layers\.(\d+)\.eh_proj\.weight",),
         partial(_mtp, parts=(_N, f"{_N}enorm.", f"{_N}hnorm.", f"{_N}shared_head.norm.")),
@@ -310,16 +332,16 @@ LAYOUTS: tuple[Layout, ...] = (
         partial(_mtp, parts=("model.mtp_block.0.", "model.mtp_emb_norm.0.", "model.mtp_hidden_norm.0.")),
     ),
 )  # fmt: skip
-"""Tried in order; the first that matches is taken."""
+"""The layouts in order; the first that matches is used."""
 
 _LENGTH, _SHOWN = 2, 6
 
 
 @torch.inference_mode()
-def say(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
-    """All that a head computes of hidden states that are always the same, as the engine would have it computed.
+def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
+    """Run a head on fixed hidden states like the engine, and return all of its outputs.
 
-    Raises whatever its layers raise; TypeError where they attend to something else than the slots.
+    Raises any error of its layers; TypeError if they do not attend to the slots.
     """
     device, dtype = target.device, target.dtype
     generator = torch.Generator().manual_seed(0)
@@ -329,17 +351,17 @@ def say(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
     rows = SlotRows.build(cache, [0], _LENGTH, device)
     logits, following = head(torch.zeros_like(rows.positions), features, rows.positions, slot_rows=rows)
     if head.attends and not cache.bytes_per_token:
-        raise TypeError("its layers attend in another way")
+        raise TypeError("its layers do not use slot attention")
     return [each for each in (features, logits, following) if each.numel()]
 
 
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
-    """The draft head of a directory or hub id, in the dtype and on the device of ``model``, ready to draft for it.
+    """Load the draft head of a directory or hub id, with the dtype and device of ``model``, ready to draft for it.
 
-    On a CPU its layers are replaced by those that compute the same faster: a pass over several rows or positions takes
-    two thirds of the time. hub : where an id is fetched from. Raises ModelError with what to do: files that are not
-    there or torn, a layout that is not known, a head of another model.
+    On a CPU its layers are replaced by faster ones, which reduce the time of a pass over several rows or positions to
+    two thirds. Raises ModelError with advice if files are missing or damaged, the layout is unknown, or the head
+    belongs to another model. ``hub`` says where hub ids are downloaded from.
     """
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)
@@ -349,21 +371,21 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
         some = ", ".join(sorted(names)[:_SHOWN])
         known = "; ".join(each.name for each in LAYOUTS)
         raise ModelError(
-            f"draft head {str(name_or_path)!r} has none of the layouts known here, which are: {known}. It has "
-            f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or leave it out"
+            f"draft head {str(name_or_path)!r} has none of the supported layouts, which are: {known}. It has "
+            f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or omit it"
         )
     try:
         head = layout.build(config, tensors, model, matches).eval().requires_grad_(False)
-        say(head, model)
-    except Exception as error:  # whatever an architecture, or an odd configuration, makes of it
-        why = f"it cannot be driven beside {type(model).__name__}: {first_line(error)[:200]}. Download it again"
+        run_head(head, model)
+    except Exception as error:  # from an architecture or an unusual configuration
+        why = f"it cannot be used with {type(model).__name__}: {first_line(error)[:200]}. Download it again"
         why = str(error) if isinstance(error, ModelError) else why
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":
         tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
 
-        def said(head: Head) -> list[torch.Tensor]:
-            return [each.float() for each in say(head, model)]
+        def outputs(head: Head) -> list[torch.Tensor]:
+            return [each.float() for each in run_head(head, model)]
 
-        replace_layers(head, CPU_LAYERS, expected=said(head), tolerance=tolerance, say=said)
+        replace_layers(head, CPU_LAYERS, expected=outputs(head), tolerance=tolerance, compute=outputs)
     return head

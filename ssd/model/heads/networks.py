@@ -1,4 +1,4 @@
-"""Draft heads: networks that read the target's hidden states and draft, EAGLE's, Medusa's, multi-token prediction's."""
+"""Draft head networks on the target's hidden states: EAGLE, Medusa and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from ssd.errors import ModelError, first_line
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.tap import FINAL
+from ssd.model.layers.hidden_states import FINAL
 
 
 class Head(nn.Module, ABC):
-    """A network beside the target that drafts from its hidden states, token by token, going on from its own output.
+    """A network that drafts from the target's hidden states, token by token, continuing from its own output.
 
-    ``feature_layers`` : whose hidden states it reads: k for what comes out of the first k decoder layers, 0 for the
-    embeddings, `tap.FINAL`. ``feature_size`` : numbers kept of each position. ``num_tokens`` : most that it drafts;
-    None is any number. ``attends`` : whether it reads the whole text, and not its end alone. ``config`` : of layers
-    whose attention is found by the name that stands there. ``draft_to_target`` : int64[Vd], the target's id of each
-    token that it can draft; None where the vocabularies are one.
+    Attributes:
+        feature_layers: The hidden states that it reads: k is the output of the first k decoder layers, 0 the
+            embeddings, `FINAL` the input of the output layer.
+        feature_size: The number of feature values per position.
+        num_tokens: The maximum number of drafted tokens. None: no maximum.
+        attends: Whether it reads the whole text, and not only its last position.
+        config: The configuration of its layers, which names their attention implementation.
+        draft_to_target: The target's id of each token that it can draft, int64[Vd]. None: the vocabularies are the
+            same.
     """
 
     feature_layers: tuple[int, ...]
@@ -38,12 +42,14 @@ class Head(nn.Module, ABC):
         super().__init__()
         self.register_buffer("draft_to_target", None)
         self.config: Any = None
-        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()  # a module would be rounded with this one
+        self._rotary: tuple[
+            LlamaRotaryEmbedding, ...
+        ] = ()  # in a tuple, because a submodule would be rounded with this module
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The features of positions, [..., feature_size], from one tensor [..., hidden size] for each feature layer.
+        """Return the features, [..., feature_size], from a tensor [..., hidden size] for each feature layer.
 
-        Part of the target's own pass, so it must not wait for the device.
+        This is part of the target's forward pass, so it must not synchronise with the device.
         """
         (only,) = hidden
         return only
@@ -52,19 +58,21 @@ class Head(nn.Module, ABC):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the token after ``token_ids``, [B, T, Vd], and the features to go on with, [B, T, ...].
+        """Return the logits of the token after ``token_ids``, [B, T, Vd], and the next features, [B, T, ...].
 
-        token_ids : int64[B, T], at each position the token that follows the one whose features stand there. features :
-        [B, T, feature_size], the target's, or for drafted positions those that this returned. position_ids :
-        int64[B, T], where the tokens of the features stand. attention : what the attention function is told besides:
-        ``slot_rows`` where it is the slots', ``attention_mask`` elsewhere; and ``logits_to_keep``, of how many of the
-        last positions logits are wanted.
+        Args:
+            token_ids: int64[B, T], at each position the token after the one that the position's features belong to.
+            features: [B, T, feature_size]: the target's features, or for drafted positions those that this method
+                returned.
+            position_ids: int64[B, T], the positions of the tokens that the features belong to.
+            attention: Other arguments: ``slot_rows`` for slot attention or ``attention_mask`` for other attention
+                functions, and ``logits_to_keep``, the number of last positions to compute logits of.
         """
 
-    def turn_by(self, config: LlamaConfig, device: torch.device | str) -> None:
-        """Give positions of Llama's kind to a head of its own layers.
+    def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
+        """Create Llama-style rotary positions for a head with its own layers.
 
-        They are no part of its state: rounded to two bytes they would turn late positions by wrong angles.
+        They are not part of its state: rounded to two bytes they would rotate late positions by wrong angles.
         """
         self.config = config
         with torch.device(device):
@@ -72,35 +80,34 @@ class Head(nn.Module, ABC):
 
     @property
     def rotary(self) -> LlamaRotaryEmbedding | None:
-        """Of `turn_by`."""
+        """The rotary positions of `turn_by`; None without them."""
         return self._rotary[0] if self._rotary else None
 
 
 class TargetParts:
-    """Embeddings, positions and output layer of the target.
+    """The embeddings, rotary positions and output layer of the target.
 
-    They are looked up when they are used, because faster layers may have taken the place of the model's own, and are
-    no part of the head's state.
+    They are looked up on use, because faster layers may replace the model's own, and are not part of the head's state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings, [..., hidden size]."""
+        """Return embeddings, [..., hidden size]."""
         embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
 
     def rotation(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-        """What attention layers are told of positions, int64[B, T], in the dtype of ``like``.
+        """Return the rotary embedding of positions, int64[B, T], in the dtype of ``like``.
 
-        layer_type : of which layers, where there are several kinds.
+        ``layer_type`` selects the kind of layer if the model has several.
         """
         rotary = self.model.get_decoder().rotary_emb
         return rotary(like, position_ids) if layer_type is None else rotary(like, position_ids, layer_type)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model's output layer makes of hidden states, [..., V], scaled and capped as the model does."""
+        """Return the logits of hidden states, [..., V], scaled and capped as the model does."""
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         config = self.model.config.get_text_config()
         if (scale := getattr(config, "logit_scale", None)) is not None:
@@ -113,22 +120,29 @@ class TargetParts:
 
 
 class FusedHead(Head):
-    """A decoder layer over ``fc(concat(embedding of the next token, hidden state))`` that say the next hidden state.
+    """A decoder layer on ``fc(concat(embedding of the next token, hidden state))`` that predicts the next hidden state.
 
-    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms: what comes out stands for a
-    hidden state behind the target's final norm. A module for multi-token prediction is one more layer of the target's
-    own kind, with a norm before either half of the concatenation and one at the end, whose output is the next features
-    too, as in SGLang (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used.
+    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms: its output approximates a
+    hidden state after the target's final norm. A module for multi-token prediction is another layer of the target's own
+    kind, with a norm before each half of the concatenation and one at the end, whose output is also the next features,
+    as in SGLang (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used.
     """
 
     def __init__(
         self, target: PreTrainedModel, layer: nn.Module, config: Any, *, layer_type: str | None = None,
         norm: nn.Module | None = None, has_last_norm: bool = False, bias: bool = False, hidden_first: bool = False,
     ) -> None:  # fmt: skip
-        """``layer_type`` : which of the target's several kinds of positions the layer uses, None where there is one.
+        """Create the head without memory, on the meta device.
 
-        norm : copied for each norm of a module; None for EAGLE's. bias : of ``fc``. hidden_first : whether features
-        come first in the concatenation. Made without memory, on the meta device.
+        Args:
+            target: The target.
+            layer: The decoder layer.
+            config: Its configuration.
+            layer_type: The kind of rotary positions that the layer uses. None: the target has one kind.
+            norm: A norm that is copied for each norm of the module. None: EAGLE's head without norms.
+            has_last_norm: Whether there is a norm after the layer.
+            bias: Whether ``fc`` has a bias.
+            hidden_first: Whether features come first in the concatenation.
         """
         super().__init__()
         size: int = target.config.get_text_config().hidden_size
@@ -143,7 +157,7 @@ class FusedHead(Head):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the target's vocabulary and the next hidden states."""
+        """Return logits over the target's vocabulary and the next hidden states."""
         keep: int = attention.pop("logits_to_keep", 0)
         embedded = self.norm_embedding(self._target.embed(token_ids).to(features.dtype))
         hidden = self.norm_hidden(features)
@@ -158,7 +172,10 @@ class FusedHead(Head):
 
 
 def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
-    """EAGLE's, which has no norm before its attention. qkv_bias : of one made after Qwen2's."""
+    """Return EAGLE's layer, which has no norm before its attention.
+
+    With ``qkv_bias`` it has the biases of Qwen2's layer.
+    """
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = nn.Identity()
     for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
@@ -169,14 +186,7 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 
 
 class Eagle3Head(Head):
-    """One Llama layer that reads what the target made of a token, and the embedding of the token after it.
-
-    config : shape and rotary positions of the layer, and the name of its attention: "sdpa" with ``attention_mask``, or
-    the slots'. embed : embeddings of token ids, as a rule the target's, which may be replaced by faster ones; no part
-    of this module's state. feature_layers, target_hidden_size : which hidden states are fused, and their size.
-    draft_vocab_size : None where the head drafts every token of the target; otherwise ``draft_to_target`` is to be
-    filled. norm_before_residual : whether the layer adds to its normed features, as some published heads do.
-    """
+    """One Llama layer that reads the target's features of a token and the embedding of the next token."""
 
     def __init__(
         self,
@@ -188,17 +198,31 @@ class Eagle3Head(Head):
         draft_vocab_size: int | None = None,
         norm_before_residual: bool = False,
     ) -> None:
+        """Create the head.
+
+        Args:
+            config: The shape and rotary positions of the layer, and its attention implementation: "sdpa" with
+                ``attention_mask``, or slot attention.
+            embed: Embeddings of token ids, as a rule the target's, which may be replaced by faster ones; not part of
+                the state.
+            feature_layers: The hidden states that are fused.
+            target_hidden_size: The size of the target's hidden states. None: that of ``config``.
+            draft_vocab_size: The size of the draft vocabulary; ``draft_to_target`` must then be assigned. None: the
+                head drafts every token of the target.
+            norm_before_residual: Whether the layer's residual connection starts from the normed features, as in some
+                published heads.
+        """
         super().__init__()
         self.feature_layers = tuple(feature_layers)
         self.feature_size: int = config.hidden_size
         self.norm_before_residual = norm_before_residual
-        self._embed = (embed,)  # in a tuple, so that a module becomes no part of this one
+        self._embed = (embed,)  # in a tuple, so that a module does not become a submodule
         size = len(self.feature_layers) * (target_hidden_size or config.hidden_size)
         self.fc = nn.Linear(size, config.hidden_size, bias=False)
         self.midlayer = _MiddleLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size or config.vocab_size, bias=False)
-        self.turn_by(config, self.fc.weight.device)
+        self.set_rotary(config, self.fc.weight.device)
         if draft_vocab_size is not None:
             self.draft_to_target = torch.zeros(draft_vocab_size, dtype=torch.int64)
 
@@ -210,7 +234,7 @@ class Eagle3Head(Head):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits over the draft vocabulary, [B, T, Vd], and the features to go on with, those before the last norm."""
+        """Return logits over the draft vocabulary, [B, T, Vd], and the next features, those before the last norm."""
         keep: int = attention.pop("logits_to_keep", 0)
         assert self.rotary is not None
         embedded = self._embed[0](token_ids).to(features.dtype)
@@ -220,7 +244,7 @@ class Eagle3Head(Head):
 
 
 class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is not typed
-    """A Llama layer whose attention reads embedding and features side by side."""
+    """A Llama layer whose attention reads embedding and features concatenated."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 0)
@@ -247,11 +271,11 @@ class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is 
 
 
 class MedusaHead(Head):
-    """For each of several tokens ahead a few residual blocks over the last hidden state, then an output layer.
+    """For each of several tokens ahead some residual blocks on the last hidden state, then an output layer.
 
-    ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and output layer of the i-th. The target itself says what
-    comes first after the last position that it was fed, and none knows what the others say: so what the blocks made of
-    that position is what a draft goes on with, [B, T, tokens left, hidden size].
+    ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and the output layer of the i-th head. The target itself
+    generates the first token after its last position, and the heads are independent of each other. So a draft continues
+    from the blocks' outputs at that position, [B, T, tokens left, hidden size].
     """
 
     attends = False
@@ -265,11 +289,19 @@ class MedusaHead(Head):
         num_layers: int = 1,
         target: TargetParts | None = None,
     ) -> None:
-        """``num_layers`` : blocks of each. ``target`` : whose output layer all share; None where each has its own."""
+        """Create the head.
+
+        Args:
+            hidden_size: The size of hidden states.
+            vocab_size: The size of the vocabulary.
+            num_heads: The number of tokens ahead.
+            num_layers: The number of blocks of each head.
+            target: The target, whose output layer all heads share. None: each head has its own.
+        """
         super().__init__()
         self.feature_layers, self.feature_size, self.num_tokens = (FINAL,), hidden_size, num_heads
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_Block(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
+            nn.Sequential(*(_ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
         outputs = num_heads if target is None else 0
         self.outputs = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(outputs))
@@ -278,7 +310,7 @@ class MedusaHead(Head):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the next of the heads says, [B, T, Vd], and what is left for the others."""
+        """Return the logits of the next head, [B, T, Vd], and the hidden states of the remaining heads."""
         left = features if features.dim() == 4 else torch.stack([block(features) for block in self.blocks], 2)
         hidden = left[:, :, 0]
         if self._target is not None:
@@ -286,7 +318,7 @@ class MedusaHead(Head):
         return self.outputs[-left.shape[2]](hidden), left[:, :, 1:]
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, size)
@@ -296,10 +328,13 @@ class _Block(nn.Module):
 
 
 class DecoderLayer(NamedTuple):
-    """A decoder layer of a target's kind and a norm as its last, both without memory.
+    """A decoder layer of a target's kind and the norm after the last layer, both without memory.
 
-    ``layer`` : its attention writes to layer 0 of a cache of its own. ``layer_type`` : which of several kinds of
-    positions it uses, None where there is one kind.
+    Attributes:
+        layer: The layer; its attention writes to layer 0 of its own cache.
+        norm: The norm.
+        config: The configuration of both.
+        layer_type: The kind of rotary positions that the layer uses. None: there is one kind.
     """
 
     layer: nn.Module
@@ -308,12 +343,12 @@ class DecoderLayer(NamedTuple):
     layer_type: str | None
 
 
-def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Layers that a module of this target may have: its own that attend to everything, the last one first.
+def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
+    """Return the layers that an MTP module of this target may have: its full-attention layers, the last one first.
 
-    Raises ModelError where the target is built in another way.
+    Raises ModelError if the target's structure is unknown.
     """
-    refused = f"a module for multi-token prediction cannot be driven beside {type(target).__name__}"
+    refused = f"a module for multi-token prediction cannot be used with {type(target).__name__}"
     config = copy.deepcopy(target.config)
     try:
         with torch.device("meta"):
@@ -321,8 +356,8 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         model.set_attn_implementation(ATTENTION_NAME)
         decoder = model.get_decoder()
         layers, norm = list(decoder.layers), decoder.norm
-    except Exception as failure:  # whatever an architecture does: there is no module for it
-        raise ModelError(f"{refused}: its layers are built in another way ({first_line(failure)})") from failure
+    except Exception as failure:  # from an architecture with another structure, which has no MTP module
+        raise ModelError(f"{refused}: the structure of its layers is unknown ({first_line(failure)})") from failure
     for module in decoder.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = 0

@@ -1,4 +1,4 @@
-"""The files of a published draft head: its configuration, its tensors, and what does not fit."""
+"""The files of a published draft head: its configuration and its tensors, validated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ssd.model.heads.networks import Head
 from ssd.text.load_tokenizer import HubOptions
 
 Config = Mapping[str, Any]
-"""A directory's config.json, as it was read: nothing in it is checked."""
+"""The unvalidated content of a directory's config.json."""
 Tensors = Mapping[str, torch.Tensor]
-"""All tensors of a directory by name; one is read when it is asked for."""
+"""All tensors of a directory by name; each is read on access."""
 
 
 _PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
@@ -32,7 +32,7 @@ _ADVICE = "Give a directory with config.json and the weights of a draft head, or
 
 
 def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
-    """Where the files are: the directory itself, or that of the hub's cache, into which they are fetched.
+    """Return the directory of the files: the given one, or that in the hub's cache, after a download.
 
     Raises ModelError.
     """
@@ -46,12 +46,14 @@ def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     try:
         arguments = (hub or HubOptions()).file_arguments()
         return Path(snapshot_download(str(name_or_path), allow_patterns=list(_PATTERNS), **arguments))
-    except Exception as error:  # of the client, of its HTTP library, of the system
-        raise ModelError(f"draft head {str(name_or_path)!r} cannot be had: {first_line(error)}. {_ADVICE}") from error
+    except Exception as error:  # from the hub client, its HTTP library or the system
+        raise ModelError(
+            f"draft head {str(name_or_path)!r} cannot be downloaded: {first_line(error)}. {_ADVICE}"
+        ) from error
 
 
 def read_config(directory: Path) -> Config:
-    """Its config.json; raises ModelError where there is none."""
+    """Return the content of config.json; raises ModelError if it cannot be read."""
     path = directory / "config.json"
     try:
         content = json.loads(path.read_bytes())
@@ -60,15 +62,15 @@ def read_config(directory: Path) -> Config:
             f"draft head {directory}: config.json cannot be read: {first_line(error)}. {_ADVICE}"
         ) from error
     if not isinstance(content, dict):
-        raise ModelError(f"draft head {directory}: config.json is no JSON object. {_ADVICE}")
+        raise ModelError(f"draft head {directory}: config.json is not a JSON object. {_ADVICE}")
     return content
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """All tensors of a directory by name: of its safetensors files, or where there are none of its pickled ones.
+    """All tensors of a directory by name, from its safetensors files or, if there are none, its pickled files.
 
-    Experts that are stored one by one are there stacked too, but not listed. Raises ModelError where there are none,
-    and where a file cannot be read. Nothing that is pickled is run.
+    Experts that are stored one by one can also be read as a stack, which is not listed. Raises ModelError if there are
+    no tensors or a file cannot be read. Pickled code is never run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,11 +80,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             try:
                 with safe_open(path, "pt") as file:
                     self._paths.update(dict.fromkeys(file.keys(), path))
-            except Exception as error:  # SafetensorError, and what else a damaged header makes of itself
-                raise ModelError(_torn(path, error)) from error
+            except Exception as error:  # SafetensorError, and others for damaged headers
+                raise ModelError(_unreadable(path, error)) from error
         if not self._paths:
             for path in sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
-                self._loaded.update(_unpickled(path))
+                self._loaded.update(_load_pickle(path))
         if not self:
             raise ModelError(f"draft head {directory} has no weights (*.safetensors, *.bin, *.pt). {_ADVICE}")
 
@@ -93,14 +95,14 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             try:
                 return torch.stack([torch.cat([self[part] for part in each]) for each in parts])
             except RuntimeError as error:
-                raise ModelError(f"its experts of {name} differ in shape: its files are not whole") from error
+                raise ModelError(f"its experts of {name} differ in shape: its files are incomplete") from error
         path = self._paths[name]
         try:
             with safe_open(path, "pt") as file:
-                # A copy: what is read lies in the file, which somebody may change later.
+                # A copy, because the tensor is mapped from the file, which may change later.
                 tensor: torch.Tensor = file.get_tensor(name).clone()
         except Exception as error:
-            raise ModelError(_torn(path, error)) from error
+            raise ModelError(_unreadable(path, error)) from error
         return tensor
 
     def __contains__(self, name: object) -> bool:  # without reading it
@@ -113,7 +115,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Of each expert the names of what is one matrix in the stack; none where there is no such stack."""
+        """Return for each expert the names of its tensors in the stack; empty if there is no such stack."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
@@ -121,47 +123,47 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return list(takewhile((self._paths.keys() | self._loaded.keys()).issuperset, names))
 
 
-def _unpickled(path: Path) -> dict[str, torch.Tensor]:
+def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever damaged bytes make the unpickler say
-        raise ModelError(_torn(path, error)) from error
+    except Exception as error:  # any error of the unpickler for damaged bytes
+        raise ModelError(_unreadable(path, error)) from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} holds no tensors by name: it is no draft head's. {_ADVICE}")
+        raise ModelError(f"{path} has no named tensors: it is not a draft head. {_ADVICE}")
     return {name: each for name, each in content.items() if isinstance(name, str) and isinstance(each, torch.Tensor)}
 
 
-def _torn(path: Path, error: Exception) -> str:
+def _unreadable(path: Path, error: Exception) -> str:
     return f"{path} cannot be read: {first_line(error)[:200]}. Copy or download it again"
 
 
-def number(config: Config, name: str) -> int | None:
-    """A field of the configuration; None where it has none. Raises ModelError unless >= 1."""
+def read_positive(config: Config, name: str) -> int | None:
+    """Return a field of the configuration; None if it is missing. Raises ModelError unless it is >= 1."""
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
-        raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a number is expected")
+        raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a positive integer is expected")
     return value
 
 
 def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:
-    """Raise ModelError where the head's configuration has one of these fields with another value than the target's."""
+    """Raise ModelError if one of these fields of the head's configuration differs from the target's."""
     own = target.config.get_text_config()
     for field in fields:
-        wanted, found = getattr(own, field, None), number(config, field)
+        wanted, found = getattr(own, field, None), read_positive(config, field)
         if found is not None and wanted is not None and found != wanted:
             raise ModelError(
                 f"it was made for another model: its config.json says {field} {found}, the model has "
-                f"{wanted}. Take the head that was trained for this model"
+                f"{wanted}. Use the head that was trained for this model"
             )
 
 
-def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The tensors of these names and shapes. Raises ModelError that names what is missing, or has another shape."""
-    require(tensors, shapes)
+def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Return the tensors with these names and shapes; raises ModelError that names a missing or wrong tensor."""
+    require_tensors(tensors, shapes)
     found = {name: tensors[name] for name in shapes}
     for name, tensor in found.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not read")
+            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not supported")
         if tensor.shape != shapes[name]:
             raise ModelError(
                 f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}: it was "
@@ -170,24 +172,24 @@ def read(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, t
     return found
 
 
-def require(names: Collection[str], wanted: Iterable[str]) -> None:
-    """Raise ModelError unless there is a tensor for every name that is wanted."""
+def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
+    """Raise ModelError unless all wanted tensors exist."""
     absent = [name for name in wanted if name not in names]
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
         raise ModelError(
-            f"it lacks {len(absent)} of its tensors, {listed}: some of its files are not there, or it was "
+            f"it lacks {len(absent)} of its tensors, {listed}: some of its files are missing, or it was "
             "made for another kind of model. Download it again"
         )
 
 
 def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Names, with ``prefix``, and shapes of all that a module keeps."""
+    """Return names, with ``prefix``, and shapes of a module's state."""
     return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def fill(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Give a head, made on the meta device, its tensors; parameters in the target's dtype, on its device."""
+def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
+    """Assign tensors to a head that was created on the meta device; parameters get the target's dtype and device."""
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
         name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))
@@ -195,4 +197,4 @@ def fill(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedMode
     }  # fmt: skip
     head.load_state_dict(state, assign=True)
     if head.rotary is not None:
-        head.turn_by(head.config, target.device)  # they were made without data
+        head.set_rotary(head.config, target.device)  # they were created without data on the meta device

@@ -1,1 +1,1 @@
-"""What was read already: keys and values at (slot, position), who sees which, and attention over them."""
+"""The slot KV cache, the shapes of draft trees, and attention over the cache."""

@@ -1,13 +1,13 @@
-"""One attention function for every Hugging Face model: reads and writes the slot KV cache.
+"""One attention function for all Hugging Face models, which reads and writes the slot KV cache.
 
-Registered under a name without a mask entry, so that transformers builds no mask; the model is called with
-``use_cache=False``, explicit ``position_ids`` and ``slot_rows=``, which its layers hand down to this function.
+It is registered under a name without a mask entry, so that transformers builds no mask. The model is called with
+``use_cache=False``, explicit ``position_ids`` and ``slot_rows=``, which its layers pass on to this function.
 
-On a CPU the results have the same bits whatever else a pass computes. A query's scores are products summed in the
-order of the numbers of a head; their exponentials are summed in sixteen lanes by the position of the key, and the
-values are added up in the order of positions. A node of a tree reads the keys of its path in that order too. So
-nothing depends on the width of the pass, on other rows, or on whether a key was written by this pass or by an earlier
-one. Rows read what they see in place: no mask, no copy, no padding.
+On a CPU the results are bit-identical whatever else a pass computes. A query's scores are sums of products in the order
+of a head's dimensions. Their exponentials are summed in sixteen lanes by the position of the key, and the values are
+added in the order of positions. A node of a draft tree reads the keys of its path in that order too. So the result does
+not depend on the width of the pass, on other rows, or on whether this pass or an earlier one wrote a key. Rows read
+their keys and values in place, without a mask, a copy or padding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ssd.jit.simd_functions import exp_and_sum, from_float32, highest_of, run_pa
 from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, Pair, SlotRows
 
 _QUERIES = 16
-"""Of a task: they share what is read."""
+"""The number of queries of a task; they share the keys and values that are read."""
 
 _wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
 _column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
@@ -36,9 +36,9 @@ _HUGE = 1 << 62
 def cpu_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+    """Implement `AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
 
-    Keys lie as `SlotKVCache` keeps them on a CPU: their last axis but one is the dense one. O(keys visible) a query.
+    The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys visible) per query.
     """
     scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
@@ -73,7 +73,10 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """``c += a @ b``: a float32[rows, n], b [n, 16 * vectors] of a kind, c float32; addresses, bytes between rows."""
+    """Compute ``c += a @ b`` with a float32[rows, n], b [n, 16 * vectors] of a dtype, and c float32.
+
+    All arrays are given by addresses, and by the bytes between their rows.
+    """
     step = 2 if kind else 4
     row = 0
     while row < rows:
@@ -104,7 +107,7 @@ def _attend(  # pragma: no cover - compiled
     batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
     scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
 ) -> None:  # fmt: skip
-    """Every ``step``-th task from ``first_task`` on: some queries of one row and key head.
+    """Compute every ``step``-th task from ``first_task`` on. A task is some queries of one row and key head.
 
     Query q of a row and key head is position q // groups of the q % groups-th head. Strides are in bytes.
     """
@@ -167,7 +170,7 @@ def _attend(  # pragma: no cover - compiled
             found[q] = 0.0
             shares[q] = np.float32(1.0) / total
         q = 0
-        while q < count:  # queries that see nearly the same go over the values together
+        while q < count:  # queries with nearly the same visible keys read the values together
             some = min(TILE_ROWS, count - q)
             from_key, to_key = lows[q : q + some].max(), highs[q : q + some].min()
             if sees:
@@ -223,7 +226,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Bring the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
+    """Move the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):
@@ -235,7 +238,8 @@ def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: i
 ATTENTION_NAME = "ssd_slots"
 
 KERNELS: Final[dict[str, AttentionKernel]] = {"cpu": cpu_attention}
-"""What attends on a type of device unless the rows of a pass bring another; torch elsewhere."""
+"""The attention kernel for each type of device, unless the rows of a pass have their own; torch's attention elsewhere.
+"""
 
 
 def slot_attention(
@@ -251,12 +255,25 @@ def slot_attention(
     slot_rows: SlotRows | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from T new positions of B rows to everything their slots hold.
+    """Attend from T new positions of B rows to all positions in their slots.
 
-    query : [B, num_heads, T, head_dim]; key, value : [B, num_kv_heads, T, head_dim], the new positions only.
-    softcap : scores become softcap * tanh(scores / softcap). s_aux : [num_heads], a logit that takes weight but
-    carries no value (attention sink). Returns [B, T, num_heads, value_dim]. Raises TypeError where a layer does not
-    play along: it keeps the rows to itself, or masks more than position and window say.
+    Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and window.
+
+    Args:
+        module: The attention layer.
+        query: [B, num_heads, T, head_dim].
+        key: The keys of the new positions, [B, num_kv_heads, T, head_dim].
+        value: The values of the new positions, [B, num_kv_heads, T, value_dim].
+        attention_mask: Must be None.
+        scaling: The factor of the scores. None: head_dim ** -0.5.
+        sliding_window: The number of positions that a query sees. None: all positions.
+        softcap: If given, scores become softcap * tanh(scores / softcap).
+        s_aux: Attention sinks, [num_heads]: a logit that takes weight but has no value.
+        slot_rows: The rows of the pass.
+        _: Other arguments of attention functions; ignored.
+
+    Returns:
+        The output, [B, T, num_heads, value_dim], and None in place of the attention weights.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
@@ -273,7 +290,7 @@ def slot_attention(
 
 
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
-    """What queries, [B, num_heads, T, head_dim], find in what a layer holds: [B, T, num_heads, value_dim]."""
+    """Return the attention of queries, [B, num_heads, T, head_dim], over a layer: [B, T, num_heads, value_dim]."""
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         return kernel(query, *stored, rows, rules)
@@ -282,7 +299,7 @@ def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: Attention
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
     mask = rows.mask(rules.window, rules.chunk, groups, query.dtype)
-    # The query heads of one key head go into the query axis: grouped heads without copying keys and values.
+    # The query heads of one key head are merged into the query axis, which avoids copies of keys and values.
     packed = query.reshape(batch, kv_heads, groups * width, query.shape[-1])
     if rules.softcap is None and rules.sinks is None:
         out = scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=rules.scale)
@@ -301,7 +318,7 @@ def _explicit(
     groups: int,
     width: int,
 ) -> torch.Tensor:
-    """Attention written out, for what the fused kernel lacks: soft caps and sinks."""
+    """Compute attention step by step, for features that the fused kernel lacks: soft caps and sinks."""
     scale, _window, _chunk, softcap, s_aux = rules
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
@@ -322,7 +339,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def chunk_size(module: torch.nn.Module) -> int | None:
-    """Chunk of a layer with chunked attention, where the model has any."""
+    """Return the chunk size of a layer with chunked attention; None if the layer has none."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     layer_types = getattr(config, "layer_types", None)
@@ -332,11 +349,11 @@ def chunk_size(module: torch.nn.Module) -> int | None:
 
 
 def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """What queries at ``positions``, int64[B, T], still need to be scaled by, float32[B, 1, T, 1]; None: nothing.
+    """Return the missing factor of queries at ``positions``, int64[B, T], as float32[B, 1, T, 1]; None if it is 1.
 
-    A layer that scales them counts positions from the length of transformers' cache, of which there is none here: it
-    has scaled them as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) / floor_scale)),
-    after Nakanishi 2025 (Scalable-Softmax).
+    A layer with attention temperature counts positions from the length of transformers' cache. There is none here, so
+    the layer has scaled the queries as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) /
+    floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return None

@@ -1,4 +1,4 @@
-"""The attention cache: one slot per running sequence, each with a length of its own."""
+"""The KV cache: one slot per running sequence, each with its own length."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from ssd.model.kv.tree import TreeShape
 
 
 class SlotKVCache:
-    """Keys and values of every layer, at (slot, position), and features for a draft head where there is one.
+    """The keys and values of every layer, at (slot, position), and optionally features for a draft head.
 
-    Per layer two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``, allocated when the layer first writes,
-    because only then its number of heads and head sizes are known for every architecture.
+    Each layer has two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``. They are allocated when the layer
+    first writes, because the numbers of heads and the head sizes are known only then for all architectures.
 
-    ``lengths`` : int64[num_slots], valid positions of each slot. A query at position p sees keys at positions <= p
-    only, so what lies at or beyond a slot's length is never read before it is written again: **rollback is lowering
-    the length**, and padding may be written past it.
+    A query at position p sees only keys at positions <= p. So data at or beyond a slot's length is never read before it
+    is overwritten: **rollback lowers the length**, and padding may be written beyond it.
+
+    Attributes:
+        lengths: The number of valid positions of each slot, int64[num_slots].
+        reach: How many positions back each layer attended in its last pass: its window or chunk; None is all.
+        kernel: The attention kernel of all passes; it overrides the rows' kernel.
+        features: The features of every position, stored like the keys of one head: [num_slots, 1, max_length, size].
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
@@ -31,16 +36,13 @@ class SlotKVCache:
         self.max_length = max_length
         self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.reach: dict[int, int | None] = {}
-        """How many positions back each layer attended in its last pass: its window or chunk, None is all."""
         self.device = device
         self.kernel: AttentionKernel | None = None
-        """What attends in every pass, whatever its rows bring."""
         self.features: torch.Tensor | None = None
-        """Of every position, laid out, moved and copied like keys of one head: [num_slots, 1, max_length, size]."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep_features(self, size: int, dtype: torch.dtype) -> None:
-        """Keep ``size`` numbers of each position besides; before anything is written."""
+    def allocate_features(self, size: int, dtype: torch.dtype) -> None:
+        """Allocate ``size`` feature values per position; call it before anything is written."""
         self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
 
     def store(
@@ -48,13 +50,13 @@ class SlotKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new keys and values, [B, num_kv_heads, T, head_dim], at ``rows.places``.
 
-        Returns all the layer holds, two tensors [num_slots, num_kv_heads, max_length, dim].
+        Returns the layer's keys and values of all slots, two tensors [num_slots, num_kv_heads, max_length, dim].
         """
         if layer not in self._layers:
-            layout = LAYOUTS.get(self.device.type, _plain)
+            layout = LAYOUTS.get(self.device.type, _torch_layout)
             self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
         stored_keys, stored_values = self._layers[layer]
-        write = _writer(self.device.type)
+        write = _select_writer(self.device.type)
         if write is None or keys.stride(3) != 1 or values.stride(3) != 1:
             rows.put(keys, stored_keys)
             rows.put(values, stored_values)
@@ -62,34 +64,34 @@ class SlotKVCache:
             write(keys, values, stored_keys, stored_values, rows.slots, rows.places)
         return stored_keys, stored_values
 
-    def written(self, layer: int) -> Pair | None:
-        """All that a layer holds, as `store` returns it, once it has attended, so that its reach is known."""
+    def layer_cache(self, layer: int) -> Pair | None:
+        """Return a layer's keys and values of all slots; None before its first attention."""
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(self, moves: torch.Tensor) -> None:
-        """Copy single positions inside their slots, in every layer.
+        """Copy single positions within their slots, in every layer.
 
-        moves : int64[3, n] on the device, of each the slot, where it is and where it goes. Pairs (slot, target) that
-        are equal must have equal sources. Everything is read before anything is written.
+        All positions are read before any is written. ``moves`` is int64[3, n] on the device: slot, source and target of
+        each copy. Copies to the same slot and target must have the same source.
         """
         at, source, target = moves
         for stored in self.tensors():
             stored[at, :, target] = stored[at, :, source]
 
     def copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Overwrite positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay as they are."""
+        """Overwrite the positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay unchanged."""
         for stored in self.tensors():
             stored[slot, :, start:end] = stored[source, :, start:end]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one position of one slot takes over all layers written so far."""
+        """The bytes of one position of one slot, over all layers written so far."""
         return sum(
             t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self.tensors()
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All that is kept, of each position: [num_slots, ..., max_length, ...]."""
+        """Yield all tensors of the cache, [num_slots, ..., max_length, ...]."""
         for pair in self._layers.values():
             yield from pair
         if self.features is not None:
@@ -100,39 +102,47 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @cache
-def _writer(kind: str) -> Callable[..., None] | None:
-    """What stores keys and values with one launch, where triton is installed."""
+def _select_writer(kind: str) -> Callable[..., None] | None:
+    """Return the kernel that stores keys and values in one launch; None without triton."""
     if kind != "cuda":
         return None
     try:
         from ssd.model.kv.triton_write import write_by_triton
-    except ImportError:  # it comes with CUDA builds of torch
+    except ImportError:  # triton comes with CUDA builds of torch
         return None
     return write_by_triton
 
 
 # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
-def _plain(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Room for a layer's keys and values, like these."""
+def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
+    """Allocate zeros for a layer's keys and values, in the layout of torch's attention."""
     stored = [each.new_zeros(num_slots, each.shape[1], length, each.shape[3]) for each in (keys, values)]
     return stored[0], stored[1]
 
 
-def _in_vectors(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """The numbers of one dimension of keys side by side, and values in whole vectors, see `cpu_attention`."""
+def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
+    """Allocate zeros in the layout of `cpu_attention`: contiguous key dimensions, and values in whole vectors."""
     room, size = -(-length // LANES) * LANES, values.shape[3]
-    if room % 1024 == 0:  # lines a power of two apart share few places of a processor's cache
+    if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
         room += LANES
     stored = keys.new_zeros(num_slots, keys.shape[1], keys.shape[3], room)[..., :length].transpose(2, 3)
     return stored, values.new_zeros(num_slots, values.shape[1], length, -(-size // LANES) * LANES)[..., :size]
 
 
-LAYOUTS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], Pair]]] = {"cpu": _in_vectors}
-"""How keys and values lie on a type of device; plainly elsewhere."""
+LAYOUTS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], Pair]]] = {"cpu": _cpu_layout}
+"""The layout of keys and values for each type of device; `_torch_layout` elsewhere."""
 
 
 class AttentionRules(NamedTuple):
-    """What a layer multiplies scores by, and whom a query may see: as in `SlotRows.mask` and `slot_attention`."""
+    """The parameters of a layer's attention, as in `SlotRows.mask` and `slot_attention`.
+
+    Attributes:
+        scale: The factor of the scores.
+        window: The sliding window. None: no window.
+        chunk: The chunk size. None: no chunks.
+        softcap: The soft cap of the scores. None: no cap.
+        sinks: The attention sinks, [num_heads]. None: no sinks.
+    """
 
     scale: float
     window: int | None
@@ -142,10 +152,10 @@ class AttentionRules(NamedTuple):
 
 
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
-"""Attention over a layer's slots in place, each row over its own keys: no copies, no mask.
+"""Attention over a layer's slots in place, each row over its own keys, without copies and masks.
 
-From new positions, [B, num_heads, T, head_dim], over what `SlotKVCache.store` returns, theirs included: [B, T,
-num_heads, value_dim], contiguous.
+The arguments are new queries, [B, num_heads, T, head_dim], and the keys and values that `SlotKVCache.store` returns,
+those of the new positions included. The result is [B, T, num_heads, value_dim], contiguous.
 """
 
 
@@ -153,13 +163,19 @@ num_heads, value_dim], contiguous.
 class SlotRows:
     """The rows of one forward pass.
 
-    ``slots`` : int64[B]. ``positions`` : int64[B, T], where each new token stands in its text. ``places`` :
-    int64[B, T], where it is written: one behind the other. The same tensor, unless rows are trees.
-    ``starts`` : int64[B, 1], keys before the new ones: a row's first place, but for rows that only pad a pass.
-    ``num_keys`` : at least the keys visible to the furthest query. ``first_slot`` : where the slots are neighbours in
-    order. ``sees`` : where rows are trees bool[B, T, T], which new tokens are on the path to which, itself included.
-    ``kernel`` : what attends; None is torch. ``only_place`` : of a single row its slot and places. ``is_full`` : every
-    query sees all of ``num_keys``.
+    Attributes:
+        kv_cache: The cache.
+        slots: The slot of each row, int64[B].
+        positions: The position of each new token in its text, int64[B, T].
+        places: The position in the slot at which each new token is written, int64[B, T]: consecutive numbers. The same
+            tensor as ``positions`` unless rows are trees.
+        starts: The number of keys before the new tokens, int64[B, 1]: a row's first place, except for padding rows.
+        num_keys: At least the number of keys that the furthest query sees.
+        first_slot: The first slot, if the slots are consecutive; None otherwise.
+        sees: For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor. None: chains.
+        kernel: The attention kernel. None: torch's attention.
+        only_place: The slot and the places of a single row. None: there are several rows.
+        is_full: Whether every query sees all of the ``num_keys`` keys.
     """
 
     kv_cache: SlotKVCache
@@ -184,7 +200,7 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Rows that append ``num_tokens`` positions to each of ``slots``, of chains or ``trees``."""
+        """Return rows that append ``num_tokens`` positions to each slot, as chains or ``trees``."""
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
@@ -211,18 +227,18 @@ class SlotRows:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
     def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """What rows may see of ``stored``, [B, heads, num_keys, dim]: a view where they are neighbours, else a copy."""
+        """Return the visible part of ``stored``, [B, heads, num_keys, dim]; a view if slots are consecutive."""
         if self.first_slot is not None:
             return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
         return stored[:, :, : self.num_keys].index_select(0, self.slots)
 
     def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """What each query may see, to be added to the scores: 0 or -inf, [B, 1, groups * T, num_keys]; None: all.
+        """Return the attention mask to add: 0 or -inf, [B, 1, groups * T, num_keys]; None if all is visible.
 
         A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
-        attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to
-        itself; the rules go by where keys stand in the text. Built once a pass for each kind of layer, repeated for the
-        query heads that share a key head.
+        attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to itself;
+        window and chunk apply to the keys' positions in the text. The mask is built once per pass for each kind of
+        layer, and repeated for the query heads that share a key head.
         """
         if self.is_full and all(reach is None or self.num_keys <= reach for reach in (window, chunk)):
             return None

@@ -1,7 +1,7 @@
-"""Drafts that are trees: what each token's place in the tree means for a pass and for sampling.
+"""Draft trees: the meaning of each token's place in the tree for a forward pass and for sampling.
 
-A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1 and the last token is node
-0, the root. ``Draft.parents`` counts tokens of the draft (-1 is the root); a pass counts nodes.
+A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1, and the last token is
+node 0, the root. ``Draft.parents`` counts draft tokens (-1 is the root); a pass counts nodes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """True when ``num_tokens`` parents are there and each is -1 or before its child."""
+    """Return whether there are ``num_tokens`` parents, each of which is -1 or precedes its child."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
 def leading_chain(parents: Parents) -> int:
-    """How many of the first tokens are a chain: each goes on from the one before it."""
+    """Return the number of first tokens that form a chain, each continuing the one before it."""
     return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 
 def path_to(parents: Parents, node: int) -> list[int]:
-    """The draft's tokens on the path to ``node``, oldest first, as indices into the draft. O(depth)."""
+    """Return the indices of the draft tokens on the path to ``node``, from the root on. O(depth)."""
     path = []
     token = node - 1
     while token >= 0:
@@ -39,8 +39,9 @@ def path_to(parents: Parents, node: int) -> list[int]:
 class TreeShape:
     """The trees of one pass.
 
-    ``depths`` : int64[B, T], of each node. ``sees`` : bool[B, T, T], ``[b, i, j]`` where node j is node i or on the
-    path to it.
+    Attributes:
+        depths: int64[B, T], the depth of each node.
+        sees: bool[B, T, T]; ``[b, i, j]`` is True if node j is node i or lies on the path to it.
     """
 
     depths: Ints
@@ -48,7 +49,7 @@ class TreeShape:
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Of each node's parent, int64[B, T], -1 of the first one. O(B T^2), in T vectorised steps."""
+        """Build the shape from each node's parent, int64[B, T], -1 for the root. O(B T^2), in T vectorized steps."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

@@ -1,12 +1,12 @@
-"""Attention of a few new positions over the slot KV cache, in place: a Triton kernel.
+"""A Triton kernel for attention of a few new positions over the slot KV cache, in place.
 
 Keys are split among programs (flash-decoding, Dao et al. 2023), each with a running softmax (Milakov and Gimelshein
-2018); a second kernel combines what the splits found by their log-sum-exps. Each row goes over its own keys only, so
-one launch, and one recorded graph, serves any lengths. The query heads that share a key head are one tile. Import this
-module only where triton is installed: it comes with CUDA builds of torch.
+2018); a second kernel combines the splits' results by their log-sum-exps. Each row reads only its own keys, so one
+launch, and one captured graph, serves all lengths. The query heads that share a key head form one tile. Import this
+module only if triton is installed, which comes with CUDA builds of torch.
 
-`exact_triton_attention` gives a query of a chain the same bits in any pass: tiles of queries have one size, splits and
-blocks of keys begin at fixed positions, and what a query does not see adds nothing to what it does see.
+`exact_triton_attention` is batch-invariant for draft chains: tiles of queries have one size, splits and blocks of keys
+start at fixed positions, and masked keys add exactly nothing.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ _BLOCKS_PER_PROCESSOR = 2
 _EXACT_QUERIES = 16
 _FEWEST_SPLIT_KEYS = 64
 _MOST_PARTIAL = 1 << 24
-"""Numbers that the splits of one exact launch may find: 64 MiB. Wider passes are launched in parts."""
+"""The maximum number of values in the splits' results of one exact launch: 64 MiB. Wider passes are launched in parts.
+"""
 NUM_STAGES = 2
-"""Tiles of keys that are under way to a program, the one that it computes with included."""
+"""The number of key tiles in a program's pipeline, including the tile that is being computed."""
 
 
 def triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """`AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+    """Implement `AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
 
-    Same result as `slot_attention` in torch but for rounding. O(keys visible) per row: what lies before a window or
-    chunk is not read.
+    The result equals `slot_attention` in torch up to rounding. O(keys visible) per row: keys before a window or chunk
+    are not read.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
@@ -56,9 +57,9 @@ def triton_attention(
 def exact_triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """As `triton_attention`, but the bits of a query of a chain depend on nothing else that a pass computes.
+    """Like `triton_attention`, but the bits of a chain's query do not depend on anything else that a pass computes.
 
-    They do depend on how long slots may become. Nodes of trees read keys with gaps between, and are equal to chains up
+    They do depend on the maximum length of slots. Nodes of trees read keys with gaps between them, and equal chains up
     to rounding.
     """
     heads, width, dim = query.shape[1:]
@@ -82,12 +83,12 @@ def exact_triton_attention(
 
 
 def split_keys_of(length: int) -> int:
-    """Keys of each split of an exact pass, of slots that hold ``length``."""
+    """Return the number of keys per split of an exact pass, for slots of ``length`` positions."""
     return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
 
 
 def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
-    """Of chains, the new positions from the ``first``-th on."""
+    """Return the rows with the new positions from the ``first``-th on; for chains only."""
     return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
 
 
@@ -103,7 +104,19 @@ def _launched(
     all_splits: int,
     split_keys: int = 0,
 ) -> torch.Tensor:
-    """split_keys : keys of each split; 0 shares them out evenly. all_splits : a power of two, splits and empty ones."""
+    """Launch the kernels.
+
+    Args:
+        query: [B, heads, T, dim].
+        stored_keys: The layer's keys of all slots.
+        stored_values: The layer's values of all slots.
+        rows: The rows of the pass.
+        rules: The attention's parameters.
+        tiles: The sizes of tiles.
+        splits: The number of splits.
+        all_splits: A power of two: the number of splits, including empty ones.
+        split_keys: The number of keys of each split; 0 distributes the keys evenly.
+    """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
     groups = heads // kv_heads
@@ -139,7 +152,7 @@ def _launched(
 
 
 class Tiles(NamedTuple):
-    """What one program computes at a time: ``queries`` of ``dim`` numbers over ``keys``; and how many warps do it."""
+    """The sizes of one program's tiles: ``queries`` of ``dim`` values over ``keys``; and its number of warps."""
 
     queries: int
     keys: int
@@ -149,9 +162,9 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> Tiles:
-    """Tiles that fit the registers of Hopper but for a few bytes, which `tests.compile_kernels` asks.
+    """Return tile sizes that almost fit the registers of Hopper, which `tests.compile_kernels` verifies.
 
-    num_queries : of a row and a key head.
+    ``num_queries`` is the number of queries of a row and key head.
     """
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
@@ -162,9 +175,9 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Programs to split each of ``num_programs`` into: a power of two, so that few kernels are compiled.
+    """Return the number of splits of each of ``num_programs``: a power of two, so that few kernels are compiled.
 
-    Enough to keep the device busy, and not twice ``most_splits``.
+    The number keeps the device busy, and is less than twice ``most_splits``.
     """
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
@@ -192,12 +205,13 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, of one row and key head, over one split of the keys.
+    """Attend with one tile of queries, of one row and key head, over one split of the keys.
 
-    Leaves their weighted mean in found, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the weights' sum in
-    weights, float32[B, H, T, splits]: -inf where no key of the split is visible. With IS_WHOLE there is one split, and
-    found is the output, [B, T, H, VALUE_DIM]. With SPLIT_KEYS split s has the keys from s * SPLIT_KEYS on, as many, in
-    blocks that begin at multiples of their size. Grid (tiles, B * KV_HEADS, splits).
+    Writes the weighted mean of the values to ``found``, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the
+    sum of the weights to ``weights``, float32[B, H, T, splits]: -inf if no key of the split is visible. With IS_WHOLE
+    there is one split, and ``found`` is the output, [B, T, H, VALUE_DIM]. With SPLIT_KEYS split s has the SPLIT_KEYS
+    keys from s * SPLIT_KEYS on, in blocks that start at multiples of their size. The grid is (tiles, B * KV_HEADS,
+    splits).
     """
     take_turn(IS_EARLY)
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
@@ -217,7 +231,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
     end = start + width
     first = 0
-    if WINDOW > 0:  # the first query stands at start, all others behind it
+    if WINDOW > 0:  # the first query is at position start, all others after it
         first = tl.maximum(start - WINDOW + 1, 0)
     if CHUNK > 0:
         first = tl.maximum(start - start % CHUNK, first)
@@ -292,9 +306,10 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the splits' means by their weights: out [B, T, H, VALUE_DIM]. Grid (B * H * T,).
+    """Combine the splits' means by their weights: out [B, T, H, VALUE_DIM]. The grid is (B * H * T,).
 
-    sinks : [H], takes weight but carries no value. splits : those that there are; the rest of SPLITS is empty.
+    ``sinks`` [H] take weight but have no value. ``splits`` is the number of existing splits; the others of SPLITS are
+    empty.
     """
     take_turn(IS_EARLY)
     query = tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Kernels that are launched while the one before them ends: programmatic dependent launch, which Hopper has.
+"""Programmatic dependent launch, which Hopper supports: a kernel is launched while the previous kernel ends.
 
-Of a pass of few positions a tenth goes into beginning kernels. Import this module only where triton is installed.
+Starting kernels takes a tenth of the time of a pass of few positions. Import this module only if triton is installed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _gdc = getattr(tl.extra.cuda, "gdc_wait", None)
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Options of the launch of a kernel that calls `take_turn` before it reads what others wrote, or writes."""
+    """Return launch options for a kernel that calls `take_turn` before it reads other kernels' results or writes."""
     can = device.type == "cuda" and _gdc is not None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"IS_EARLY": True, "launch_pdl": True} if can else {"IS_EARLY": False}
 
 
 @triton.jit
 def take_turn(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for the end of the kernel before; the one behind may be launched, and waits here in its turn."""
+    """Allow the launch of the next kernel, then wait for the end of the previous kernel."""
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,6 @@
-"""New keys and values of all rows written to their slots by one launch: a Triton kernel.
+"""A Triton kernel that writes the new keys and values of all rows to their slots in one launch.
 
-Import this module only where triton is installed.
+Import this module only if triton is installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def write_by_triton(
     keys: torch.Tensor, values: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor,
     slots: torch.Tensor, places: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Store new keys and values, [B, heads, T, dim] last axis dense, at ``places``, int64[B, T], of ``slots``."""
+    """Store keys and values, [B, heads, T, dim] with contiguous dim, at ``places``, int64[B, T], of ``slots``."""
     batch, heads, width, dim = keys.shape
     value_dim = values.shape[3]
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ def _write(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one position. Grid (B * T, blocks of heads)."""
+    """Write some heads of one position. The grid is (B * T, blocks of heads)."""
     position = tl.program_id(0).to(tl.int64)
     row, at = position // width, position % width
     slot, place = tl.load(slots + row), tl.load(places + position)

@@ -1,1 +1,1 @@
-"""Faster layers in the place of a model's own, which compute the same."""
+"""Faster layers that replace a model's own and compute the same."""

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank additions (LoRA, Hu et al. 2021), of which each row of a pass has its own or none."""
+"""Linear layers with low-rank adapters (LoRA, Hu et al. 2021), chosen per row of a forward pass."""
 
 from __future__ import annotations
 
@@ -9,28 +9,38 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ssd.model.layers.own_products import exact_linear
+from ssd.model.layers.exact_matmul import exact_linear
 
 
-class Addition(NamedTuple):
-    """What an adapter adds to a layer: ``scale * up(down(x))``. ``down`` : [rank, in]; ``up`` : [out, rank]."""
+class LoraWeights(NamedTuple):
+    """The weights that an adapter adds to a layer: ``scale * up(down(x))``.
+
+    Attributes:
+        down: [rank, in].
+        up: [out, rank].
+        scale: The factor of the product.
+    """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
 
 
-class Rows:
-    """Which adapter each row of the pass that is being made has."""
+class AdapterRows:
+    """The adapter of each row of the current forward pass.
+
+    Attributes:
+        count: The number of rows.
+        groups: The adapters' names and the indices of their rows, int64[n]; None if all rows have the same adapter.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.groups: list[tuple[str, torch.Tensor | None]] = []
-        """Names and the indices of their rows, int64[n]; None where all rows have the same."""
 
     @contextmanager
-    def are(self, names: Sequence[str | None], device: torch.device) -> Iterator[None]:
-        """Inside, row b of each pass has adapter ``names[b]``. O(rows)."""
+    def assign(self, names: Sequence[str | None], device: torch.device) -> Iterator[None]:
+        """Assign adapter ``names[b]`` to row b of each pass inside the context. O(rows)."""
         self.count = len(names)
         for name in sorted({name for name in names if name is not None}):
             own = [b for b, other in enumerate(names) if other == name]
@@ -42,20 +52,20 @@ class Rows:
 
 
 class AdaptedLinear(nn.Module):
-    """A layer, whatever its kind, and what adapters add to it. Rows without an adapter get the layer's output as is."""
+    """A linear layer of any kind with adapters. Rows without an adapter get the layer's unchanged output."""
 
-    def __init__(self, base: nn.Module, additions: Mapping[str, Addition], rows: Rows) -> None:
-        """``rows`` : of all layers of the model."""
+    def __init__(self, base: nn.Module, lora_weights: Mapping[str, LoraWeights], rows: AdapterRows) -> None:
+        """Wrap ``base``; ``rows`` is shared by all layers of the model."""
         super().__init__()
         self.base = base
-        self.additions = dict(additions)
+        self.lora_weights = dict(lora_weights)
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [rows, ..., in]. Returns [rows, ..., out]; raises ValueError for another number of rows."""
+        """Compute [rows, ..., out] from x, [rows, ..., in]; raises ValueError for another number of rows."""
         out: torch.Tensor = self.base(x)
         for name, indices in self._rows.groups:
-            addition = self.additions.get(name)
+            addition = self.lora_weights.get(name)
             if addition is None:
                 continue
             if len(x) != self._rows.count:

@@ -1,7 +1,7 @@
-"""Whole decoder layers on a CPU, called part by part without the library's code between them, and models of such.
+"""Decoder layers and models on a CPU that call their parts directly, without the library's code in between.
 
-In a pass of few positions of a small model, most of the time goes into that code: modules that call modules, views of
-views, look-ups of attributes. The parts are those that were put in place of the library's, so that the bits are theirs.
+In a pass of few positions of a small model most of the time is spent in that code: modules that call modules, views of
+views, attribute look-ups. The parts are those that have replaced the library's, so the results are bit-identical.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint1
 from ssd.jit.simd import KINDS
 from ssd.model.kv.attention import cpu_attention
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
-from ssd.model.layers.packed_linear import FusedMember
+from ssd.model.layers.hidden_states import FINAL
+from ssd.model.layers.packed_linear import PackedMember
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
-from ssd.model.layers.tap import FINAL
 from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, turn_rows
 
 _KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
-_KNOWN: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
-_MODELS: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
-"""Classes of transformers: of these it is known what they compute."""
+_LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
+_MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
+"""Classes of transformers whose computation is known."""
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Have decoder layers of known kinds compute by `CpuLayer`; what was replaced, as it goes. After all other layers.
+    """Replace the ``forward`` of decoder layers of known kinds by `CpuLayer`; yields each replacement.
 
-    Of a layer whose parts were left as they are nothing is replaced.
+    Call this after all other replacements. Layers whose parts have not been replaced stay unchanged.
     """
     for module in known_layers(model):
         flat = CpuLayer(module)
@@ -40,21 +40,21 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Layers of kinds of which it is known what they compute, and that compute it by their own code."""
+    """Return the layers of kinds whose computation is known, and whose ``forward`` is the library's."""
     return [
         module
         for module in model.modules()
-        if type(module).__name__ in _KNOWN
+        if type(module).__name__ in _LAYER_CLASSES
         and type(module).__module__.startswith("transformers.models.")
         and "forward" not in vars(module)
     ]
 
 
 class FlatLayer(ABC):
-    """A layer of Llama's kind: attention and a gated network, each behind a norm and beside the stream."""
+    """A Llama-style layer: attention and a gated feed-forward network, each with a norm and a residual connection."""
 
     def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
-        """``norm`` : the kind that takes the place of the layer's."""
+        """Wrap ``layer``; ``norm`` is the class that replaces the layer's norms."""
         self._plain = type(layer).forward
         self._norms: tuple[Any, Any] = layer.input_layernorm, layer.post_attention_layernorm
         self._attention, self._network = layer.self_attn, layer.mlp
@@ -65,33 +65,40 @@ class FlatLayer(ABC):
         self._is_known = (
             type(self._norms[0]) is type(self._norms[1]) is norm
             and (self._head_norms == norms or norms == [None, None])
-            and "forward" in vars(self._attention)  # which turns positions as `_place` does
+            and "forward" in vars(self._attention)  # whose replacement rotates positions as `_place` does
             and not has_hooks(self._attention)
             and not has_hooks(self._network)
         )
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Whether all parts are ours, now: adapters may stand in their place later."""
+        """Return whether all parts have been replaced by ours at this time; adapters may replace them later."""
 
-    def takes(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Whether a pass is made so."""
+    def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
+        """Return whether a pass can be computed by this layer."""
         return True
 
     @abstractmethod
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """What the layer says; ``stored`` is what it holds of all slots, ``angles`` cosines and sines, [B, T, dim]."""
+        """Compute the layer's output.
+
+        Args:
+            hidden_states: [B, T, hidden size].
+            angles: Cosines and sines of the rotary positions, [B, T, dim].
+            stored: The layer's keys and values of all slots.
+            rows: The rows of the pass.
+        """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the library's: of new positions [B, T, hidden size] of slots; by its own code in any other case."""
+        """Compute the layer for new positions of slots, [B, T, hidden size], or call the library's ``forward``."""
         rows: SlotRows | None = kwargs.get("slot_rows")
-        stored = None if rows is None else rows.kv_cache.written(self._index)
+        stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
             rows is None
             or stored is None
             or args
             or kwargs.get("attention_mask") is not None
-            or not self.takes(hidden_states, rows)
+            or not self.can_compute(hidden_states, rows)
             or not self.is_usable()
         ):
             found: torch.Tensor = self._plain(layer, hidden_states, *args, **kwargs)
@@ -99,15 +106,15 @@ class FlatLayer(ABC):
         return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
-        """Whom a query may see: these kinds have neither chunks nor soft caps nor sinks."""
+        """Return the layer's attention parameters; these kinds have no chunks, soft caps or sinks."""
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
 
 
 class FlatModel:
-    """A model of such layers, without the library's code around them either."""
+    """A model of such layers that also bypasses the library's code around them."""
 
     def __init__(self, model: Any) -> None:
-        """``model`` : one that `is_flat`."""
+        """Wrap ``model``, which must be `is_flat`."""
         self._inner, self._output = model.model, model.lm_head
 
     def logits(
@@ -120,9 +127,15 @@ class FlatModel:
         layers: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Of new tokens, int64[B, T], that stand at ``positions``: [B, T, V]; with ``logits_to_keep`` of so many.
+        """Return the logits [B, T, V] of new tokens.
 
-        ``hidden`` : is given the hidden states of ``layers``, numbered as `Tapped` does.
+        Args:
+            tokens: int64[B, T].
+            positions: int64[B, T].
+            rows: The rows of the pass.
+            logits_to_keep: The number of last tokens to compute logits of; 0 is all.
+            layers: The layers whose hidden states are read, numbered as in `FeatureSpec`.
+            hidden: The list to append these hidden states to.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
@@ -139,8 +152,8 @@ class FlatModel:
 
 
 def is_flat(model: Any) -> bool:
-    """Whether all layers of a model compute so, and nobody wants to know what passes through it."""
-    if type(model).__name__ not in _MODELS or not type(model).__module__.startswith("transformers.models."):
+    """Return whether all layers are fused and no forward hooks are installed."""
+    if type(model).__name__ not in _MODEL_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return False
     inner = model.model
     forwards = [getattr(layer.forward, "__func__", None) for layer in inner.layers]
@@ -151,38 +164,41 @@ def is_flat(model: Any) -> bool:
 
 
 class CpuLayer(FlatLayer):
-    """On a CPU, of few positions; its bits are those of the parts."""
+    """A decoder layer on a CPU, for few positions; bit-identical to its parts."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
 
     def is_usable(self) -> bool:
-        """Whether all parts are ours, now: adapters may stand in their place later."""
+        """Implement `FlatLayer.is_usable`."""
         attention, network = self._attention._modules, self._network._modules
         return (
             self._is_known
-            and type(attention["q_proj"]) is type(attention["k_proj"]) is type(attention["v_proj"]) is FusedMember
-            and type(network["gate_proj"]) is type(network["up_proj"]) is FusedMember
+            and type(attention["q_proj"]) is type(attention["k_proj"]) is type(attention["v_proj"]) is PackedMember
+            and type(network["gate_proj"]) is type(network["up_proj"]) is PackedMember
             and type(network["act_fn"]) is Activation
         )
 
-    def takes(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Not what several cores share, nor with an attention of the pass's own."""
+    def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
+        """Return whether the pass is small enough for one core and has no attention kernel of its own."""
         return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """As `FlatLayer.compute`."""
+        """Implement `FlatLayer.compute`."""
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
-        said = self._attend(read, angles, stored, rows)
-        hidden_states = hidden_states + attention["o_proj"](said)
+        attended = self._attend(read, angles, stored, rows)
+        hidden_states = hidden_states + attention["o_proj"](attended)
         group = network["gate_proj"].group
         gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
         more: torch.Tensor = network["down_proj"](network["act_fn"](gate).mul_(up))
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """What queries, keys and values, side by side in [B, T, heads * dim], bring: [B, T, query heads * dim]."""
+        """Return the attention output, [B, T, query heads * dim], from concatenated queries, keys and values.
+
+        These are [B, T, heads * dim], side by side.
+        """
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
@@ -208,7 +224,10 @@ def _place(  # pragma: no cover - compiled
     keys: int, key_slot: int, key_head: int, key_number: int,
     values: int, value_slot: int, value_head: int, value_place: int,
 ) -> None:  # fmt: skip
-    """Norm and turn queries and keys in place, and write keys and values where they are kept: strides in numbers."""
+    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the cache.
+
+    Arrays are given by addresses; strides are in numbers.
+    """
     size = 2 if kind else 4
     heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
@@ -233,7 +252,7 @@ def _place(  # pragma: no cover - compiled
 
 @inlined
 def _copy(size: int, source: int, target: int, stride: int, count: int) -> None:
-    """So many numbers of ``size`` bytes, ``stride`` numbers apart where they go."""
+    """Copy ``count`` numbers of ``size`` bytes to a target with ``stride`` numbers between them."""
     end = (count - 1) * stride + 1
     if size == 4:
         wide, wide_target = float32_array(source, count), float32_array(target, end)

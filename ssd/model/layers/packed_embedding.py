@@ -1,7 +1,7 @@
-"""Embeddings on a CPU that read the rows of an output layer's packed weights, where a model ties the two.
+"""Embeddings on a CPU that read the rows of the output layer's packed weights, if a model ties the two.
 
-oneDNN does not say how it lays weights out: a small matrix of known numbers is packed and looked at, and what is read
-by the order found there is compared with every weight.
+oneDNN does not document its weight layout. So a small matrix of known numbers is packed and inspected, and the rows
+read with the layout found are compared with every weight.
 """
 
 from __future__ import annotations
@@ -16,72 +16,81 @@ from torch import nn
 from ssd.model.layers.replace import has_hooks
 
 _PERIOD = 192
-"""Rows after which the order of a packed matrix comes again: a multiple of all numbers of rows that oneDNN blocks."""
+"""The number of rows after which the layout of a packed matrix repeats: a multiple of all row block sizes of oneDNN."""
 _DIGITS, _DIGIT_BITS = 4, 7
-"""A number of the small matrix is packed as so many digits, each exact in bfloat16."""
+"""The digits of an index of the small matrix, and the bits of a digit, which is exact in bfloat16."""
 _ROWS_COMPARED = 1024
-"""At once, so that comparing takes little memory."""
+"""The number of rows that are compared at a time, to limit memory."""
 
 
-class Order(NamedTuple):
-    """Where the numbers of a packed matrix lie: [r, c] at ``rows[r] + columns[c]``, both int64 in numbers."""
+class PackedLayout(NamedTuple):
+    """The layout of a packed matrix: element [r, c] is at index ``rows[r] + columns[c]``, both int64."""
 
     rows: torch.Tensor
     columns: torch.Tensor
 
 
 class PackedEmbedding(nn.Module):
-    """``weight[ids] * factor`` from packed weights, bit for bit."""
+    """``weight[ids] * factor`` from packed weights, bit-identical."""
 
-    def __init__(self, packed: torch.Tensor, order: Order, dtype: torch.dtype, factor: torch.Tensor | None) -> None:
-        """``packed`` : as oneDNN packed a weight of ``dtype``. ``factor`` : of one number."""
+    def __init__(
+        self, packed: torch.Tensor, order: PackedLayout, dtype: torch.dtype, factor: torch.Tensor | None
+    ) -> None:
+        """Create an embedding.
+
+        Args:
+            packed: A weight of ``dtype`` packed by oneDNN.
+            order: Its layout.
+            dtype: The dtype of the weight.
+            factor: A tensor of one number. None: no factor.
+        """
         super().__init__()
         self.packed, self._order, self._factor = packed, order, factor
         self._numbers = packed_numbers(packed, dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids : integers of any shape. Returns [..., size]. Raises IndexError where an id has no row."""
+        """Return the rows of ids of any shape, [..., size]; raises IndexError if an id has no row."""
         found = read_rows(self._numbers, self._order, ids)
         return found if self._factor is None else found * self._factor
 
     __call__ = forward  # without torch's search for hooks
 
-    def hold(self, packed: torch.Tensor) -> None:
-        """Read another weight from now on, of the same shape and type: so it lies in the same order."""
+    def repack(self, packed: torch.Tensor) -> None:
+        """Read from another packed weight from now on, of the same shape and dtype and thus of the same layout."""
         self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
 def packed_numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a packed weight as one row of numbers: a view, valid while ``packed`` is."""
+    """Return the memory of a packed weight as one row of numbers: a view, valid as long as ``packed``."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
 
 
-def read_rows(numbers: torch.Tensor, order: Order, ids: torch.Tensor) -> torch.Tensor:
-    """The rows ``ids`` of a packed matrix. Raises IndexError where there is no such row."""
+def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``ids`` of a packed matrix; raises IndexError if there is no such row."""
     starts = order.rows.index_select(0, ids.reshape(-1).long())
     return numbers.take(starts[:, None] + order.columns).view(*ids.shape, len(order.columns))
 
 
-def find_order(packed: torch.Tensor, weight: torch.Tensor) -> Order | None:
-    """The order of ``packed``, made of ``weight``, [out, in]; None where it follows no simple rule. O(size)."""
+def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
+    """Return the layout of ``packed``, made from ``weight`` [out, in]; None if it follows no simple rule. O(size)."""
     num_rows, num_columns = weight.shape
-    places = _places(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
+    places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:
         return None
     index = torch.arange(num_rows)
     rows = places[index % _PERIOD, 0]
     if num_rows > _PERIOD:
         rows += index // _PERIOD * (places[_PERIOD, 0] - places[0, 0])
-    order, numbers = Order(rows, places[0] - places[0, 0]), packed_numbers(packed, weight.dtype)
+    order, numbers = PackedLayout(rows, places[0] - places[0, 0]), packed_numbers(packed, weight.dtype)
     if int(order.rows.max() + order.columns.max()) >= len(numbers):
         return None
     parts = zip(torch.split(index, _ROWS_COMPARED), torch.split(weight, _ROWS_COMPARED), strict=True)
     return order if all(torch.equal(read_rows(numbers, order, ids), part) for ids, part in parts) else None
 
 
-def reader_of(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:
-    """What does the work of ``embedding`` from its packed weight; None where it does more than look rows up."""
+def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:
+    """Return a packed equivalent of ``embedding``; None if it does more than look up and scale rows."""
     weight = getattr(embedding, "weight", None)
     if (
         not isinstance(embedding, nn.Embedding)
@@ -90,7 +99,7 @@ def reader_of(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | N
         or has_hooks(embedding)
     ):
         return None
-    order = find_order(packed, weight.detach())
+    order = find_layout(packed, weight.detach())
     if order is None:
         return None
     ids = torch.linspace(0, len(weight) - 1, 7).long()
@@ -103,19 +112,19 @@ def reader_of(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | N
 
 
 def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """What rows may be multiplied by; some models scale them, under this name."""
+    """Yield the possible factors of rows; some models scale them by a factor with this name."""
     yield None
     scale: Any = getattr(embedding, "embed_scale", None)
     if scale is not None:
         yield torch.as_tensor(scale).detach().to(dtype)
 
 
-def _places(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Where oneDNN puts each number of a matrix of this shape, int64[num_rows, num_columns]; None of too many."""
+def _packed_indices(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the index of each element of a packed matrix, int64[num_rows, num_columns]; None if it is too large."""
     size = num_rows * num_columns
     if size >= 1 << _DIGITS * _DIGIT_BITS:
         return None
-    numbers = torch.arange(1, size + 1).view(num_rows, num_columns)  # what is added to fill a block is 0
+    numbers = torch.arange(1, size + 1).view(num_rows, num_columns)  # starts at 1, because blocks are padded with 0
     found = torch.zeros((), dtype=torch.int64)
     for shift in range(0, _DIGITS * _DIGIT_BITS, _DIGIT_BITS):
         digits = (numbers >> shift & (1 << _DIGIT_BITS) - 1).to(dtype)

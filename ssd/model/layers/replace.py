@@ -1,4 +1,4 @@
-"""Replacing layers of a model by faster ones that compute the same."""
+"""Replacement of a model's layers by faster ones that compute the same."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
-"""Positions of a slot that holds a text of the probe and one token more."""
+"""The number of positions of a slot for one text of the probe and one more token."""
 
 
 @torch.inference_mode()
-def plain_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The model's own logits for the probe, computed without any cache, one row at a time: float32[T, V] each."""
+def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return the model's own logits for the probe, computed row by row without a cache: float32[T, V] each."""
     return [
         model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
         for row in probe_texts(model)
@@ -33,7 +33,7 @@ def plain_logits(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
-    """Token ids drawn at random from the model's vocabulary, the same every time: int64[2, T]."""
+    """Return random token ids of the model's vocabulary, always the same: int64[2, T]."""
     vocab_size = model.config.get_text_config().vocab_size
     random: Any = np.random.default_rng(0)
     return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
@@ -44,68 +44,81 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""In an input of a compiled loop, which one core runs; several cores share torch's own operations on a larger one."""
+"""The maximum input size of a compiled loop, which runs on one core; torch's operations on larger inputs use several.
+"""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""Of a layer's output, as a share of its norm: what rounding once or twice makes of it. By the type of the numbers."""
+"""The maximum relative error of a layer's output, by dtype: the error of rounding once or twice."""
 
 
 MOST_CHANGE = 1e-3
 MOST_CHANGE_LOW_PRECISION = 0.2
-"""Of logits. A wrong mask, position or state is off by about 1; two ways to round to bfloat16 by up to a tenth."""
+"""The maximum relative error of logits. A wrong mask, position or state causes an error of about 1; two ways to round
+to bfloat16 differ by up to a tenth.
+"""
 
 
 class Replaced(NamedTuple):
-    """Where in a model a layer, or what it computes, was replaced. ``again`` makes the one that was there."""
+    """A replaced layer, or a replaced ``forward``.
+
+    Attributes:
+        parent: The module that contains it.
+        name: Its name in the parent.
+        again: Returns the original.
+    """
 
     parent: Any
     name: str
     again: Callable[[], Any]
 
 
-Replace = Callable[[nn.Module], Iterator[Replaced]]
-"""Replaces the layers of one kind in place, and says of each where it was."""
+LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
+"""Replaces the layers of one kind in place and yields each replacement."""
 
 
 def replace_layers(
     model: nn.Module,
-    kinds: Iterable[Replace],
+    kinds: Iterable[LayerReplacement],
     *,
     expected: Sequence[torch.Tensor],
     tolerance: float,
-    say: Callable[[Any], Sequence[torch.Tensor]] = plain_logits,
+    compute: Callable[[Any], Sequence[torch.Tensor]] = reference_logits,
 ) -> bool:
-    """Replace layers of a model, or a head, and check that it still says what it said; else leave it as it was.
+    """Replace layers of a model or draft head, and restore all layers if the output changes by more than rounding.
 
-    ``expected`` : what it said before, by ``say``. ``tolerance`` : greatest relative error of it that is put down to
-    rounding. True when layers were replaced. Changes ``model`` in place, and again does nothing. O(weights).
+    ``model`` is changed in place. Returns whether layers were replaced; a second call does nothing. O(weights).
+
+    Args:
+        model: The model or draft head.
+        kinds: The replacements, in order.
+        expected: The output before the replacement.
+        tolerance: The maximum relative error of the output that is attributed to rounding.
+        compute: Computes the output.
     """
     replaced: list[Replaced] = []
     try:
         for replace in kinds:
             for each in replace(model):
-                replaced.append(each)  # one by one: what fails leaves those before it to be taken back
+                replaced.append(each)  # at once, so that a later failure can restore it
         if not replaced:
             return False
         error = max(
-            float((found - want).norm() / want.norm()) for found, want in zip(say(model), expected, strict=True)
+            float((found - want).norm() / want.norm()) for found, want in zip(compute(model), expected, strict=True)
         )
         if error < tolerance:
             return True
         reason = f"logits differ by {error:.2g}"
-    except AttributeError:
-        reason = "the model computes with the weights of its layers itself"
-    except Exception as failure:  # a compiler, say
-        reason = f"with the faster ones a forward pass fails ({first_line(failure)})"
-    log.warning("the layers of %s stay as they are, which is slower: %s", type(model).__name__, reason)
+    except Exception as failure:  # from a compiler, or a model that uses its layers' internals
+        reason = first_line(failure)
+    log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
         setattr(parent, name, again())
     return False
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Put what ``make`` makes of a layer in its place, where that is one; what was replaced, as it goes."""
+    """Replace each module for which ``make`` returns another one; yields each replacement."""
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:
@@ -114,24 +127,27 @@ def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Ite
 
 
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Replaced:
-    """Have a module compute by ``forward``, which is given it too; what was replaced."""
+    """Replace a module's ``forward`` by a function, whose first argument is the module."""
     module.forward = MethodType(forward, module)
     return Replaced(module, "forward", lambda: MethodType(type(module).forward, module))
 
 
 def is_function(module: nn.Module) -> bool:
-    """Whether it makes one tensor of one by its class's own rule, and nothing wants to know of it."""
+    """Return whether a module maps one tensor to one tensor by its class's own ``forward``, without hooks."""
     parameters = inspect.signature(module.forward).parameters
     return "forward" not in vars(module) and not has_hooks(module) and len(parameters) == 1
 
 
 def parents(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold others. What they hold is not listed by itself, and so goes when it is replaced."""
+    """Return the modules that contain others; modules inside a replaced module disappear with it."""
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
 def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
-    """Whether two tensors have one shape and differ by at most ``most_error``, as a share of the second's norm."""
+    """Return whether two tensors have the same shape and a relative error of at most ``most_error``.
+
+    The error is the norm of the difference relative to the norm of ``wanted``.
+    """
     if found.shape != wanted.shape:
         return False
     found, wanted = found.float(), wanted.float()
@@ -139,7 +155,7 @@ def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool
 
 
 def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]:
-    """An ``nn.Linear`` of one of ``dtypes``, and no subclass, with no quantised weight and no hooks."""
+    """Return whether a module is exactly ``nn.Linear``, of one of ``dtypes``, without quantisation or hooks."""
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
@@ -149,33 +165,36 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something wants to know of its passes, the library's own collector of outputs aside, which stays for good
-    once a pass was asked for its hidden states."""
+    """Return whether a module has forward hooks other than transformers' own output collector.
+
+    The library installs the collector for good once a pass has returned hidden states.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
 
 
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Layers of one module that read the same input in nearly every model; where they do not it only costs time."""
+"""The names of layers that read the same input in nearly every model. If they do not, joining them only costs time."""
 
 
 def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """Modules, and of each the linear layers by name that can be computed as one. ``is_one`` : of a layer, by itself.
+    """Yield modules with those of their linear layers, by name, that can be computed as one.
 
-    They have as many inputs each; with a bias all or none.
+    The layers have the same number of inputs, and all or none have a bias. ``is_one`` decides for a single layer
+    whether it is eligible.
     """
     for parent in parents(model):
         for names in SIBLINGS:
             found: dict[str, Any] = {name: each for name in names if is_one(each := getattr(parent, name, None))}
             weights = {id(each.weight): each.weight for each in found.values()}
             kinds = {(each.in_features, each.bias is None) for each in found.values()}
-            kept = {(weight.dtype, weight.device) for weight in weights.values()}
-            if len(weights) == len(names) and len(kinds) == len(kept) == 1:
+            placements = {(weight.dtype, weight.device) for weight in weights.values()}
+            if len(weights) == len(names) and len(kinds) == len(placements) == 1:
                 yield parent, found
 
 
 class Joint(ABC):
-    """Linear layers that read the same input, computed as one when the first of them is asked."""
+    """Linear layers that read the same input, computed together in the first call of one of them."""
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -184,10 +203,10 @@ class Joint(ABC):
 
     @abstractmethod
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """What all layers make of ``x``, [..., in], side by side: [..., outputs of all]."""
+        """Compute all layers on ``x``, [..., in]; returns their outputs concatenated, [..., outputs of all]."""
 
     def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """What layer ``member`` makes of ``x``; each layer is asked once for an input."""
+        """Return the output of layer ``member`` for ``x``; call it once per layer and input."""
         if len(self.sizes) == 1:
             return self.compute(x)
         found = self._outputs[member] if x is self._input else None
@@ -197,5 +216,5 @@ class Joint(ABC):
             assert found is not None
         self._outputs[member] = None
         if not any(output is not None for output in self._outputs):
-            self._input = None  # nothing of a pass stays behind
+            self._input = None  # release the pass's tensors
         return found

@@ -1,4 +1,4 @@
-"""Numbers of rows in which a product gives each row the same bits, found by trying them."""
+"""Numbers of rows for which a matrix product gives each row the same bits, determined by testing."""
 
 from __future__ import annotations
 
@@ -10,38 +10,48 @@ import torch
 from torch.nn.functional import pad
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""Of rows [n, in], n >= 1, a tensor [n, out]."""
+"""Maps rows [n, in], n >= 1, to [n, out]."""
 
 EXACT_ROWS: Final = 16
-_FEW: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
-"""Least rows of one product: MKL gives two threads of an EPYC parts of 5 rows that are computed in another order."""
-_MOST: Final = (512, 256, 64, 32, 16)
-"""Most rows, tried in this order."""
-_MOST_WORK = 1 << 35
-"""Weights of a layer times rows that are tried and then computed at once; 64 are always tried."""
+_MIN_ROWS: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
+"""Candidates for the minimum number of rows of a product: MKL on an EPYC gives each of two threads parts of 5 rows that
+are summed in another order.
+"""
+_MAX_ROWS: Final = (512, 256, 64, 32, 16)
+"""Candidates for the maximum number of rows, in order of preference."""
+_MAX_WORK = 1 << 35
+"""The maximum of weights times rows of a product that is tested and used; 64 rows are always tested."""
 _LARGE = 1 << 21
-"""Weights of a layer whose products take long enough to be timed."""
+"""The number of weights from which a layer's products are slow enough to be timed."""
 _ROUNDS = 5
-_WORTH = 0.9
-"""Of the time that the fewest rows take, what more rows may take: two rows of some layers take less than one."""
-_SOME = 16
-"""Different rows that are tried, at least."""
-_NUMBERS = 256
-_ROUNDED_NUMBERS = 1 << 16
-"""Results that are compared for each number of rows, at least: two of two may be equal by chance. Sums in another order
-differ in every other float32, and in one of some thousands once they are rounded to a shorter type.
+_MAX_RELATIVE_TIME = 0.9
+"""The maximum relative time of a product of more rows to be preferred: with some layers two rows are faster than one.
+"""
+_DIFFERENT_ROWS = 16
+"""The minimum number of different rows that are tested."""
+_RESULTS = 256
+_ROUNDED_RESULTS = 1 << 16
+"""The minimum number of results to compare for each number of rows, because two sums may be equal by chance. Sums in
+another order differ in every other float32, but only in one of several thousand values after rounding to a shorter
+dtype.
 """
 
 
 class RowPlan(NamedTuple):
-    """``least``, ``most`` : rows of one product. ``is_exact`` : whether all these numbers gave the same bits."""
+    """The numbers of rows that a product may have.
+
+    Attributes:
+        least: The minimum number of rows.
+        most: The maximum number of rows.
+        is_exact: Whether all these numbers of rows gave the same bits.
+    """
 
     least: int = 1
-    most: int = _MOST[0]
+    most: int = _MAX_ROWS[0]
     is_exact: bool = True
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """``compute`` of rows [n, in], in parts of allowed numbers of rows: [n, out]."""
+        """Apply ``compute`` to rows [n, in], padded or split to allowed numbers of rows; returns [n, out]."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
@@ -49,15 +59,15 @@ class RowPlan(NamedTuple):
         return torch.cat([self.product(compute, part) for part in torch.split(x, self.most)])
 
 
-PLAIN: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""What is computed at once is what is asked for."""
+UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
+"""No padding: compute exactly the requested rows."""
 
 
 def rounded_rows(num_rows: int) -> int:
-    """How many rows are computed: up to 16 as many, above one of eight numbers between a power of two and the next.
+    """Return the padded number of rows: up to 16 unchanged, above it one of eight values per power of two.
 
-    oneDNN makes machine code for each number of rows, which takes longer than a pass of a small model, and keeps that
-    of the last thousand products. So there are few numbers; the rows added are an eighth at most.
+    oneDNN generates machine code for each number of rows, which takes longer than a pass of a small model, and caches
+    code of the last thousand products. So there are few values; at most an eighth of the rows is padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -66,36 +76,36 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def row_counts(most: int) -> list[int]:
-    """All numbers of rows that products of up to ``most`` have."""
+    """Return all numbers of rows of products of up to ``most`` rows."""
     return sorted({rounded_rows(count) for count in range(1, most + 1)})
 
 
 @torch.inference_mode()
-def find_rows(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
-    """The plan of a layer [num_outputs, size]: the most rows that can be, and the least that take the least time.
+def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
+    """Return the plan of a layer [num_outputs, size]: the largest possible maximum, and the fastest minimum of rows.
 
-    O(products of 6,000 rows in all), fewer for layers of more than 64 million weights.
+    O(products of 6,000 rows in total), fewer for layers of more than 64 million weights.
     """
-    numbers = _NUMBERS if dtype == torch.float32 else _ROUNDED_NUMBERS
-    num_rows = -(-numbers // (num_outputs * _SOME)) * _SOME
+    numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
+    num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
     some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted = torch.cat([compute(part) for part in torch.split(some, _SOME)])
-    allowed = [most for most in _MOST if most <= 64 or most * size * num_outputs <= _MOST_WORK]
-    good = {count for count in row_counts(allowed[0]) if _is_same(compute, some, count, wanted, numbers)}
+    wanted = torch.cat([compute(part) for part in torch.split(some, _DIFFERENT_ROWS)])
+    allowed = [most for most in _MAX_ROWS if most <= 64 or most * size * num_outputs <= _MAX_WORK]
+    good = {count for count in row_counts(allowed[0]) if _is_invariant(compute, some, count, wanted, numbers)}
     for most in allowed:
-        if good.issuperset(count for count in row_counts(most) if count >= _FEW[-1]):
-            few = [count for count in _FEW if good.issuperset(range(count, _FEW[-1]))]
+        if good.issuperset(count for count in row_counts(most) if count >= _MIN_ROWS[-1]):
+            few = [count for count in _MIN_ROWS if good.issuperset(range(count, _MIN_ROWS[-1]))]
             least = few[0]
             if size * num_outputs >= _LARGE:
                 seconds = {count: seconds_of(compute, some[:count]) for count in few[:4]}
                 best = min(seconds, key=seconds.__getitem__)
-                least = best if seconds[best] < _WORTH * seconds[least] else least
+                least = best if seconds[best] < _MAX_RELATIVE_TIME * seconds[least] else least
             return RowPlan(least, most)
     return RowPlan(1, allowed[0], is_exact=False)
 
 
-def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
-    """Whether ``count`` rows, of ``some`` or these again and again, give each time and place what was ``wanted``."""
+def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
+    """Return whether a product of ``count`` rows is bit-identical to ``wanted`` at every row position."""
     again = -(-count // len(some))
     rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
     tried = min(-(-numbers // wanted.shape[1]), len(rows) - count + 1)
@@ -106,7 +116,7 @@ def _is_same(compute: Product, some: torch.Tensor, count: int, wanted: torch.Ten
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
-    """The least time of some products of ``x``."""
+    """Return the shortest time of several products of ``x``."""
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Whole decoder layers on a device, called part by part: ten launches each, and none of the library's code between.
+"""Decoder layers on a device that call their parts directly: ten launches each, without the library's code in between.
 
-What is added to the stream is added by the norm that reads it next; queries and keys are turned, and keys and values
-written where they are kept, by one kernel. Import this module only where triton is installed.
+A residual connection is added by the norm that reads the sum next. One kernel rotates queries and keys, and writes keys
+and values to the cache. Import this module only if triton is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ssd.model.layers.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Have decoder layers of known kinds compute by `DeviceLayer`; what was replaced, as it goes. After all others."""
+    """Replace the ``forward`` of decoder layers of known kinds by `DeviceLayer`; yields each replacement.
+
+    Call this after all other replacements.
+    """
     layers = known_layers(model)
     norms = [layer.input_layernorm for layer in layers[1:]]
     norms += [getattr(module, "norm", None) for module in model.modules() if hasattr(module, "layers")][:1]
@@ -35,16 +38,16 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
 
 
 class DeviceLayer(FlatLayer):
-    """On a device, of any number of positions."""
+    """A decoder layer on a device, for any number of positions."""
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:
-        """``following`` : the norm that reads what the layer says."""
+        """Wrap ``layer``; ``following`` is the norm that reads the layer's output."""
         super().__init__(layer, TritonNorm)
         self._following = following if type(following) is TritonNorm else None
-        self._is_known &= "forward" in vars(self._network)  # which gates by `silu_times`
+        self._is_known &= "forward" in vars(self._network)  # whose replacement calls `silu_times`
 
     def is_usable(self) -> bool:
-        """Whether all parts are ours, now: adapters may stand in their place later."""
+        """Implement `FlatLayer.is_usable`."""
         attention, network = self._attention._modules, self._network._modules
         return self._is_known and all(
             _product_of(first) is not None and all(_product_of(each) is _product_of(first) for each in others)
@@ -57,7 +60,7 @@ class DeviceLayer(FlatLayer):
         )
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """As `FlatLayer.compute`."""
+        """Implement `FlatLayer.compute`."""
         norm, inner_norm = self._norms
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
@@ -69,7 +72,7 @@ class DeviceLayer(FlatLayer):
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
     def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """What queries, keys and values, [B, T, heads * dim] each, bring: [B, T, query heads * dim]."""
+        """Return the attention output, [B, T, query heads * dim], from [B, T, heads * dim] each of ``read``."""
         batch, width = angles[0].shape[:2]
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:
@@ -85,10 +88,15 @@ def _product_of(module: Any) -> Product | None:
 def place_by_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
 ) -> None:
-    """Turn queries in place, and write keys, turned, and values where they are kept.
+    """Rotate queries in place, and write rotated keys, and values, to the cache.
 
-    All are [B, T, heads, dim], last axis dense. angles : cosines and sines, [B, T, dim]. stored : of all slots, see
-    `SlotKVCache.store`.
+    Args:
+        query: [B, T, heads, dim], last axis contiguous, as ``key`` and ``value``.
+        key: [B, T, key heads, dim].
+        value: [B, T, key heads, dim].
+        angles: Cosines and sines, [B, T, dim].
+        stored: The layer's keys and values of all slots, see `SlotKVCache.store`.
+        rows: The rows of the pass.
     """
     (batch, width, query_heads, dim), key_heads = query.shape, key.shape[2]
     (cos, sin), (keys, values) = angles, stored
@@ -113,7 +121,7 @@ def _place(  # type: ignore[no-untyped-def]
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one position. Grid (B * T, blocks of query heads + of key heads + of value heads)."""
+    """Process some heads of one position. Grid (B * T, blocks of query heads + of key heads + of value heads)."""
     take_turn(IS_EARLY)
     position, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = position // width, position % width

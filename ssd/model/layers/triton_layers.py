@@ -1,6 +1,6 @@
-"""``silu(gate) * up`` of a gated feed-forward layer on a device in one launch: a Triton kernel.
+"""Triton kernels for gated activations, norms and rotary positions on a device, one launch each.
 
-Import this module only where triton is installed.
+Import this module only if triton is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Both [..., n], parts of wider tensors or not. Returns that shape; the first factor is rounded to their type."""
+    """Compute ``silu(gate) * up`` of [..., n], parts of wider tensors or not; silu(gate) is rounded to the dtype."""
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -33,7 +33,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Have layers compute so that are ``down_proj(silu(gate_proj(x)) * up_proj(x))``; what was replaced, as it goes."""
+    """Fuse gated layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields each replacement."""
     for module in model.modules():
         if _is_gated(module):
             yield swap_forward(module, _forward)
@@ -46,7 +46,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _is_gated(module: nn.Module) -> bool:
-    """Whether the layer is one by its looks, and computes the same on a few numbers."""
+    """Return whether a layer has the parts of a gated layer, and computes the same on a few numbers."""
     weight = getattr(getattr(module, "gate_proj", None), "weight", None)
     if (
         not isinstance(weight, torch.Tensor)
@@ -59,7 +59,7 @@ def _is_gated(module: nn.Module) -> bool:
     x = torch.randn(1, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
         return agrees(_forward(module, x), module(x), MOST_ERROR[weight.dtype])
-    except Exception:  # it reads its layers in another way
+    except Exception:  # its layers are of another kind
         return False
 
 
@@ -67,7 +67,7 @@ def _is_gated(module: nn.Module) -> bool:
 def _gate(  # type: ignore[no-untyped-def]
     gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row: out is contiguous, [rows, size]. Grid (rows, blocks)."""
+    """Compute a block of one row; out is contiguous, [rows, size]. The grid is (rows, blocks)."""
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
@@ -80,12 +80,17 @@ def _gate(  # type: ignore[no-untyped-def]
 class TritonNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
 
-    Computed in float32, in and out in the type of the numbers.
+    Computed in float32; input and output have the model's dtype.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, rounds_first: bool) -> None:
-        """``weight`` : [n]. ``offset`` : what the model adds to it. ``rounds_first`` : x is rounded before the product
-        with the weight, too.
+        """Create a norm.
+
+        Args:
+            weight: [n].
+            eps: The number added to the mean square.
+            offset: The number that the model adds to the weight.
+            rounds_first: Whether x is also rounded before the product with the weight.
         """
         super().__init__()
         self.weight, self.eps = weight, eps
@@ -93,7 +98,7 @@ class TritonNorm(nn.Module):
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [..., n]. Returns the same shape, contiguous."""
+        """Normalise x, [..., n]; returns the same shape, contiguous."""
         ready, self._ready = self._ready, None
         if ready is not None and ready[0] is x:
             return ready[1]
@@ -102,7 +107,7 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """``x + more``; what this makes of that is computed with it, for the call that brings it."""
+        """Return ``x + more``; its norm is computed too and returned by the next `forward` of this sum."""
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -125,7 +130,7 @@ class TritonNorm(nn.Module):
 
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Put `TritonNorm` in the place of layers that compute the same on a few numbers; what was replaced, as it goes."""
+    """Replace norms by a `TritonNorm` that computes the same on a few numbers; yields each replacement."""
     return fuse_norms(model, lambda weight, eps: (
         TritonNorm(weight, eps, offset=offset, rounds_first=first) for offset in (0.0, 1.0) for first in (True, False)
     ))  # fmt: skip
@@ -136,9 +141,9 @@ def _normalise(  # type: ignore[no-untyped-def]
     x, more, total, weight, out, row_stride, more_stride, size, eps, offset,
     IS_SUM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of x, [rows, size], to one of out, which is contiguous. Grid (rows,).
+    """Normalise one row of x, [rows, size], to out, which is contiguous. The grid is (rows,).
 
-    IS_SUM : of x + more, which goes to total, contiguous.
+    With IS_SUM the row is x + more, which is written to total, contiguous.
     """
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -161,7 +166,7 @@ BLOCK_HEADS = 8
 def turn_by_triton(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `vector_layers.Turn`; both contiguous as [B, T, heads, dim]."""
+    """Implement `vector_layers.Turn`; both results are contiguous as [B, T, heads, dim]."""
     (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
     query_out, key_out = (
         torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
@@ -183,7 +188,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one position, of queries or of keys. Grid (B * T, blocks of query heads + blocks of key heads)."""
+    """Rotate some heads of one position. The grid is (B * T, blocks of query heads + blocks of key heads)."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
@@ -205,7 +210,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     x, x_head, out, out_head, cos, sin, block,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """The heads of a block at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out, which may be x."""
+    """Rotate a block's heads at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out or to x."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     inside = (head < HEADS) & is_pair

@@ -1,11 +1,11 @@
-"""Linear layers on a device: those that read one input as one product, and few rows by a Triton kernel of ours.
+"""Linear layers on a device: one product for layers that read the same input, by a Triton kernel for few rows.
 
-Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile. So
-tiles may be chosen by the number of rows, and a row's bits still depend on nothing but the row. Libraries compute the
-same bits, unless they split a sum among processors, which they do where there are few rows.
+Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile size.
+So tiles may be chosen by the number of rows, and a row's bits still depend only on the row. Libraries compute the same
+bits unless they split a sum among processors, which they do for few rows.
 
-A pass of few rows waits for memory, which has nothing to do between two products: so a product, while it waits for its
-turn, asks for the first of its weights. Import this module only where triton is installed.
+A pass of few rows is limited by memory bandwidth, which is idle between two products. So a product prefetches the first
+of its weights while it waits for the previous kernel. Import this module only if triton is installed.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, sibl
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
-"""That the kernel computes as fast as a library, or faster: it reads the weights once, with no second launch."""
+"""The number of rows up to which the kernel is at least as fast as a library: it reads the weights once, in one launch.
+"""
 _MOST_ROWS = 64
-"""Up to which the kernel takes the place of a library that would split sums."""
+"""The number of rows up to which the kernel replaces a library that would split sums."""
 _SMALL, _LARGE = 4224, 8192
-"""Outputs up to which narrow tiles are at most one a processor, and from which wide ones still give each some."""
+"""The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all."""
 _ROOMY = 160 << 10
 _TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
-"""Numbers of rows of which a library's bits are compared with the kernel's."""
+"""The numbers of rows for which a library's bits are compared with the kernel's."""
 _ALIGNED = 16
 _ASKED = 1024
-"""Bytes of each row of weights that are asked for, where whole threads can; more took longer on an H100."""
+"""The bytes of each row of weights that are prefetched; more bytes were slower on an H100."""
 
 
 class Tiles(NamedTuple):
-    """What one program computes, and how many steps of inputs are under way to it."""
+    """The tile sizes of one program, and the number of pipeline stages."""
 
     rows: int
     outputs: int
@@ -50,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> Tiles:
-    """The fastest of those tried on an H200; not ``is_roomy`` : that take less than 100 KB of shared memory."""
+    """Return the fastest tile sizes measured on an H200; use less than 100 KB of shared memory unless ``is_roomy``."""
     if dtype == torch.float32:
         return Tiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
@@ -66,7 +67,7 @@ def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: b
 
 @cache
 def _is_roomy(device: torch.device) -> bool:
-    """Whether a program has the shared memory of the larger tiles, as on an A100 or an H100; interpreted, all have."""
+    """Return whether a program has the shared memory for larger tiles, as on A100 and H100 or interpreted."""
     if device.type != "cuda":
         return True
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -74,14 +75,14 @@ def _is_roomy(device: torch.device) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias``: x [..., in], weight [out, in], bias [out]. Returns [..., out].
+    """Compute ``x @ weight.T + bias``: x [..., in], weight [out, in], bias [out]; returns [..., out].
 
-    A row's sum is taken over its inputs in their order, in float32, whatever other rows there are.
+    A row is summed over its inputs in order, in float32, independently of the other rows.
     """
     num_outputs, size = weight.shape
     assert x.shape[-1] == size and x.dtype == weight.dtype and weight.stride(1) == 1
     rows = x.reshape(-1, size)
-    if not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:  # what is not aligned would have a kernel of its own
+    if not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:  # unaligned rows would need another kernel
         rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
     tiles = tiles_of(len(rows), num_outputs, x.dtype, is_roomy=_is_roomy(x.device))
@@ -97,17 +98,17 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _asked_of(weight: torch.Tensor, tiles: Tiles) -> int:
-    """Bytes that each thread of a program asks for; 0 where they do not lie as the instruction needs."""
+    """Return the bytes that each thread of a program prefetches; 0 if the weights are not aligned."""
     row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
     return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
 class Product(Joint):
-    """What one linear layer computes by, or several that read the same input."""
+    """The computation of one linear layer, or of several layers that read the same input."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """``linears`` : one, or see `siblings`: their weights become parts of one. O(weights)."""
+        """Join the weights of the layers, see `siblings`, or wrap one layer. O(weights)."""
         super().__init__(linears)
         self._linears = linears
         self.is_exact = self._is_library_exact = False
@@ -125,13 +126,13 @@ class Product(Joint):
         return self._joined or (self._linears[0].weight, self._linears[0].bias)
 
     def be_exact(self, wanted: bool) -> None:
-        """Whether a row's bits shall depend on nothing but the row."""
+        """Switch batch invariance on or off: a row's bits then depend only on the row."""
         self.is_exact = wanted
         if wanted:
             self._is_library_exact = _is_library_exact(*self._weights)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Joint.compute`."""
+        """Implement `Joint.compute`."""
         weight, bias = self._weights
         num_rows = x.numel() // max(1, x.shape[-1])
         if self.is_exact:
@@ -143,12 +144,12 @@ class Product(Joint):
 
 
 _library_is_exact: dict[tuple[Any, ...], bool] = {}
-"""What this process found, by the kind of a product."""
+"""The results of `_is_library_exact` in this process, by kind of product."""
 
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a library that splits no sums computes the kernel's bits, in passes too large for the kernel."""
+    """Return whether a library without split sums computes the kernel's bits, in passes too large for the kernel."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -161,16 +162,16 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     try:
         with sums_whole():
             return all(torch.equal(nn.functional.linear(x[:rows], weight, bias), wanted[:rows]) for rows in _TRIED)
-    except Exception as failure:  # one that always splits, or has no such switch
+    except Exception as failure:  # a library that always splits sums, or has no such setting
         log.debug("a library's products are not exact: %s", failure)
         return False
 
 
 @contextmanager
 def sums_whole() -> Iterator[None]:
-    """Libraries split no sum among processors inside, nor round parts of it: for passes whose products are exact.
+    """Prevent libraries from splitting sums among processors, and from rounding partial sums, inside the context.
 
-    Only one of torch's two libraries can. What is set is the process's, and set back.
+    Only one of torch's two libraries supports it. The settings are those of the process, and are restored.
     """
     cuda: Any = torch.backends.cuda
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
@@ -188,7 +189,7 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Have plain linear layers compute by a `Product`; what was replaced, as it goes. Weights stay as they are."""
+    """Replace the ``forward`` of plain linear layers by a `Product`; yields each replacement."""
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():
@@ -197,7 +198,7 @@ def own_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """Each once."""
+    """Return each product of a model once."""
     found = {id(each): each for module in model.modules() if isinstance(each := vars(module).get("product"), Product)}
     return list(found.values())
 
@@ -222,10 +223,10 @@ _THREADS: Final = tl.constexpr(128)
 _ASK: Final = tl.constexpr(
     "{ .reg .pred p; setp.gt.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
 )
-"""For so many bytes at an address, where the last number is above 0; it waits for nothing."""
+"""Prefetches a number of bytes at an address if the last operand is above 0, without waiting."""
 
 
-# A kernel compiled for one row only, or for whole tiles, might be another one.
+# A kernel that is specialised for one row, or for complete tiles, might compute other bits.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(  # type: ignore[no-untyped-def]
     x, weight, bias, out, num_rows, weight_row,
@@ -233,10 +234,10 @@ def _product(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     ASKED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out, [num_rows, NUM_OUTPUTS] and contiguous. Grid (tiles of rows, tiles of outputs).
+    """Compute one tile of out, [num_rows, NUM_OUTPUTS] and contiguous. The grid is (tiles of rows, tiles of outputs).
 
-    IS_TURNED : outputs are the rows of the tensor cores' product, of which a whole one has 64. ASKED : bytes that each
-    thread asks for.
+    With IS_TURNED outputs are the rows of the tensor cores' product, which has 64 rows. ASKED is the number of bytes
+    that each thread prefetches.
     """
     if IS_EARLY and ASKED > 0:
         thread = tl.arange(0, _THREADS)
@@ -269,7 +270,7 @@ def _product(  # type: ignore[no-untyped-def]
     if IS_TURNED:
         total = tl.trans(total)
     if HAS_BIAS:
-        # Subtracted: what is added to a product of few inputs the compiler may have its sum begin with, in some tiles.
+        # Subtracted, because in some tiles the compiler might start the sum of a product of few inputs with the bias.
         total -= -tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
     tl.store(
         out + row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :],

@@ -1,7 +1,7 @@
-"""Activations, norms and rotary positions on a CPU whose bits depend on the number, the row, the pair alone.
+"""Batch-invariant activations, norms and rotary positions on a CPU.
 
-torch computes most numbers by vectors and those left over at the end of a row, or of a thread's part, one by one, which
-rounds otherwise.
+Their bits depend only on the number, the row or the pair. torch computes most numbers by vectors and the remaining
+numbers at the end of a row, or of a thread's part, one by one with other rounding.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees,
 
 _NAMES: Final = tuple(FUNCTIONS)
 _WORK = 20
-"""Of a number, as multiplications."""
+"""The cost of a number, in multiplications."""
 
 
 class Activation(nn.Module):
-    """A function of each number by itself, of float32, bfloat16 or float16; computed in float32."""
+    """An element-wise function of float32, bfloat16 or float16, computed in float32."""
 
     def __init__(self, name: str) -> None:
-        """``name`` : of `FUNCTIONS`."""
+        """Create the function with a ``name`` of `FUNCTIONS`."""
         super().__init__()
         self.name = name
         self._number = _NAMES.index(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [..., n], whose rows may be parts of wider ones. Returns its shape."""
+        """Apply the function to x, [..., n], whose rows may be parts of wider rows; returns the same shape."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
@@ -56,21 +56,21 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Put an `Activation` in the place of modules that compute the same on a few numbers; what was replaced."""
+    """Replace modules by an `Activation` that computes the same on a few numbers; yields each replacement."""
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
 
 @torch.inference_mode()
 def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
-    """One that computes what ``module`` does, if that is a function without weights that we have."""
+    """Return an activation that computes the same as ``module``, if it is a known function without weights."""
     has_parts = next(module.children(), None) is not None or bool(module.state_dict())
     if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
         return None
     x = torch.cat([torch.linspace(-12, 12, 97), torch.linspace(-0.5, 0.5, 31)]).to(dtype)[None]
     try:
         wanted = module(x)
-    except Exception:  # it takes something else
+    except Exception:  # it has other arguments
         return None
     candidates = (Activation(name) for name in _NAMES) if isinstance(wanted, torch.Tensor) else ()
     return next((found for found in candidates if agrees(found(x), wanted, MOST_ERROR[dtype])), None)
@@ -80,33 +80,44 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 def _apply(  # pragma: no cover - compiled
     number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
 ) -> None:
-    """Addresses of ``kind`` [num_rows, size], ``rows`` so many bytes apart, ``out`` contiguous."""
+    """Apply a function to arrays of dtype ``kind``, [num_rows, size], given by addresses.
+
+    The input rows are ``row_bytes`` apart; the output is contiguous.
+    """
     for row in range(first, num_rows, step):
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)
-"""Of inputs: with the last one what is added to the mean square shows."""
+"""The scales of the test inputs; with the last one eps has a visible effect."""
 
 
 class FusedNorm(nn.Module):
     """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
 
-    float32, bfloat16 or float16, as the weight; computed in float32.
+    Input and output have the weight's dtype, float32, bfloat16 or float16; computed in float32.
+
+    Attributes:
+        row_rule: For `normalise`: the weight's address, whether numbers are rounded before the product, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
-        """``weight`` : [n]. ``offset`` : what the model adds to it before it multiplies."""
+        """Create a norm.
+
+        Args:
+            weight: [n].
+            eps: The number added to the mean square.
+            offset: The number that the model adds to the weight.
+        """
         super().__init__()
         self._offset = offset
-        self._kept = (weight.detach().float() + offset).contiguous()  # where the loop finds it
+        self._kept = (weight.detach().float() + offset).contiguous()  # memory that the loop reads by address
         self._size, self._kind = len(weight), KINDS[str(weight.dtype)]
         self.weight, self.eps = nn.Parameter(weight.detach(), requires_grad=False), eps
         self.row_rule = self._kept.data_ptr(), offset == 0.0, eps
-        """For `normalise`: the weight's address, whether numbers are rounded before they are multiplied, eps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [..., n]. Returns the same shape."""
+        """Normalise x, [..., n]; returns the same shape."""
         if x.dtype != self.weight.dtype:
             return nn.functional.rms_norm(x.float(), self._kept.shape, self._kept, self.eps).to(x.dtype)
         x = x.contiguous()
@@ -120,13 +131,13 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Multiply by another weight from now on, of the same size, without the offset."""
+        """Replace the weight, without offset, by another of the same size."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
 
 MakeNorms = Callable[[nn.Parameter, float], Iterable[nn.Module]]
-"""Of weight and eps: norms that differ in when libraries round, and in whether 1 is added to the weight."""
+"""Returns norms for weight and eps that differ in when they round, and in whether 1 is added to the weight."""
 
 
 def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
@@ -134,8 +145,9 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Put the one that comes nearest, of what ``make`` makes, in the place of norms that it computes on a few numbers;
-    what was replaced, as it goes.
+    """Replace norms by the most accurate of the norms that ``make`` returns, if it computes the same on a few numbers.
+
+    Yields each replacement.
     """
     return swap(model, lambda norm: _nearest(norm, make))
 
@@ -173,7 +185,10 @@ def normalise(  # pragma: no cover - compiled
     kind: int, rounds_first: bool, x: int, weight: int, out: int,
     num_rows: int, size: int, eps: float, first: int, step: int,
 ) -> None:  # fmt: skip
-    """Addresses of ``kind`` [num_rows, size], float32[size] and ``kind`` [num_rows, size], which may be the first."""
+    """Normalise every ``step``-th row from ``first`` on; arrays are given by addresses.
+
+    Input and output are [num_rows, size] of dtype ``kind``, and may be the same; the weight is float32[size].
+    """
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):
         given, found = x + row * row_bytes, out + row * row_bytes
@@ -182,8 +197,9 @@ def normalise(  # pragma: no cover - compiled
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""q, k : [B, heads, T, dim], cos, sin : [B, T, dim] to q and k turned: each pair of numbers ``dim / 2`` apart by its
-angle (Su et al. 2021, section 3.4.2), both products and their sum rounded as libraries do."""
+"""Rotates q and k, [B, heads, T, dim], by cos and sin, [B, T, dim]: each pair of numbers ``dim / 2`` apart by its angle
+(Su et al. 2021, section 3.4.2). Both products and their sum are rounded as libraries do.
+"""
 
 _NAME = "apply_rotary_pos_emb"
 _HOST = torch.device("cpu")
@@ -196,16 +212,16 @@ def _turned_both(
 
 
 class FusedRotary:
-    """The library's function, but for the usual case."""
+    """A faster version of the library's function for the usual case; other cases call the library's function."""
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
-        """``most_numbers`` : of queries or keys that ``turn`` is given."""
+        """Wrap ``plain``; ``turn`` rotates queries or keys of at most ``most_numbers`` numbers."""
         self.plain, self.turn, self._most = plain, turn, most_numbers
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """As `Turn`."""
+        """Implement `Turn`."""
         if args or kwargs or not all(self._fits(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
         return self.turn(q, k, cos, sin)
@@ -233,9 +249,15 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Have layers that turn queries and keys in the usual way do it by ``turn``; what was replaced, as it goes.
+    """Redirect layers that rotate queries and keys in the usual way to ``turn``; yields each replacement.
 
-    dtype, device : of the numbers that are tried. most_error : as a share of their norm, put down to rounding.
+    Args:
+        model: The model.
+        turn: The function that rotates queries and keys.
+        dtype: The dtype of the test inputs.
+        device: The device of the test inputs.
+        most_error: The maximum relative error that is attributed to rounding.
+        most_numbers: The maximum size of queries or keys for ``turn``.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -253,7 +275,7 @@ def fuse_rotary(
 
 
 def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
-    """A copy of ``forward`` that calls ``rotary``."""
+    """Return a copy of ``forward`` that calls ``rotary``."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -269,7 +291,7 @@ def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, mos
     ]
     try:
         wanted = own.plain(*given)
-    except Exception:  # it takes something else
+    except Exception:  # it has other arguments
         return False
     return all(agrees(got, want, most_error) for got, want in zip(own(*given), wanted, strict=True))
 
@@ -290,7 +312,7 @@ def turn_rows(  # pragma: no cover - compiled
     kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
     num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
 ) -> None:  # fmt: skip
-    """Addresses; all but ``x`` are contiguous. ``out`` may be ``x`` where that is."""
+    """Rotate arrays given by addresses; all but ``x`` are contiguous. ``out`` may be ``x`` if that is contiguous."""
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):

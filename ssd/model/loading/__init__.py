@@ -1,1 +1,1 @@
-"""From a name or a directory to a target that is ready to serve."""
+"""Loading of a model by name or directory, up to a target that is ready to serve."""

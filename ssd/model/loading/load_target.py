@@ -1,4 +1,4 @@
-"""Load a Hugging Face model and open the slots it is driven through."""
+"""Load a Hugging Face model and create its runner with slots."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.config import Exact
 from ssd.errors import ModelError, first_line
-from ssd.model.layers.packed_linear import PackedLinear, packed_types
+from ssd.model.layers.hidden_states import FeatureSpec, check_hidden_states
+from ssd.model.layers.packed_linear import PackedLinear, packable_dtypes
 from ssd.model.layers.replace import is_plain
-from ssd.model.layers.row_plan import find_rows, seconds_of
-from ssd.model.layers.tap import Tapped, require_tap
+from ssd.model.layers.row_plan import find_invariant_shapes, seconds_of
 from ssd.model.loading.adapters import MERGE, Adapters
 from ssd.model.loading.memory import (
     ADVICE,
@@ -27,34 +27,34 @@ from ssd.model.loading.memory import (
     weight_bytes,
 )
 from ssd.model.loading.threads import one_thread_if_small
+from ssd.model.runners.attach_cuda_graphs import attach_cuda_graphs
+from ssd.model.runners.batch_invariance import verify_batch_invariance
+from ssd.model.runners.select_runner import can_verify_trees, select_runner
+from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import Target
-from ssd.model.ways.exactness import settle_exactness
-from ssd.model.ways.find_way import find_way, verifies_trees
-from ssd.model.ways.recorded import attach_steps
-from ssd.model.ways.slot_target import SlotTarget
 from ssd.text.load_tokenizer import ROPE_MODULE, HubOptions, errors_only
 
 log = logging.getLogger(__name__)
 
 _WIDTHS = (1, 8)
 _MOST_WEIGHTS = 1 << 24
-"""Of a layer that are tried: the first rows of a larger one."""
+"""The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used."""
 _WORTH = 0.9
-"""Of float32's time."""
+"""The maximum time of bfloat16, as a share of float32's, at which it is chosen."""
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 @torch.inference_mode()
 def faster_type(model: PreTrainedModel) -> torch.dtype:
-    """bfloat16 where ``model``'s linear layers keep the bits of a row in it and take less time so, else float32.
+    """Return bfloat16 if the linear layers are batch-invariant and faster with it, else float32.
 
-    Tried are products of 1 and 8 rows with the layers' own weights, packed as they will be.
+    Products of 1 and 8 rows with the layers' own weights are measured, packed as they will be.
     """
     kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
     for module in model.modules():
         if is_plain(module, _TYPES):
             kinds.setdefault((module.in_features, module.out_features), []).append(module)
-    if not kinds or torch.bfloat16 not in packed_types():
+    if not kinds or torch.bfloat16 not in packable_dtypes():
         return torch.float32
     seconds = dict.fromkeys(_TYPES, 0.0)
     for (size, num_outputs), layers in kinds.items():
@@ -62,7 +62,7 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
         weight = layers[0].weight[:tried]
         for dtype in _TYPES:
             packed = PackedLinear(weight.to(dtype), None)
-            packed.rows = find_rows(packed.product, size, tried, dtype)
+            packed.rows = find_invariant_shapes(packed.product, size, tried, dtype)
             if dtype == torch.bfloat16 and not packed.rows.is_exact:
                 log.info("computing in float32: bfloat16 would not be exact to the bit on this machine")
                 return torch.float32
@@ -79,17 +79,17 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
 
 _LONG = "longrope"
 _HELD = "longrope, held"
-"""transformers updates frequencies by the name of their kind; it knows nothing of this one and leaves them alone."""
+"""A RoPE type that transformers does not know, so that it never updates the frequencies."""
 
 
 def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Make a position's encoding independent of what else is in the pass; returns the length that this allows.
+    """Make the encoding of a position independent of the other positions in a pass; returns the length that this allows.
 
     LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to the original context and for
-    longer ones. transformers picks one in each pass by its furthest position, so one long text in a batch would turn
-    the others' queries, and a text that grows over the edge would meet keys of the other set. So: without a
-    ``max_length`` the original context is the limit, and the output is that of the model's own ``generate``; with a
-    longer one the long set is used for all texts, as vLLM does.
+    longer ones. transformers chooses one in each pass by its furthest position. One long text in a batch would
+    therefore change the queries of the others, and a text that grows beyond the original context would meet keys of the
+    other set. So without ``max_length``, the original context is the limit, and the output is that of the model's own
+    ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
     """
     original = _original_length(model)
     if original is None:
@@ -114,7 +114,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Let one more update choose the long set, then none."""
+    """Let one more update choose the long set, and prevent all later updates."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
@@ -128,17 +128,23 @@ def _hold_long(module: Any, original: int, device: torch.device) -> None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096
-"""Context where the model's configuration states none."""
+"""The context length if the model's configuration gives none."""
 
 
 def load_model(
     name_or_path: str | Path, *, dtype: str = "auto", device: str = "auto", hub: HubOptions | None = None
 ) -> PreTrainedModel:
-    """An unmodified Hugging Face causal language model, in evaluation mode on its device.
+    """Load an unmodified Hugging Face causal language model, in evaluation mode on its device.
 
-    dtype : "auto" is the checkpoint's own on CUDA, for quantised weights, and on a CPU where that is bfloat16 and
-    computes faster, see `faster_type`; else float32. Or a name of ``DTYPES``. device : "auto" is CUDA where there is
-    one. hub : where an id is fetched from. Raises ModelError with what to do, for a checkpoint that lacks weights too.
+    Args:
+        name_or_path: The model directory or id.
+        dtype: "auto": the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16 and
+            computes faster, see `faster_type`; else float32. Or a name of ``DTYPES``.
+        device: "auto": CUDA if there is a GPU.
+        hub: How an id is fetched.
+
+    Raises:
+        ModelError: The model cannot be loaded, or the checkpoint lacks weights. The message says what to do.
     """
     hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
@@ -186,7 +192,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """The first line of an error; a name alone is that of a kind of RoPE."""
+    """Return the first line of an error; for a KeyError with an unknown RoPE type, a sentence that names it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -201,7 +207,7 @@ def _reason(error: Exception, config: Any) -> str:
 
 
 def _said_type(config: Any) -> torch.dtype | None:
-    """Of the checkpoint's weights."""
+    """Return the data type of the checkpoint's weights; None if it is unknown."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
 
@@ -216,27 +222,37 @@ def open_target(
     gpu_memory_utilization: float | None = None,
     enforce_eager: bool = False,
     adapters: Adapters | None = None,
-    tapped: Tapped | None = None,
+    tapped: FeatureSpec | None = None,
     keeps_top: bool = False,
     exact: Exact = "auto",
 ) -> Target:
-    """The fastest way to drive ``model`` that reproduces its own logits.
+    """Return the fastest runner of ``model`` that reproduces the model's own logits.
 
-    num_slots : most slots; fewer where memory lacks, see `fit_slots`. max_length : tokens a slot holds; None takes the
-    model's limit, or less where memory lacks. kv_cache_memory_bytes : memory to use. gpu_memory_utilization : or share
-    of all memory that may then be in use; without both half of what is free. enforce_eager : record no CUDA graphs.
-    adapters : what slots may be given beside the model itself. tapped : what is kept of every position for a draft
-    head. keeps_top : have recorded passes find the most probable tokens, which others do once they are asked. exact :
-    see `settle_exactness`. Raises ModelError when adapters, an explicit ``max_length`` or exactness cannot be had.
+    Args:
+        model: The loaded model.
+        num_slots: The maximum number of slots; there are fewer if memory is short, see `fit_slots`.
+        max_length: The number of tokens that a slot holds. None: the model's limit, or less if memory is short.
+        max_draft_tokens: The maximum number of draft tokens per step.
+        kv_cache_memory_bytes: The memory for the KV cache.
+        gpu_memory_utilization: Alternatively, the share of all memory that may be in use afterwards. Without both, half
+            of the free memory is used.
+        enforce_eager: Whether no CUDA graphs are captured.
+        adapters: The adapters that slots may use.
+        tapped: The features of every position that are stored for a draft head.
+        keeps_top: Whether captured passes find the most probable tokens, which other passes do on request.
+        exact: See `verify_batch_invariance`.
+
+    Raises:
+        ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
     wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
     if tapped is not None:
-        require_tap(model, tapped.layers)
+        check_hidden_states(model, tapped.layers)
     with one_thread_if_small(model):
-        found = find_way(model)
+        found = select_runner(model)
     bytes_per_token = max(1, found.bytes_per_token)
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
@@ -256,34 +272,34 @@ def open_target(
         "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
         type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,
     )  # fmt: skip
-    if found.kind is not SlotTarget:
-        how = f"{type(model).__name__} is driven {found.kind.way} ({found.reason})"
+    if found.kind is not SlotRunner:
+        how = f"{type(model).__name__} is driven {found.kind.backend} ({found.reason})"
         if adapters:
             raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
         if tapped is not None:
             raise ModelError(f"{how}, where a draft head cannot read hidden states: leave the draft head out")
         log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
-        settle_exactness(other, exact)
+        verify_batch_invariance(other, exact)
         return other
-    target = SlotTarget(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
+    target = SlotRunner(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
     if tapped is not None:
-        target.keep_features(tapped)
+        target.allocate_features(tapped)
     if adapters:
         adapters.attach(target, tolerance=found.tolerance)
     with one_thread_if_small(model):
-        target.can_verify_trees = verifies_trees(target, tolerance=found.tolerance)
+        target.can_verify_trees = can_verify_trees(target, tolerance=found.tolerance)
     if not adapters:  # a recorded pass would have those of its recording
-        target.renew_steps = partial(
-            attach_steps, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
+        target.recapture_graphs = partial(
+            attach_cuda_graphs, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
         )
-        target.renew_steps()
-    settle_exactness(target, exact)
+        target.recapture_graphs()
+    verify_batch_invariance(target, exact)
     return target
 
 
 def model_limit(model: PreTrainedModel) -> int | None:
-    """Longest text the model takes, in tokens; None where its configuration states none."""
+    """Return the maximum text length in tokens; None if the model's configuration gives none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

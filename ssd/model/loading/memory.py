@@ -1,4 +1,4 @@
-"""How much memory weights and the KV cache take and may take, and how many slots of which length that is."""
+"""The memory of weights and KV cache, and the number and length of slots that fit."""
 
 from __future__ import annotations
 
@@ -15,23 +15,34 @@ from ssd.errors import ModelError
 from ssd.model.layers.packed_linear import packed_linears
 
 MEMORY_SHARE = 0.5
-"""Share of the free memory that the KV cache may take; the rest is for activations and for the retrieval cache."""
+"""The share of free memory for the KV cache; the rest is left for activations and the retrieval cache."""
 
 _USEFUL_LENGTH = 2048
-"""A context that nobody asked for is not shortened below this for the sake of more slots."""
+"""The minimum context length to which slots are shortened in favour of more slots, unless a length was requested."""
 
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-class Group(NamedTuple):
-    """A control group's limit, and what it leaves of it, in bytes."""
+class ControlGroup(NamedTuple):
+    """A control group.
+
+    Attributes:
+        limit: Its memory limit in bytes.
+        room: The unused part of it in bytes.
+    """
 
     limit: int
     room: int
 
 
-class Slots(NamedTuple):
-    """What fits: how many slots, of how many tokens each. ``shortage`` : what was given up and how to change it."""
+class FittingSlots(NamedTuple):
+    """The slots that fit.
+
+    Attributes:
+        num_slots: The number of slots.
+        max_length: The number of tokens of each slot.
+        shortage: Which reduction was necessary and how to change it. None: everything fits.
+    """
 
     num_slots: int
     max_length: int
@@ -40,17 +51,22 @@ class Slots(NamedTuple):
 
 def fit_slots(
     *, num_slots: int, max_length: int | None, limit: int, extra: int, bytes_per_token: int, usable_bytes: int
-) -> Slots:
-    """Slots that ``usable_bytes`` hold.
+) -> FittingSlots:
+    """Return the slots that fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    num_slots : most that are wanted. max_length : tokens a slot must hold; None takes ``limit``, or less where memory
-    lacks: first slots get shorter, down to 2,048 tokens, then they get fewer. extra : tokens of a slot beyond its
-    length. Raises ModelError when not even one slot fits.
+    Args:
+        num_slots: The maximum number of slots.
+        max_length: The required number of tokens per slot. None: ``limit``, or less if memory is short: slots become
+            shorter first, down to 2,048 tokens, then fewer.
+        limit: The maximum number of tokens per slot.
+        extra: Additional positions per slot.
+        bytes_per_token: The size of the KV cache per token.
+        usable_bytes: The available memory.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
     if num_slots * (wanted + extra) <= room:
-        return Slots(num_slots, wanted)
+        return FittingSlots(num_slots, wanted)
     needed = (
         f"{num_slots} sequences of {wanted} tokens need {num_slots * (wanted + extra) * bytes_per_token / 1e9:.1f} GB "
         f"of KV cache, but {room * bytes_per_token / 1e9:.1f} GB may be used"
@@ -66,13 +82,13 @@ def fit_slots(
     advice = (
         "lower --max-num-seqs for longer ones" if fitting == num_slots else "lower --max-model-len for more at once"
     )
-    return Slots(fitting, length, f"{needed}: serving {fitting} of {length} tokens; {advice}")
+    return FittingSlots(fitting, length, f"{needed}: serving {fitting} of {length} tokens; {advice}")
 
 
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
-    """Bytes that the KV cache may take: ``MEMORY_SHARE`` of what is free, or what leaves ``utilization`` of all in use.
+    """Return the bytes for the KV cache: ``MEMORY_SHARE`` of the free memory, or up to ``utilization`` of all memory.
 
-    Raises ModelError where more than that is in use already.
+    Raises ModelError if more than ``utilization`` is already in use.
     """
     free = free_bytes(device)
     if utilization is None:
@@ -88,10 +104,10 @@ def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that may still be allocated: of the device, or of main memory within the limits of our control group."""
+    """Return the free bytes of the device, or of main memory within the limits of the control group."""
     if device.type == "cuda":
         gc.collect()  # an earlier model may refer to itself
-        torch.cuda.empty_cache()  # what torch keeps of it, and of layers that were replaced, for itself
+        torch.cuda.empty_cache()  # torch caches memory of that model, and of replaced layers
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     free = _memory_bytes(Path("/proc/meminfo"), "MemAvailable")
@@ -100,7 +116,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """All memory of the device, or main memory, or what our control group may have of it."""
+    """Return all memory of the device, or main memory, or the limit of the control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
@@ -108,11 +124,11 @@ def total_bytes(device: torch.device) -> int:
     return total if group is None or group.room >= free else group.limit
 
 
-def tightest_group(mount: Path, membership: Path) -> Group | None:
-    """Of the control groups of this process that which leaves it least; None where none sets a limit.
+def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
+    """Return the control group of this process with the least unused memory; None if none has a limit.
 
-    mount : where control groups of version 2 are mounted. membership : /proc/self/cgroup. Memory that only caches files
-    counts as free, as the kernel gives it back.
+    Memory of the page cache counts as free, because the kernel reclaims it. ``mount`` is the mount point of control
+    groups version 2; ``membership`` is /proc/self/cgroup.
     """
     path = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), None)
     if path is None:
@@ -121,21 +137,21 @@ def tightest_group(mount: Path, membership: Path) -> Group | None:
     # Inside a container the path may be the host's, which is not mounted here; then the mount is our own group.
     for directory in (mount / path, *(mount / path).parents):
         limit, usage = _lines(directory / "memory.max"), _lines(directory / "memory.current")
-        if limit and usage and limit[0].isdecimal():  # there is such a group, and it does not say "max"
+        if limit and usage and limit[0].isdecimal():  # the group exists and has a limit, not "max"
             statistics = dict(line.split() for line in _lines(directory / "memory.stat"))
             used = int(usage[0]) - int(statistics.get("inactive_file", 0))
-            groups.append(Group(int(limit[0]), max(0, int(limit[0]) - used)))
+            groups.append(ControlGroup(int(limit[0]), max(0, int(limit[0]) - used)))
         if directory == mount:
             break
     return min(groups, key=lambda group: group.room, default=None)
 
 
 def _memory_bytes(meminfo: Path, name: str) -> int:
-    """A line of /proc/meminfo; what is available is what the system can still give without swapping."""
+    """Return a value of /proc/meminfo in bytes; available memory is the memory that needs no swapping."""
     for line in _lines(meminfo):
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise ModelError(f"{meminfo} has no {name} line: this system does not say how much memory there is")
+    raise ModelError(f"{meminfo} has no {name} line: the amount of memory is unknown on this system")
 
 
 def _lines(path: Path) -> list[str]:
@@ -146,8 +162,8 @@ def _lines(path: Path) -> list[str]:
 
 
 ADVICE = (
-    "choose a smaller dtype, a quantised checkpoint or a smaller model; one model over several GPUs is vLLM's work, "
-    "where ssd.integrations.vllm drafts from the same cache"
+    "choose a smaller dtype, a quantised checkpoint or a smaller model; to split a model over several GPUs use vLLM, "
+    "for which ssd.integrations.vllm drafts from the same cache"
 )
 
 
@@ -159,12 +175,19 @@ def check_weights_fit(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Raise ModelError if the weights alone need more memory than ``device`` has free, before any is read.
+    """Raise ModelError if the weights alone need more memory than ``device`` has free, before any weight is read.
 
-    dtype : "auto" is the configuration's. Builds the model without memory for its weights; seconds for large ones.
+    Builds the model without memory for its weights, which takes seconds for large models.
+
+    Args:
+        name: The model's name, for the message.
+        config: The model's configuration.
+        dtype: The dtype of the weights; "auto" is that of the configuration.
+        device: The device.
+        trust_remote_code: Whether the model's own code may be run.
     """
-    held = config.dtype if dtype == "auto" else dtype
-    size = (held if isinstance(held, torch.dtype) else torch.float32).itemsize
+    weight_dtype = config.dtype if dtype == "auto" else dtype
+    size = (weight_dtype if isinstance(weight_dtype, torch.dtype) else torch.float32).itemsize
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     needed = sum(weight.numel() for weight in model.parameters()) * size
@@ -177,7 +200,7 @@ def check_weights_fit(
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a model's weights take now; memory that several of them share counts once. O(its layers)."""
+    """Return the memory of a model's weights; memory that several weights share counts once. O(layers)."""
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     plain = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return int(sum(plain.values())) + sum(layer.num_bytes for layer in packed_linears(model))
@@ -189,14 +212,14 @@ _NAMED = 3
 
 
 def require_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError where the checkpoint lacks weights, or has others' shapes; warn of weights without a place.
+    """Raise ModelError if the checkpoint lacks weights or has other shapes; warn about unused weights.
 
-    ``info`` : the loading info of ``from_pretrained``, in which tied weights are not missing.
+    ``info`` is the loading info of ``from_pretrained``, which does not list tied weights as missing.
     """
     missing, mismatched, unexpected = (
         info.get(f"{kind}_keys") or () for kind in ("missing", "mismatched", "unexpected")
     )
-    advice = "the files do not belong together, or some are not there. Download the model again"
+    advice = "the files do not belong together, or some are missing. Download the model again"
     if mismatched:
         key, found, wanted = min(mismatched)
         raise ModelError(
@@ -205,12 +228,12 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
         )
     if missing:
         raise ModelError(
-            f"model {name!r} lacks {len(missing)} of the weights that its config.json asks for, "
+            f"model {name!r} lacks {len(missing)} of the weights that its config.json requires, "
             f"{_some(missing)}: {advice}"
         )
     if unexpected:
         log.warning(
-            "model %r has no place for %d weights of its checkpoint, %s: is this its config.json?",
+            "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to it",
             name, len(unexpected), _some(unexpected),
         )  # fmt: skip
 

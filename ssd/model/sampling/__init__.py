@@ -1,1 +1,1 @@
-"""From logits to the target's tokens."""
+"""Sampling: from logits to the target's tokens."""

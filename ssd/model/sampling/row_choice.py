@@ -1,12 +1,13 @@
-"""The token of a position that keyed noise chooses among what top-k, top-p and min-p leave: compiled, for the host.
+"""Sampling on a CPU: the token that keyed noise selects among the tokens that top-k, top-p and min-p keep.
 
-A token is kept where fewer than top-k tokens and less than top-p of the mass have a greater score, and where min-p
-allows its score: so what ties with a token kept is kept, and all that has a greater score. Hence nothing is sorted. The
-argmax among more tokens than are kept is the answer if it is kept itself, which one sweep tells; if it is not, neither
-is any token with as low a score, and the argmax is asked for among those above. The noise makes the token that is
-tried first a likely one, so few are tried: as in Hoare's selection (1961), each failure leaves but a part of the mass.
+A token is kept if fewer than top-k tokens, and less than top-p of the mass, have a higher score, and if min-p allows
+its score. So tokens with the same score are kept or dropped together, as are all tokens with a higher score. Hence
+nothing is sorted. Take the noisy argmax of a superset of the kept tokens. One sweep tells whether this token is kept:
+then it is the answer. Otherwise no token with as low a score is kept, and the argmax is computed again among the tokens
+above it. The noise makes the first candidate likely, so few candidates are needed: as in Hoare's selection (1961), each
+failure leaves only a part of the mass.
 
-Masses are whole numbers, so that their sums are exact in any order.
+Masses are integers, so that their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ from ssd.token_rules import TokenRules
 
 Float32s = npt.NDArray[np.float32]
 Float = Any
-"""Numba's float32, which Python has no type for."""
+"""Numba's float32, for which Python has no type."""
 
 LOWEST_TEMPERATURE = 1e-4
-"""One of 1e-6 would overflow float32; below 1e-4 the law is greedy to any measurement."""
+"""The lowest temperature that is applied. 1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from
+greedy decoding.
+"""
 MASS_OF_ONE = 2.0**40
-"""The mass of the most probable token; others have a share of it, cut to a whole number. 2^22 of them fit an int64."""
+"""The mass of the most probable token; other tokens have a fraction of it, truncated to an integer. An int64 holds the
+sum of 2^22 such masses.
+"""
 
 _BLOCK = 128
 _DEPTHS = (3.0, 5.0, 7.0, 10.0, 16.0)
@@ -47,13 +52,18 @@ _NO_WEIGHT = np.float32(-80.0)
 def choose_rows(
     logits: Float32s, rows: Int64s, counts: Int64s, temperatures: Float32s, cuts: Float64s, keys: UInt64
 ) -> Int64s:
-    """The tokens with the largest scores after Gumbel noise, of those that are kept: int64[sum(counts)].
+    """Return the token with the largest score after Gumbel noise among the kept tokens, int64[sum(counts)].
 
-    logits : [B, T, V], -inf where a token is ruled out. Of row ``rows[r]`` the first ``counts[r]`` positions, one after
-    another. temperatures : [R], > 0: scores are logits divided by it. cuts : [R, 3]: top-k, >= 1, the vocabulary cuts
-    nothing; top-p, > 0, 1 cuts nothing; and the logarithm of min-p, <= 0, -inf cuts nothing. keys : [sum(counts)].
+    The first of equal tokens is selected; never NaN; token 0 if no token is possible. Usually O(V) per position.
 
-    Of equals the first. NaN is never chosen; token 0 where no token is possible. O(V) for a position as a rule.
+    Args:
+        logits: [B, T, V], -inf for tokens that are ruled out.
+        rows: The rows to sample; results are in this order.
+        counts: The number of positions of each of ``rows``, from the first one on.
+        temperatures: [R], > 0; scores are logits divided by it.
+        cuts: [R, 3]: top-k >= 1 (the vocabulary size keeps all tokens); top-p > 0 (1 keeps all tokens); and the
+            logarithm of min-p, <= 0 (-inf keeps all tokens).
+        keys: The noise keys, [sum(counts)].
     """
     vocab_size = logits.shape[2]
     chosen = np.zeros(len(keys), np.int64)
@@ -79,10 +89,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """What each token weighs where top-p is asked for: int64[N, V], see `MASS_OF_ONE`.
-
-    scores : [N, V].
-    """
+    """Return the mass of each token for top-p, int64[N, V], from ``scores`` [N, V]; see `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):
@@ -95,7 +102,7 @@ def masses_of(scores: Float32s) -> Int64s:
 
 @inlined
 def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
-    """The greatest of the scores, which are left in ``scores``; -inf where there is none."""
+    """Write the scores to ``scores`` and return the highest score; -inf if there is none."""
     highest = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block, divided = logits[start : start + _BLOCK], scores[start : start + _BLOCK]
@@ -112,15 +119,15 @@ def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
 
 @inlined
 def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
-    """The sum of the masses of all tokens; their weights, exp(score - highest), are left in ``weights``.
+    """Write the weights exp(score - highest) to ``weights`` and return the sum of the masses.
 
-    0 of what weighs less than 2^-115, which no noise of 53 bits brings to the top.
+    A weight below 2^-115 becomes 0, because no noise of 53 bits can make its token the argmax.
     """
     mass = 0
     for token in range(len(scores)):
         below = scores[token] - highest
         power = below * _PER_LOG
-        whole = np.int32(power - _HALF)  # the nearest; it is cut towards 0
+        whole = np.int32(power - _HALF)  # the nearest integer, because conversion truncates towards 0
         x = power - np.float32(whole)
         part = _ONE + x * (_C1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
         scale = np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 to the power of ``whole``
@@ -137,7 +144,7 @@ def _mass(weight: Float) -> int:
 
 @inlined
 def _first_of(scores: Float32s, value: Float) -> int:
-    """The first token with a score; 0 where none has it."""
+    """Return the first token with the given score; 0 if there is none."""
     for token in range(len(scores)):
         if scores[token] == value:
             return token
@@ -146,23 +153,23 @@ def _first_of(scores: Float32s, value: Float) -> int:
 
 @inlined
 def _noisy(score: Float, bits: UInt) -> float:
-    """A score and the noise of 53 random bits; what `ssd.model.sampling.sampler.gumbel_noise` adds."""
+    """Return a score plus the Gumbel noise of 53 random bits, as in `ssd.model.sampling.sampler.gumbel_noise`."""
     return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
 
 
 @inlined
 def _left(z: UInt) -> Float:
-    """At most 2^31 (1 - u), of the uniform number u that 64 random bits are: float32.
+    """Return a lower bound, float32, of 2^31 (1 - u) for the uniform number u of 64 random bits.
 
-    A token beats the best score b so far where -log(u) < exp(score - b). As -log(u) >= 1 - u, none with
-    1 - u >= exp(score - b) can: the common case is a hash and a comparison.
+    A token beats the best score b so far if -log(u) < exp(score - b). Since -log(u) >= 1 - u, no token with
+    1 - u >= exp(score - b) can: in most cases a hash and a comparison suffice.
     """
     return np.float32(np.int32(0x7FFFFFFF) - np.int32(z >> np.uint64(33)))
 
 
 @inlined
 def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt) -> int:
-    """Logarithms for a few tokens only; of blocks that cannot hold the best no more is asked, many tokens at a time."""
+    """Return the noisy argmax of all tokens; blocks that cannot contain it are skipped."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for start in range(0, len(weights), _BLOCK):
         block = weights[start : start + _BLOCK]
@@ -195,10 +202,10 @@ def _best_kept(
     floor: Float,
     found: TokenIds,
 ) -> int:
-    """The argmax among the tokens near the highest, as far from it as holds all that are kept, until it is one."""
+    """Return the noisy argmax of the kept tokens, searched among as many of the highest scores as needed."""
     is_top_k, is_top_p = top_k < len(scores), top_p < 1.0
     wanted = top_p * np.float64(mass)
-    lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of what top-k leaves
+    lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of top-k's mass
     num_found = 0
     for step in range(len(_DEPTHS) + 1):
         least = lowest
@@ -232,7 +239,7 @@ def _best_kept(
 
 @inlined
 def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
-    """The tokens that score ``least`` or more, in order; how many they are."""
+    """Write the tokens with a score of at least ``least`` to ``found``, in order; return their number."""
     num_found = 0
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
@@ -258,7 +265,7 @@ def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
 
 @inlined
 def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
-    """Of the ``top_k`` best of those found; of all where there are no more. O(found)."""
+    """Return the mass of the ``top_k`` best of the found tokens, or of all if there are fewer. O(found)."""
     if num_found <= top_k:
         return _mass_of_found(weights, found, num_found)
     among = np.empty(num_found, np.float32)
@@ -287,7 +294,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """The argmax among those found whose scores are over ``above`` and not under ``floor``."""
+    """Return the noisy argmax of the found tokens with scores above ``above`` and not below ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -309,9 +316,12 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRules:
-    """A request's `TokenRules` for one vocabulary, on one device; none is changed.
+    """A request's `TokenRules` for one vocabulary on one device; immutable.
 
-    ``bias_ids`` : int64[n]. ``bias`` : float32[n], added to their logits. ``allowed`` : bool[V]; None allows all.
+    Attributes:
+        bias_ids: The token ids with a bias, int64[n].
+        bias: The biases, float32[n], added to the tokens' logits.
+        allowed: Whether each token is allowed, bool[V]. None: all tokens are allowed.
     """
 
     bias_ids: torch.Tensor
@@ -320,9 +330,9 @@ class DeviceRules:
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
-        """The rules of a request, made at the first call for it and kept with them.
+        """Return the rules of a request; they are built in the first call and cached with the request.
 
-        Ids outside the vocabulary are left out: a draft model may have fewer tokens than the target.
+        Ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
         key = (cls, vocab_size, device)
         if key not in rules.kept:
@@ -336,13 +346,13 @@ class DeviceRules:
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:
-        """Add it in place to every row of [T, V]; in float32, whatever the logits are."""
+        """Add the bias in place to every row of [T, V]; the sum is computed in float32 for all dtypes."""
         if len(self.bias_ids):
             logits[:, self.bias_ids] = (logits[:, self.bias_ids].float() + self.bias).to(logits.dtype)
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """bool[V], True at ``token_ids`` within it."""
+    """Return bool[V], True at the ``token_ids`` within the vocabulary."""
     ids = np.fromiter(token_ids, np.int64)
     mask = np.zeros(vocab_size, np.bool_)
     mask[ids[ids < vocab_size]] = True
@@ -350,10 +360,16 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
-    """Set to -inf, in place, what the grammar refuses, what is not allowed and what is forbidden.
+    """Set tokens to -inf, in place, that the grammar refuses, that are not allowed, or that are forbidden.
 
-    scores : [V]. The masks, bool[V], are True where a token may be sampled; None allows all. A later rule that would
-    leave no token after those before it is not applied, so the grammar always holds and something can be sampled.
+    If a rule would leave no token after the rules before it, it is not applied. So the grammar always holds, and a
+    token can always be sampled.
+
+    Args:
+        scores: [V].
+        by_grammar: bool[V], True for tokens that the grammar accepts. None: all tokens.
+        allowed: bool[V], True for allowed tokens. None: all tokens.
+        forbidden: The ids of forbidden tokens.
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:

@@ -1,4 +1,4 @@
-"""Noise at keys, the kernels that sample tokens and find the most probable ones, and what a pass gives out."""
+"""Keyed Gumbel noise, kernels that sample tokens and find the most probable ones, and the output of a pass."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """What a pass needs to choose tokens itself.
+    """The noise with which a pass samples tokens itself.
 
-    ``keys`` : uint64[B, T], of `SequenceNoise.keys`. ``temperatures`` : float32[B, T], 0 where the most probable token
-    is to be chosen.
+    Attributes:
+        keys: uint64[B, T], from `SequenceNoise.keys`.
+        temperatures: float32[B, T]; 0 selects the most probable token.
     """
 
     keys: UInt64
@@ -35,11 +36,10 @@ class Noise:
 
 
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Standard Gumbel noise for every token of the vocabulary at each key, on the keys' device.
+    """Return standard Gumbel noise for every token of the vocabulary at each key, float64[..., vocab_size].
 
-    keys : int64[...], the bits of `SequenceNoise.keys`. Returns float64[..., vocab_size].
-
-    ``-log(-log(u))`` with u = (k + 1/2) / 2**53, k the upper 53 bits: never 0 or 1.
+    The noise is ``-log(-log(u))`` with u = (k + 1/2) / 2**53 and k the upper 53 bits of a hash, so u is never 0 or 1.
+    ``keys`` is int64[...], the bits of `SequenceNoise.keys`; the result is on its device.
     """
     counter = torch.arange(1, vocab_size + 1, device=keys.device)
     z = keys[..., None] + counter * _signed(GAMMA)  # int64 wraps as uint64 does
@@ -51,10 +51,12 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """What a token is chosen by where nothing but a temperature is asked for: its argmax is the token.
+    """Return scores, float64[N, V], whose argmax is the sampled token if only a temperature is set.
 
-    logits : [N, V], any float type. keys : int64[N], the bits of `SequenceNoise.keys`. temperatures : float32[N], 0
-    where the logits themselves decide. Returns float64[N, V].
+    Args:
+        logits: [N, V], any float dtype.
+        keys: int64[N], the bits of `SequenceNoise.keys`.
+        temperatures: float32[N]; 0 selects the most probable token.
     """
     scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
     noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])
@@ -62,38 +64,38 @@ def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.T
 
 
 def _signed(constant: int) -> int:
-    """A 64-bit pattern as the signed integer that torch wants."""
+    """Return a 64-bit pattern as a signed integer, which torch requires."""
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift; torch's own keeps the sign."""
+    """Shift logically; torch's own shift keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits [N, V], keys int64[N] and temperatures float32[N] to tokens int64[N]: the argmax of `noisy_scores`."""
+"""Maps logits [N, V], keys int64[N] and temperatures float32[N] to tokens int64[N]: the argmax of `noisy_scores`."""
 
 _MOST_ERROR = 1e-12
-"""Relative, of float64 scores: what two logarithms may differ by."""
+"""The maximum relative error of float64 scores: the error of two logarithms."""
 
 _PROBE_ROWS, _PROBE_TOKENS = 24, 5000
 
 
 @cache
-def sampler_of(device: torch.device) -> Sampler | None:
-    """Our kernel on CUDA, where triton is installed and it runs; None where torch's operations must do."""
+def select_sampler(device: torch.device) -> Sampler | None:
+    """Return our Triton kernel on CUDA if it is installed and correct; None selects torch's operations."""
     if device.type != "cuda":
         return None
     try:
         from ssd.model.sampling.triton_sampling import triton_sampler
-    except ImportError:  # it comes with CUDA builds of torch
+    except ImportError:  # triton comes with CUDA builds of torch
         return None
-    return triton_sampler if samples_rightly(triton_sampler, device) else None
+    return triton_sampler if is_sampler_correct(triton_sampler, device) else None
 
 
-def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
-    """Whether ``sampler`` runs on the device and chooses among random logits as the formula does; a warning if not."""
+def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
+    """Return whether ``sampler`` runs on the device and matches the formula on random logits; log a warning if not."""
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
     keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, _PROBE_ROWS)).to(device)
@@ -102,7 +104,7 @@ def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
         for dtype in (torch.float32, torch.float16):
             cast = logits.to(device, dtype)
             check_tokens(sampler(cast, keys, heat), cast, keys, heat)
-    # A driver or a compiler that does not play along: torch's operations are right in any case.
+    # The driver or the compiler may fail; torch's operations are right in any case.
     except Exception as failure:
         log.warning("tokens are sampled by torch: %s", first_line(failure))
         log.debug("tokens are sampled by torch", exc_info=True)
@@ -111,7 +113,7 @@ def samples_rightly(sampler: Sampler, device: torch.device) -> bool:
 
 
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError unless each token is the formula's, or scores as much but for rounding."""
+    """Raise ValueError unless each token is the formula's, or has the same score up to rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
@@ -123,21 +125,21 @@ _AS_IT_IS = [SamplingParams()]
 
 
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
-    """The token of each row with the largest score after Gumbel noise: a sample of softmax(scores).
+    """Return the token of each row with the largest score after Gumbel noise, int64[N]: a sample of softmax(scores).
 
-    scores : float32[N, V], -inf where a token is ruled out; at least one is finite in each row.
-    keys : uint64[N]. Returns int64[N]; the first of equals.
+    The first of equal tokens is returned. ``scores`` is float32[N, V] with -inf for tokens that are ruled out and at
+    least one finite score per row; ``keys`` is uint64[N].
     """
     if scores.device.type != "cpu":
         on_device = torch.from_numpy(keys.view(np.int64)).to(scores.device)
-        best: npt.NDArray[np.int64] = device_argmax(scores, on_device, sampler_of(scores.device)).cpu().numpy()
+        best: npt.NDArray[np.int64] = device_argmax(scores, on_device, select_sampler(scores.device)).cpu().numpy()
         return best
     scores = scores.contiguous()[None]
     return host_tokens(scores, [0], [scores.shape[1]], _AS_IT_IS, np.ascontiguousarray(keys))
 
 
 def device_argmax(scores: torch.Tensor, keys: torch.Tensor, sampler: Sampler | None) -> torch.Tensor:
-    """As `argmax_with_noise`, by ``sampler`` or else by torch's operations: int64[N]. keys : int64[N], their bits."""
+    """Like `argmax_with_noise`, by ``sampler`` or torch's operations: int64[N]. ``keys`` is int64[N], their bits."""
     if sampler is None:
         return (scores.double() + gumbel_noise(keys, scores.shape[-1])).argmax(-1)
     return sampler(scores, keys, torch.ones(len(scores), device=scores.device))
@@ -150,10 +152,16 @@ _LOWEST = float(np.float32(LOWEST_TEMPERATURE))
 def host_tokens(
     logits: torch.Tensor, rows: Sequence[int], counts: Sequence[int], params: Sequence[SamplingParams], keys: UInt64
 ) -> npt.NDArray[np.int64]:
-    """The argmax of `truncated_scores` and the noise of each key, of equals the first: int64[sum(counts)].
+    """Return the argmax of `truncated_scores` plus the noise of each key, the first of equals: int64[sum(counts)].
 
-    logits : [B, T, V], any float type, on a CPU. Of row ``rows[r]`` the first ``counts[r]`` positions, under
-    ``params[r]`` (temperature > 0). keys : uint64[sum(counts)]. O(V) for a position as a rule.
+    Usually O(V) per position.
+
+    Args:
+        logits: [B, T, V], any float dtype, on a CPU.
+        rows: The rows to sample; results are in this order.
+        counts: The number of positions of each of ``rows``, from the first one on.
+        params: The sampling parameters of each of ``rows``, with temperature > 0.
+        keys: uint64[sum(counts)].
     """
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         logits = logits[list(rows), : max(counts)].float()
@@ -169,25 +177,28 @@ def host_tokens(
 
 
 def log_min_p(params: SamplingParams) -> float:
-    """How far below the highest a score may be; -inf where there is no such bound."""
+    """Return how far a score may be below the highest score; -inf without min-p."""
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
 Float32s = npt.NDArray[np.float32]
 TopTokens = tuple[TokenIds, Float32s]
-"""int32[B, T, TOP_K], the most probable first, -1 where no more are possible; and their logits, float32."""
+"""The ids of the most probable tokens in descending order, int32[B, T, TOP_K], -1 if there are no more; and their
+logits, float32.
+"""
 
 _BLOCK = 128
 
 
 def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
-    """The most probable tokens at the first ``counts[b]`` positions of each row of logits, [B, T, V].
+    """Return the most probable tokens at the first ``counts[b]`` positions of each row of logits, [B, T, V].
 
-    Logits of any float type; NaN and -inf are never among them. Of equals the lower id comes first on a CPU, elsewhere
-    any does. On a CPU one sweep that costs less than torch's argmax; elsewhere torch's top-k and one copy to the host.
+    NaN and -inf are never among them. The lower id of equal tokens comes first on a CPU; elsewhere the order is
+    arbitrary. On a CPU one sweep is faster than torch's argmax; elsewhere torch's top-k and one copy to the host are
+    used.
     """
     if logits.device.type != "cpu":
-        return unpacked(packed_top(logits))
+        return unpack_top(packed_top(logits))
     shape = (*logits.shape[:2], TOP_K)
     ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
     _sweep(logits.float().contiguous().numpy(), np.asarray(counts, np.int64), ids, values)
@@ -196,8 +207,8 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
 
 @cache
 def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Our kernel, where tokens are sampled by the one beside it."""
-    if sampler_of(device) is None:
+    """Return our Triton kernel for the most probable tokens, if tokens are also sampled by our kernel."""
+    if select_sampler(device) is None:
         return None
     from ssd.model.sampling.triton_sampling import triton_top
 
@@ -205,9 +216,9 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
-    """Ids and the bits of float32 logits in one tensor of the same device, int32[..., 2, TOP_K]; no waiting.
+    """Return ids and the bits of float32 logits of [..., V] in one tensor on the device, int32[..., 2, TOP_K].
 
-    logits : [..., V].
+    Does not synchronise with the device.
     """
     if (own := _top_of(logits.device)) is not None:
         return own(logits)
@@ -221,20 +232,20 @@ def packed_top(logits: torch.Tensor) -> torch.Tensor:
     return torch.stack([ids, values.view(torch.int32)], -2)
 
 
-def unpacked(packed: torch.Tensor) -> TopTokens:
-    """What `packed_top` made of [B, T, V], on the host: waits for the device."""
+def unpack_top(packed: torch.Tensor) -> TopTokens:
+    """Copy the result of `packed_top` for [B, T, V] to the host; waits for the device."""
     both = packed.cpu().numpy()
     return np.ascontiguousarray(both[..., 0, :]), np.ascontiguousarray(both[..., 1, :]).view(np.float32)
 
 
 @inlined
 def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
-    """Most blocks hold nothing above the least token kept: of them no more is asked, many numbers at a time."""
+    """Find the best tokens of one row; blocks without a token above the least kept one are skipped."""
     least = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block = logits[start : start + _BLOCK]
         num_above = 0
-        for i in range(len(block)):  # by index: a loop over values is not compiled to compare many at a time
+        for i in range(len(block)):  # by index, because a loop over values is not vectorised
             num_above += block[i] > least
         if num_above == 0:
             continue
@@ -258,15 +269,19 @@ def _sweep(logits: Float32s, counts: Int64s, ids: TokenIds, values: Float32s) ->
 
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot spell; vLLM's number."""
+"""Replaces minus infinity, which JSON cannot represent; vLLM uses the same number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token and what else could have stood there.
+    """The log-probability of one token, and its most probable alternatives.
 
-    ``rank`` : 1 for the most probable token. ``top`` : (token id, log-probability) of the most probable tokens, best
-    first; it need not hold the token itself.
+    Attributes:
+        token_id: The token.
+        logprob: Its log-probability.
+        rank: Its rank; 1 for the most probable token.
+        top: (token id, log-probability) of the most probable tokens, best first; they need not include the token
+            itself.
     """
 
     token_id: int
@@ -277,10 +292,14 @@ class TokenLogprobs:
 
 @torch.inference_mode()
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """What the model thought of each token at its position.
+    """Return the log-probability, rank and alternatives of each token.
 
-    logits : [>= n, V] of any float type, row i predicts token i; must not have been changed by sampling rules.
-    token_ids : n tokens. Probabilities are of a float32 softmax over the whole vocabulary. O(n V).
+    The probabilities are a float32 softmax over the whole vocabulary. O(n V).
+
+    Args:
+        logits: [>= n, V] of any float dtype, unchanged by sampling rules; row i predicts token i.
+        token_ids: n tokens.
+        num_top: The number of alternatives.
     """
     if not len(token_ids):
         return ()
@@ -293,8 +312,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
     return tuple(map(TokenLogprobs, token_ids, chosen[:, 0].tolist(), ranks, tops))
 
 
-def _on_host(given: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy, which a device may not have made yet."""
+def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
+    """Start a copy to the host, which may not be complete on return."""
     if given is None:
         return None
     return torch.empty(given.shape, dtype=given.dtype, pin_memory=given.is_cuda).copy_(given, non_blocking=True)
@@ -302,47 +321,53 @@ def _on_host(given: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """Logits of a pass and, where it chose tokens itself, those. Valid until the next pass of the same target.
+    """The logits of a pass and the tokens that it sampled itself. Valid until the next pass of the same target.
 
-    ``logits`` : [B, T, V], any float type; ``[b, t]`` predicts the token after the t-th that row b was fed.
-    ``chosen`` : int64[B, T], by ``noise``, else the most probable tokens; None where the pass chose none. ``noise`` :
-    what the pass was given. ``packed_top`` : see `packed_top`; None where the pass did not look for them. ``copied`` :
-    happens once these two are on the host, see `held`.
+    Attributes:
+        logits: [B, T, V], any float dtype; ``[b, t]`` predicts the token after the t-th input token of row b.
+        sampled: The sampled tokens, int64[B, T]: by ``noise``, else the most probable tokens. None: the pass sampled
+            none.
+        noise: The noise that the pass used.
+        packed_top: The most probable tokens, see `packed_top`. None: the pass did not search for them.
+        copied: An event that is recorded when the tokens are on the host, see `start_copy_to_host`.
     """
 
     logits: torch.Tensor
-    chosen: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
     noise: Noise | None = None
     packed_top: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
-    def held(self) -> PassOutput:
-        """With the tokens where later passes leave them alone, for the host, once it did `wait`; without the logits."""
-        chosen, top = _on_host(self.chosen), _on_host(self.packed_top)
+    def start_copy_to_host(self) -> PassOutput:
+        """Start copying the tokens to the host, where later passes do not overwrite them; call `wait` before use.
+
+        The copy has no logits.
+        """
+        sampled, top = _start_copy_to_host(self.sampled), _start_copy_to_host(self.packed_top)
         copied = self.copied
         if self.logits.is_cuda:
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(self.logits.device))  # the thread's device may be another
-        return PassOutput(self.logits[:, :, :0], chosen, self.noise, top, copied)
+            copied.record(torch.cuda.current_stream(self.logits.device))  # the thread's current device may differ
+        return PassOutput(self.logits[:, :, :0], sampled, self.noise, top, copied)
 
     def wait(self) -> None:
-        """Until what was `held` is there."""
+        """Wait for the copy that `start_copy_to_host` started."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def top(self, counts: Sequence[int]) -> TopTokens:
-        """The most probable tokens at the first ``counts[b]`` positions of each row, as the logits have them.
+        """Return the most probable tokens at the first ``counts[b]`` positions of each row, by the model's logits.
 
-        Computed when it is asked for, unless the pass did it already. O(positions V).
+        They are computed now unless the pass computed them. O(positions V).
         """
-        return top_tokens(self.logits, counts) if self.packed_top is None else unpacked(self.packed_top)
+        return top_tokens(self.logits, counts) if self.packed_top is None else unpack_top(self.packed_top)
 
     def row(self, b: int) -> PassOutput:
-        """Row b alone: views."""
+        """Return views of row b only."""
         rows = slice(b, b + 1)
         return PassOutput(
             self.logits[rows],
-            None if self.chosen is None else self.chosen[rows],
+            None if self.sampled is None else self.sampled[rows],
             None if self.noise is None else Noise(self.noise.keys[rows], self.noise.temperatures[rows]),
             None if self.packed_top is None else self.packed_top[rows],
         )

@@ -1,7 +1,7 @@
-"""From logits to the target's tokens: penalties, temperature, truncation, keyed noise.
+"""From logits to the target's tokens: penalties, temperature, truncation and keyed noise.
 
-Every rule is applied at each draft position with that position's own prefix (output so far plus the draft tokens
-before it), so the token at a position is the one plain decoding would have chosen there.
+Every rule is applied at each draft position with that position's own prefix: the output so far and the draft tokens
+before it. So the token at a position is the one that decoding without drafts would sample there.
 """
 
 from __future__ import annotations
@@ -20,74 +20,77 @@ from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE, MASS_OF_ONE, Devic
 from ssd.model.sampling.sampler import Noise, PassOutput, argmax_with_noise, host_tokens, log_min_p
 from ssd.token_rules import BadWords
 
-_FIRST_LOOK = 256
+_FIRST_TOP = 256
 
 
 def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """The token the target chooses at each position.
+    """Return the token that the target samples at each position, int64[B, T].
 
-    output : of a pass over [last token, draft ...] of ``rows``, T wide; row b is used at its first ``rows[b].width``
-    positions. Its noise is that of `noise_of`, if it has any.
-    Returns int64[B, T]; what lies past a row's positions is meaningless.
+    Values beyond a row's positions are meaningless.
+
+    Args:
+        output: The output of a pass over [last token, draft ...] of ``rows``, T wide. Its noise, if any, is that of
+            `make_noise`.
+        rows: The rows; row b has ``rows[b].width`` positions.
     """
-    known = [] if output.chosen is None else [b for b, row in enumerate(rows) if _is_known(row, b, output.noise)]
-    if output.chosen is not None and len(known) == len(rows):
-        return output.chosen.cpu().numpy()
-    logits = with_prefix_rules(output.logits, rows)
+    known = [] if output.sampled is None else [b for b, row in enumerate(rows) if _is_sampled(row, b, output.noise)]
+    if output.sampled is not None and len(known) == len(rows):
+        return output.sampled.cpu().numpy()
+    logits = logits_with_rules(output.logits, rows)
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy and b not in known]
     if not sampled and not known:
         return logits.argmax(-1).cpu().numpy()
     chosen = np.zeros(logits.shape[:2], np.int64)
     if len(sampled) + len(known) < len(rows):
         chosen[:] = logits.argmax(-1).cpu().numpy()
-    if output.chosen is not None and known:
-        chosen[known] = output.chosen.cpu().numpy()[known]
+    if output.sampled is not None and known:
+        chosen[known] = output.sampled.cpu().numpy()[known]
     if sampled:
-        chosen[_positions(rows, sampled)] = _drawn(logits, rows, sampled)
+        chosen[_position_indices(rows, sampled)] = _sample_rows(logits, rows, sampled)
     return chosen
 
 
-def drawn_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """What the tokens of a row whose draft is a chain are drawn with: log-probabilities up to a constant.
+def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """Return the scores that a row's tokens are sampled with: log-probabilities up to a constant, float32[T, V].
 
-    logits : [>= T, V], the model's own at the row's T positions. Returns float32[T, V]; of greedy rows what they
-    maximise.
+    The row's draft must be a chain. For greedy rows these are the scores whose argmax is taken. ``logits`` [>= T, V]
+    are the model's own at the row's T positions.
     """
-    scores = with_prefix_rules(logits[None, : row.width], [row])[0]
+    scores = logits_with_rules(logits[None, : row.width], [row])[0]
     return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
 
 
-# Only real positions are looked at: a short draft's padding would cost as much as its tokens.
-def _positions(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Of the rows picked all positions, one after another: two indices."""
+# Padding positions are skipped, because they would cost as much as the tokens of a short draft.
+def _position_indices(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Return the row and position indices of all positions of the selected rows, in order."""
     counts = [rows[b].width for b in picks]
     return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
 
 
-def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
-    """What the noise of the rows picked chooses at their positions, one after another."""
+def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the tokens that noise selects at all positions of the selected rows, in order."""
     keys = np.concatenate([rows[b].noise_keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
     params = [rows[b].params for b in picks for _ in range(rows[b].width)]
-    return argmax_with_noise(truncated_scores(logits[_positions(rows, picks)], params), keys)
+    return argmax_with_noise(truncated_scores(logits[_position_indices(rows, picks)], params), keys)
 
 
-def is_ruled(row: SamplingRow) -> bool:
-    """Whether the row's rules change the logits themselves, here."""
-    return _has_rules(row.params) or len(row.output) < row.params.min_tokens or row.grammar is not None
+def has_rules(row: SamplingRow) -> bool:
+    """Return whether the row's rules change the logits at this step."""
+    return _has_request_rules(row.params) or len(row.output) < row.params.min_tokens or row.grammar is not None
 
 
-def _is_known(row: SamplingRow, b: int, noise: Noise | None) -> bool:
-    """Whether a pass that was given ``noise`` has chosen the tokens of ``row``, its row b."""
+def _is_sampled(row: SamplingRow, b: int, noise: Noise | None) -> bool:
+    """Return whether a pass with ``noise`` has already sampled the tokens of ``row``, the pass's row b."""
     if row.params.greedy:
-        return not is_ruled(row)
+        return not has_rules(row)
     return noise is not None and bool(noise.temperatures[b, 0] > 0)
 
 
-def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """The logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor where no row has any."""
-    ruled = [b for b, row in enumerate(rows) if is_ruled(row)]
+def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Return the logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor if no row has rules."""
+    ruled = [b for b, row in enumerate(rows) if has_rules(row)]
     if ruled:
         logits = logits.clone()
         for b in ruled:
@@ -101,24 +104,24 @@ def with_prefix_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
 
 
 def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
-    """The row that chooses the token after ``node`` of a tree alone: the path to it counts as output."""
+    """Return the row that samples only the token after ``node`` of a tree: the path to the node counts as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Log-probabilities up to a constant, -inf where top-k, top-p or min-p rule a token out.
+    """Return log-probabilities up to a constant, float32[N, V], -inf for tokens that top-k, top-p or min-p drop.
 
-    logits : [N, V], row n under params[n] (temperature > 0). Returns float32[N, V].
-    Order as in transformers: temperature, top-k, top-p, min-p (top-p on what top-k left; vLLM cuts by min-p first).
+    The order is that of transformers: temperature, top-k, top-p, min-p. Top-p applies to the tokens that top-k keeps;
+    vLLM applies min-p first. ``logits`` is [N, V]; row n has params[n] with temperature > 0.
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
     scores = logits.float() / temperature.clamp_min(LOWEST_TEMPERATURE)[:, None]
     cut = [n for n, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0]
     if cut:
-        scores[cut] = _cut_top(scores[cut], [params[n] for n in cut])
+        scores[cut] = _apply_top_k_top_p(scores[cut], [params[n] for n in cut])
     floor = [n for n, p in enumerate(params) if p.min_p > 0.0]
     if floor:
         part = scores[floor]
@@ -127,11 +130,11 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     return scores
 
 
-def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_LOOK) -> torch.Tensor:
-    """Rule out what top-k and top-p leave out; what ties with the last token kept stays, so order never matters.
+def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_TOP) -> torch.Tensor:
+    """Set tokens to -inf that top-k and top-p drop; tokens equal to the last kept token are kept.
 
-    Sorting a whole vocabulary costs more than a small model's step, and the kept tokens are nearly always few: the
-    ``look`` best are looked at first, and only rows that they do not decide are sorted whole.
+    Sorting the whole vocabulary takes longer than a small model's step, and few tokens are kept as a rule. So the
+    ``look`` best tokens are examined first, and only rows that they do not decide are sorted completely.
     """
     vocab_size = scores.shape[-1]
     look = min(look, vocab_size)
@@ -151,28 +154,28 @@ def _cut_top(scores: torch.Tensor, params: Sequence[SamplingParams], look: int =
     lowest = best.gather(-1, kept.sum(-1, keepdim=True) - 1)
     cut = scores.masked_fill(scores < lowest, float("-inf"))
     if look < vocab_size:
-        # Where top-k takes more than was looked at, what top-p is a share of is not known either.
+        # If top-k keeps more tokens than were examined, the mass that top-p is a share of is unknown too.
         is_open = (top_k > look) & (kept[:, -1] | (~is_all & (top_k < vocab_size)))
         undecided = is_open.nonzero()[:, 0].tolist()
         if undecided:
-            cut[undecided] = _cut_top(scores[undecided], [params[n] for n in undecided], vocab_size)
+            cut[undecided] = _apply_top_k_top_p(scores[undecided], [params[n] for n in undecided], vocab_size)
     return cut
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """See `masses_of`: the very same on a CPU, but for rounding elsewhere. int64[N, V]."""
+    """Return `masses_of` as int64[N, V]; bit-identical to it on a CPU, equal up to rounding elsewhere."""
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
 
 
-def needs_prefix(params: SamplingParams) -> bool:
-    """True when a token's score depends on the tokens before it or is set by the request."""
-    return bool(params.min_tokens) or _has_rules(params)
+def depends_on_prefix(params: SamplingParams) -> bool:
+    """Return whether a token's score depends on the tokens before it or on the request's rules."""
+    return bool(params.min_tokens) or _has_request_rules(params)
 
 
-def _has_rules(params: SamplingParams) -> bool:
-    """Whether the request has rules that hold for all of its output."""
+def _has_request_rules(params: SamplingParams) -> bool:
+    """Return whether the request has rules that apply to all of its output."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty
@@ -184,11 +187,11 @@ def _has_rules(params: SamplingParams) -> bool:
 
 
 def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Bias, penalties and what may not be sampled, in place; position t sees the draft's first t tokens.
+    """Apply bias, penalties and forbidden tokens in place; position t counts the draft's first t tokens as output.
 
-    logits : [T, V]. Definitions are vLLM's; bias comes before penalties, as in vLLM and transformers. The repetition
-    penalty looks at prompt and output (Keskar et al. 2019, section 4.1), presence and frequency penalties (OpenAI) and
-    bad words at the output alone.
+    The definitions are vLLM's; bias is applied before penalties, as in vLLM and transformers. The repetition penalty
+    counts prompt and output (Keskar et al. 2019, section 4.1); presence and frequency penalties (OpenAI) and bad words
+    count only the output. ``logits`` is [T, V].
     """
     params = row.params
     vocab_size = logits.shape[-1]
@@ -200,7 +203,7 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
     rules = DeviceRules.of(params.rules, vocab_size, logits.device)
     rules.add_bias(logits[: row.width])
     bad_words = params.rules.bad_words
-    said = BadWords.START if bad_words is None else bad_words.after(row.output)
+    state = BadWords.START if bad_words is None else bad_words.after(row.output)
     by_grammar = row.grammar.masks(draft) if row.grammar is not None else []
     for t in range(row.width):
         if t:
@@ -208,7 +211,7 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
             counts[token] += 1
             seen[token] = True
             if bad_words is not None:
-                said = bad_words.move(said, token)
+                state = bad_words.move(state, token)
         scores = logits[t]
         if params.repetition_penalty != 1.0:
             ids = torch.from_numpy(np.flatnonzero(seen)).to(logits.device)
@@ -218,23 +221,24 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
         if params.presence_penalty or params.frequency_penalty:
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
             scores -= torch.from_numpy(penalty.astype(np.float32)).to(scores)
-        forbidden = set() if bad_words is None else bad_words.ends(said)
+        forbidden = set() if bad_words is None else bad_words.ends(state)
         if len(row.output) + t < params.min_tokens:
             forbidden |= set(row.forbidden_ids)
         # Positions after a token that the grammar refuses are never used.
         rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, rules.allowed, forbidden)
 
 
-def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
-    """What a pass over ``rows`` that is ``width`` positions wide needs to choose their tokens itself.
+def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
+    """Return the noise with which a pass over ``rows``, ``width`` positions wide, can sample tokens itself.
 
-    Of rows that are sampled by temperature alone; all others have temperature 0. None where there is no such row.
+    Only rows that are sampled by temperature alone have noise; all other rows have temperature 0. None if there is no
+    such row.
     """
-    drawn = [b for b, row in enumerate(rows) if is_by_temperature(row)]
+    drawn = [b for b, row in enumerate(rows) if has_only_temperature(row)]
     if not drawn:
         return None
     keys, temperatures = np.zeros((len(rows), width), np.uint64), np.zeros((len(rows), width), np.float32)
-    # What lies past a row's own positions is meaningless.
+    # Values beyond a row's positions are meaningless.
     temperatures[drawn] = np.array([rows[b].params.temperature for b in drawn], np.float32)[:, None]
     by_position = [b for b in drawn if rows[b].draft.parents is None and not rows[b].noise.is_coupled]
     if by_position:
@@ -246,12 +250,12 @@ def noise_of(rows: Sequence[SamplingRow], width: int) -> Noise | None:
     return Noise(keys, temperatures)
 
 
-def is_by_temperature(row: SamplingRow) -> bool:
-    """Whether the row's tokens are the argmax of `noisy_scores` with noise."""
+def has_only_temperature(row: SamplingRow) -> bool:
+    """Return whether the row's tokens are the argmax of `noisy_scores`, without further rules."""
     params = row.params
     if params.greedy:
         return False
-    if not np.float32(params.temperature) > 0:  # greedy, or so near to it that a float32 does not tell
+    if not np.float32(params.temperature) > 0:  # greedy, or too close to it for a float32
         return False
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-    return not (is_cut or is_ruled(row))
+    return not (is_cut or has_rules(row))

@@ -1,8 +1,7 @@
-"""The argmax of logits over temperature and keyed Gumbel noise, and the most probable tokens: Triton kernels.
+"""Triton kernels for the argmax of logits over temperature plus keyed Gumbel noise, and for the most probable tokens.
 
-The vocabulary is split among programs, so that a few rows use the whole device, and nothing but what the splits found
-is written: noise is made where it is added. Import this module only where triton is installed: it comes with CUDA
-builds of torch.
+The vocabulary is split among programs, so that a few rows use the whole device. Only the splits' results are written;
+noise is computed in registers. Import this module only if triton is installed, which comes with CUDA builds of torch.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """`Sampler` for float32, bfloat16 and float16: the argmax of `noisy_scores`, the first of equals.
+    """Implement `Sampler` for float32, bfloat16 and float16: the argmax of `noisy_scores`, the first of equal tokens.
 
-    NaN is never chosen, and token 0 where no token is possible. O(V) per row, of which logarithms are taken in float64
-    where the temperature is not 0.
+    NaN is never chosen; token 0 is returned if no token is possible. O(V) per row, with logarithms in float64 unless
+    the temperature is 0.
     """
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -48,15 +47,15 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
     return out
 
 
-# How many splits there are is known at run time alone: any number of rows is served by the same machine code.
+# The number of splits is not a compile-time constant, so the same machine code serves any number of rows.
 @triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
 def _sample_split(  # type: ignore[no-untyped-def]
     logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row over one split of the vocabulary, ``length`` tokens long. Grid (N, splits).
+    """Sample one row over one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
 
-    Leaves the largest score in scores, float64[N, splits], and the first token that has it in tokens, int32[N, splits]:
-    -inf and no token where none is possible.
+    Writes the largest score to ``scores``, float64[N, splits], and the first token with it to ``tokens``, int32[N,
+    splits]: -inf and no token if no token is possible.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -76,7 +75,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
             z = (z ^ (z >> 27)) * _MIX_2
             z = z ^ (z >> 31)
             uniform = ((z >> 11).to(tl.float64) + 0.5) * 1.1102230246251565e-16  # 2**-53
-            # Rounded as torch rounds, which plain division is not.
+            # div_rn rounds as torch does; plain division does not.
             score = tl.div_rn(found, tl.zeros_like(found) + divisor).to(tl.float64) - tl.log(-tl.log(uniform))
         else:
             score = found.to(tl.float64)
@@ -92,7 +91,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The token of the split with the largest score, the first of equals: out, int64[N]. Grid (N,)."""
+    """Select the token of the split with the largest score, the first of equals: out, int64[N]. The grid is (N,)."""
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
@@ -105,9 +104,9 @@ _LOW = tl.constexpr((1 << 31) - 1)
 
 
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
-    """`packed_top` of [..., V]; of equals the lower id comes first. O(V) per row, by two launches.
+    """Implement `packed_top` of [..., V] in two launches; the lower id of equal tokens comes first. O(V) per row.
 
-    None are possible where V is 0: in what is held of a pass that did not look for them.
+    There are no tokens if V is 0, as in the copied output of a pass that did not search for them.
     """
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -125,16 +124,17 @@ def triton_top(logits: torch.Tensor) -> torch.Tensor:
 def _top_split(  # type: ignore[no-untyped-def]
     logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of one row in one block of the vocabulary: found, int64[N, splits, COUNT]. Grid (N, splits).
+    """Find the best tokens of one row in one block of the vocabulary: found, int64[N, splits, COUNT]. Grid (N, splits).
 
-    Each is its logit's place among all float32 above the token's place from the end; _LEAST where there is none.
+    The upper half of each number is the rank of the logit among all float32 values, the lower half the token's distance
+    from the largest id; _LEAST if there is no token.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(logits + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     bits = given.to(tl.int32, bitcast=True)
     place = (bits ^ ((bits >> 31) & _LOW)).to(tl.int64)
-    best = tl.where(given > float("-inf"), place * (1 << 32) + (token ^ _LOW), _LEAST)  # NaN is above nothing
+    best = tl.where(given > float("-inf"), place * (1 << 32) + (token ^ _LOW), _LEAST)  # NaN compares as not greater
     out = found + (row * tl.num_programs(1) + split) * COUNT
     for i in tl.static_range(COUNT):
         highest = tl.max(best, 0)
@@ -144,7 +144,7 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The best of one row's blocks: out, int32[N, 2, COUNT], ids and the bits of logits. Grid (N,)."""
+    """Select the best tokens of one row's blocks: out, int32[N, 2, COUNT], ids and logit bits. Grid (N,)."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     best = tl.load(found + row * size + at, mask=at < size, other=_LEAST)
     out += row * 2 * COUNT

@@ -1,0 +1,1 @@
+"""Forward passes of fixed shapes, captured as CUDA graphs and replayed with one launch each."""

@@ -1,0 +1,380 @@
+"""Forward passes of a few fixed shapes, so that each can be captured as a CUDA graph and replayed with one launch.
+
+A **pass function** has no arguments and reads and writes tensors at fixed addresses. The same function runs eagerly or
+as a graph, so the code of graphs can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import warnings
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ssd.errors import first_line
+from ssd.model.cuda_graphs.buffers import Ints, PassBuffers, PassShape, powers_of_two
+from ssd.model.kv.kv_cache import AttentionKernel, SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
+from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
+
+PassFunction = Callable[[], None]
+CaptureFunction = Callable[[PassFunction], PassFunction]
+"""Returns an equivalent of a pass function, which has run before, so that it no longer allocates memory that lasts."""
+
+_WARM_UPS = 2
+
+_ABORTED: list[torch.cuda.CUDAGraph] = []
+_CAPTURING = threading.Lock()
+"""Serialises captures: engines that start at the same time in one process share a stream."""
+
+
+def run_eagerly(run_pass: PassFunction) -> PassFunction:
+    """Return the function unchanged: Python launches every kernel."""
+    return run_pass
+
+
+class CudaGraphCapture:
+    """Captures pass functions as CUDA graphs that share one memory pool, because they never run concurrently.
+
+    All graphs of a process are captured on one stream, because libraries keep tens of megabytes for each stream that
+    they have run on. Raises any error of a pass that cannot be captured: RuntimeError if it synchronises with the
+    device (for example a mixture of experts that reads the chosen experts), torch.AcceleratorError,
+    torch.OutOfMemoryError.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _capture_stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run_pass: PassFunction) -> PassFunction:
+        """Return one launch that replaces hundreds of launches.
+
+        Memory that the function allocates belongs to the graph; keep no reference to it.
+        """
+        with _CAPTURING, no_garbage_collection(), torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream), _forbid_synchronisation():
+                for _ in range(_WARM_UPS):  # libraries initialise themselves in their first calls on a stream
+                    run_pass()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                # Other threads of the process may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    run_pass()
+            except BaseException:
+                torch.cuda.set_stream(current)  # torch may leave its capture stream as the current one
+                self._end_aborted_capture(graph)
+                torch.cuda.synchronize()
+                self._capture_nothing()
+                raise
+        return graph.replay
+
+    def _end_aborted_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that the driver aborted; torch captures nothing else while it considers the capture active.
+
+        The graph object is kept, because torch may still ask it which memory belongs to it.
+        """
+        _ABORTED.append(graph)
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):  # torch has already ended the capture
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _capture_nothing(self) -> None:
+        """Capture an empty graph successfully; torch's random generator considers the aborted capture active."""
+        with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=self._device)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection inside: destroying an earlier target's CUDA graph would invalidate the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream for captures on a device, which must have an index."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _forbid_synchronisation() -> Iterator[None]:
+    """Raise if a pass synchronises with the device, because a failure during a capture would cost more."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that it does not detect every wait; the capture does
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+log = logging.getLogger(__name__)
+
+_MAX_POSITIONS = 512
+"""The maximum of rows times width. A larger pass computes for longer than its launches take."""
+
+_MAX_SHAPES = 96
+"""The maximum number of captured shapes; the least recently used shape is evicted."""
+
+_MIN_KEYS = 256
+
+
+class ScoringTarget(Protocol):
+    """The part of a target with slots that captured passes use."""
+
+    kv_cache: SlotKVCache
+    max_length: int
+    max_width: int
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows) -> torch.Tensor:
+        """Return the logits [B, T, V] of new tokens, int64[B, T]; leaves the lengths unchanged."""
+
+
+class CudaGraphRunner:
+    """Scores new tokens of a target's slots with passes whose shapes are rounded up, so that graphs can be reused.
+
+    The number of rows is rounded up to a power of two or all slots, the width and the number of keys to a power of two
+    or the maximum. With a ``kernel`` that reads only the keys of each row, all passes cover all keys. A shape is
+    captured when it is first needed, and compared with the same pass run eagerly. The first failure or difference is
+    logged and disables graphs: `run` then returns None and the caller runs an eager pass.
+
+    Attributes:
+        moves: Captured moves of positions, for the accepted paths of draft trees.
+        failure: Why graphs are disabled; None while they are enabled.
+    """
+
+    def __init__(
+        self,
+        target: ScoringTarget,
+        capture: CaptureFunction,
+        *,
+        tolerance: float,
+        kernel: AttentionKernel | None = None,
+        sampler: Sampler | None = None,
+        name: str = "static shapes",
+        keeps_top: bool = False,
+    ) -> None:
+        """Create a runner of fixed-shape passes.
+
+        Args:
+            target: The target; the positions of its slots beyond ``max_length`` never hold text.
+            capture: Returns a replayable equivalent of a pass function.
+            tolerance: The maximum relative error of the logits of a captured pass.
+            kernel: The attention kernel. None: torch's attention.
+            sampler: The sampling kernel. None: passes accept no noise.
+            name: The name of this variant, for logs.
+            keeps_top: Whether passes also find the most probable tokens.
+        """
+        kv_cache, max_length, max_width = target.kv_cache, target.max_length, target.max_width
+        assert kv_cache.max_length >= max_length + max_width
+        self.name = name
+        self._score = target.score
+        self._kv_cache = kv_cache
+        self._max_length = max_length
+        self._capture_pass = capture
+        self._tolerance = tolerance
+        self._kernel = kernel
+        self._rows = powers_of_two(1, kv_cache.num_slots)
+        self._widths = powers_of_two(1, max_width)
+        self._keys = [kv_cache.max_length] if kernel else powers_of_two(_MIN_KEYS, kv_cache.max_length)
+        self._most_positions = max(_MAX_POSITIONS, kv_cache.num_slots)
+        self._supports_noise = sampler is not None
+        self._buffers = PassBuffers(
+            kv_cache.num_slots, self._most_positions, max_width, kv_cache.device, sampler, keeps_top=keeps_top
+        )
+        self._graphs: OrderedDict[PassShape, PassFunction] = OrderedDict()
+        self.moves = CapturedMoves(kv_cache, scratch=max_length, capture=capture)
+        self.failure: str | None = None
+
+    @property
+    def supports_noise(self) -> bool:
+        """Whether passes can sample tokens with Gumbel noise."""
+        return self._supports_noise and self.failure is None
+
+    def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> PassShape | None:
+        """Return the smallest fixed shape that a pass fits into; None if the pass is too large.
+
+        ``longest`` is the length of the longest slot.
+        """
+        if num_rows > self._rows[-1] or width > self._widths[-1]:
+            return None
+        rows, wide = _round_up(num_rows, self._rows), _round_up(width, self._widths)
+        if rows * wide > self._most_positions:
+            return None
+        return PassShape(rows, wide, _round_up(longest + wide, self._keys), is_tree)
+
+    def run(self, slots: Ints, tokens: Ints, trees: TreeShape | None, noise: Noise | None = None) -> PassOutput | None:
+        """Write and score ``tokens``, int64[B, T], after the tokens of ``slots``; leaves the lengths unchanged.
+
+        Pass ``noise`` only if the runner `supports_noise`. Returns None if there is no graph for this pass; run an
+        eager pass then.
+        """
+        starts = self._kv_cache.lengths[slots]
+        num_rows, width = tokens.shape
+        shape = self.shape_of(num_rows, width, int(starts.max()), is_tree=trees is not None)
+        if self.failure is not None or shape is None:
+            return None
+        self._buffers.fill(shape, slots, starts, tokens, trees, self._max_length, noise)
+        if shape in self._graphs:
+            self._graphs.move_to_end(shape)
+            self._graphs[shape]()
+        elif not self._capture(shape, num_rows):
+            return None
+        return self._outputs(shape, num_rows, width, noise)
+
+    def _outputs(self, shape: PassShape, num_rows: int, width: int, noise: Noise | None) -> PassOutput:
+        logits, sampled, top = self._buffers.outputs(shape, num_rows, width)
+        return PassOutput(logits, sampled, noise, top)
+
+    def _next_shape(self, slots: Ints) -> PassShape | None:
+        """Return the shape of a pass over one more token of each slot."""
+        return self.shape_of(len(slots), 1, int(self._kv_cache.lengths[slots].max()), is_tree=False)
+
+    def can_run_ahead(self, slots: Ints) -> bool:
+        """Return whether `run_ahead` can be called."""
+        return self.failure is None and self._next_shape(slots) in self._graphs
+
+    def run_ahead(self, slots: Ints, noise: Noise | None = None) -> PassOutput:
+        """Like `run`, but over the tokens that the last pass sampled, one for each of the same slots."""
+        shape = self._next_shape(slots)
+        assert shape is not None
+        starts, nothing = self._kv_cache.lengths[slots], np.zeros((len(slots), 1), np.int64)
+        self._buffers.fill(shape, slots, starts, nothing, None, self._max_length, noise)
+        self._buffers.feed_sampled(len(slots))
+        self._graphs.move_to_end(shape)
+        self._graphs[shape]()
+        return self._outputs(shape, len(slots), 1, noise)
+
+    @torch.inference_mode()
+    def warm_up(self, *, with_trees: bool) -> None:
+        """Capture the most frequent shapes: chains of all sizes and trees of one row.
+
+        The largest shapes, which need most memory, are captured first.
+        """
+        shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
+        if with_trees:
+            shapes |= {(1, width, True) for width in self._widths}
+            self.moves.open()
+        for rows, width, is_tree in sorted(shapes, reverse=True):
+            tokens = torch.zeros(rows, width, dtype=torch.int64).numpy()
+            chain = torch.arange(-1, width - 1).repeat(rows, 1).numpy()
+            # This writes only beyond the slots' lengths.
+            self.run(np.arange(rows), tokens, TreeShape.build(chain) if is_tree else None)
+
+    def _capture(self, shape: PassShape, num_rows: int) -> bool:
+        """Capture a shape; the outputs are those of the pass in the buffers."""
+
+        def run_pass() -> None:
+            inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)
+            self._buffers.store(self._score(inputs.tokens, inputs.rows), inputs)
+
+        try:
+            run_pass()
+            found = self._buffers.outputs(shape, num_rows, shape.width)[0]
+            expected = found.clone()
+            replay = self._capture_pass(run_pass)
+            found.zero_()  # so that a graph that computes nothing is detected
+            replay()
+            error, size = (
+                float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (found - expected, expected)
+            )
+            if not error <= self._tolerance * size:
+                raise ValueError(f"the graph's logits differ by {error:.2g}; their norm is {size:.2g}")
+        # After any failure eager passes are right; if one shape fails, others are not tried.
+        except Exception as failure:
+            self._graphs.clear()
+            self.failure = first_line(failure)
+            log.warning("CUDA graphs are disabled: the capture of %s failed: %s", shape, self.failure)
+            return False
+        self._graphs[shape] = replay
+        if len(self._graphs) > _MAX_SHAPES:
+            self._graphs.popitem(last=False)
+        return True
+
+
+def _round_up(number: int, sizes: list[int]) -> int:
+    return sizes[bisect_left(sizes, number)]
+
+
+_MAX_MOVES = 256
+
+
+class CapturedMoves:
+    """`SlotKVCache.move` of up to 256 positions, captured once.
+
+    The capture and its test use positions that hold no text, because moving text twice would not give the same result.
+    """
+
+    def __init__(self, kv_cache: SlotKVCache, *, scratch: int, capture: CaptureFunction) -> None:
+        """Create the moves; ``scratch`` is the first of at least two positions of every slot that never hold text."""
+        self._kv_cache, self._scratch, self._capture_pass = kv_cache, scratch, capture
+        self._ints = torch.zeros(3, _MAX_MOVES, dtype=torch.int64, device=kv_cache.device)
+        self._moves: PassFunction | None = None
+        self._has_failed = scratch + 2 > kv_cache.max_length
+
+    def run(self, moves: torch.Tensor) -> bool:
+        """Move positions like `SlotKVCache.move`, with ``moves`` on the host.
+
+        Returns False, and does nothing, if the caller must use `SlotKVCache.move`.
+        """
+        if moves.shape[1] > _MAX_MOVES or not self.open():
+            return False
+        assert self._moves is not None
+        self._fill(moves)
+        self._moves()
+        return True
+
+    @torch.inference_mode()
+    def open(self) -> bool:
+        """Capture the moves if possible; returns whether they are captured."""
+        if self._has_failed or self._moves is not None:
+            return not self._has_failed
+        assert self._kv_cache.bytes_per_token  # all layers are allocated; layers allocated later would not be moved
+
+        def run_pass() -> None:
+            self._kv_cache.move(self._ints)
+
+        try:
+            self._fill(torch.tensor([[0], [self._scratch + 1], [self._scratch]]))
+            run_pass()
+            replay = self._capture_pass(run_pass)
+            for stored in self._kv_cache.tensors():
+                stored[0, :, self._scratch] += 1
+            replay()
+            copies = (stored[0, :, self._scratch : self._scratch + 2] for stored in self._kv_cache.tensors())
+            if not all(torch.equal(each[:, 0], each[:, 1]) for each in copies):
+                raise ValueError("the captured move did not copy the position")
+        except Exception as failure:  # moving layer by layer is right in any case
+            self._has_failed = True
+            log.warning("accepted paths of draft trees are moved layer by layer: %s", first_line(failure))
+            return False
+        self._moves = replay
+        return True
+
+    def _fill(self, moves: torch.Tensor) -> None:
+        """Copy the moves to the device, padded with copies of the last move."""
+        sent = torch.empty(self._ints.shape, dtype=torch.int64, pin_memory=self._ints.is_cuda)
+        sent[:, : moves.shape[1]], sent[:, moves.shape[1] :] = moves, moves[:, -1:]
+        self._ints.copy_(sent, non_blocking=True)  # torch keeps pinned memory until the copy has finished

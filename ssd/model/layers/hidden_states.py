@@ -1,0 +1,136 @@
+"""Hidden states of selected layers, read from a model's own forward pass by hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ssd.errors import ModelError, first_line
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.replace import agrees, probe_texts
+
+FINAL: Final = -1
+"""The hidden state that the output layer reads: after the last decoder layer and the final norm."""
+
+_MOST_ERROR = 1e-5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeatureSpec:
+    """The hidden states to store for a draft head.
+
+    Attributes:
+        layers: The hidden states to read: k is the output of the first k decoder layers, 0 the input of the first
+            layer, FINAL the input of the output layer.
+        combine: Computes the features from the hidden states, as ``ssd.model.heads.networks.Head.combine`` does.
+        size: The number of feature values per position.
+        bytes_per_token: The memory that the reader of the features needs per position, besides the features.
+    """
+
+    layers: tuple[int, ...]
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    size: int
+    bytes_per_token: int = 0
+
+
+class HiddenStateTap:
+    """Hooks on a model, until `remove`, that store hidden states during a forward pass in `recording`."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        """Install the hooks; raises ModelError if the model has no such layers or its layers are not found."""
+        self._layers = tuple(layers)
+        self._is_recording = False
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+        decoder, found = decoder_layers(model)
+        for layer in sorted(set(layers)):
+            if not FINAL <= layer <= len(found):
+                raise ModelError(
+                    f"the draft head reads the output of layer {layer}, but {type(model).__name__} has {len(found)}: "
+                    "it was made for another model"
+                )
+            if layer == 0:
+                self._hooks.append(found[0].register_forward_pre_hook(self._before_all, with_kwargs=True))
+            else:
+                module = decoder if layer == FINAL else found[layer - 1]
+                self._hooks.append(module.register_forward_hook(partial(self._after, layer)))
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[torch.Tensor]]:
+        """Yield a list that is filled with the hidden states, [B, T, hidden size], of one pass inside the context.
+
+        The list is in the order of the requested layers, and is filled when the context ends.
+        """
+        hidden: list[torch.Tensor] = []
+        self._is_recording = True
+        try:
+            yield hidden
+            hidden += [self._hidden[layer] for layer in self._layers]
+        finally:
+            self._is_recording = False
+            self._hidden.clear()  # a CUDA graph's memory must not be referenced
+
+    def _after(self, layer: int, _module: nn.Module, _given: Any, output: Any) -> None:
+        if self._is_recording:
+            self._hidden[layer] = output if isinstance(output, torch.Tensor) else output[0]
+
+    def _before_all(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._is_recording:
+            self._hidden[0] = given[0] if given else named["hidden_states"]
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
+    """Return a model's decoder and the list of its layers; raises ModelError if they are not found."""
+    count = model.config.get_text_config().num_hidden_layers
+    for decoder in (model.get_decoder(), *model.modules()):
+        lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]
+        if len(lists) == 1:
+            return decoder, lists[0]
+    raise ModelError(_error_message(model, f"the list of its {count} layers was not found"))
+
+
+@torch.inference_mode()
+def check_hidden_states(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Raise ModelError with the reason unless a tap reads the hidden states that the model itself returns.
+
+    Runs two forward passes over 13 tokens.
+    """
+    tap = HiddenStateTap(model, layers)
+    read: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, given: read.append(given[0]))
+    ids = torch.from_numpy(probe_texts(model)[:1]).to(model.device)
+    if model.config._attn_implementation == ATTENTION_NAME:  # another target already runs this model
+        model.set_attn_implementation("eager")
+    try:
+        with tap.recording() as hidden:
+            states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    except Exception as failure:
+        raise ModelError(_error_message(model, first_line(failure))) from failure
+    finally:
+        hook.remove()
+        tap.remove()
+    for layer, found in zip(layers, hidden, strict=True):
+        if found.ndim != 3:
+            raise ModelError(_error_message(model, f"its hidden states have {found.ndim} dimensions, not 3"))
+        # The last hidden state that a model returns has passed the final norm.
+        expected = read[0] if layer == FINAL else states[layer] if layer < len(states) - 1 else None
+        if expected is not None and not agrees(found, expected, _MOST_ERROR):
+            where = "the output layer" if layer == FINAL else "the next layer"
+            raise ModelError(_error_message(model, f"the output of its layers is changed before {where} reads it"))
+
+
+def _error_message(model: PreTrainedModel, reason: str) -> str:
+    return f"a draft head cannot read the hidden states of {type(model).__name__}: {reason}. Omit the draft head"

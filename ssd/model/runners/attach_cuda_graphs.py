@@ -1,0 +1,143 @@
+"""Selection of CUDA graphs for a target: the first variant that runs and matches its eager passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ssd.errors import first_line
+from ssd.model.cuda_graphs.graph_runner import CaptureFunction, CudaGraphCapture, CudaGraphRunner, run_eagerly
+from ssd.model.kv.kv_cache import AttentionKernel
+from ssd.model.runners.probe import relative_error, score_as_trees, score_batched, score_tokens
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.sampling.sampler import Sampler, select_sampler
+
+log = logging.getLogger(__name__)
+
+_PROMPT_LENGTHS = (700, 3, 90)
+"""The number of tokens in each slot of the probe, if slots are that long: enough for several splits of the attention
+kernel, for one split, and for one block of keys. Fewer rows are used if there are fewer slots.
+"""
+_SCORED = 24
+_WIDTHS = (1, 5, 9, 3)
+
+
+class GraphVariant(NamedTuple):
+    """One way to run passes of fixed shapes.
+
+    Attributes:
+        name: The name, for logs.
+        make_capture: Creates the capture function; it may raise, as anything that needs a device may.
+        kernel: The attention kernel. None: torch's attention.
+        sampler: The sampling kernel. None: passes do not sample.
+    """
+
+    name: str
+    make_capture: Callable[[], CaptureFunction]
+    kernel: AttentionKernel | None = None
+    sampler: Sampler | None = None
+
+
+def attach_cuda_graphs(
+    target: SlotRunner, *, tolerance: float, enforce_eager: bool = False, keeps_top: bool = False
+) -> None:
+    """Give ``target``, which must be empty, the fastest CUDA graphs that match its eager passes.
+
+    Does nothing on other devices, where launches are not the bottleneck.
+
+    Args:
+        target: The target.
+        tolerance: The maximum relative error of the logits.
+        enforce_eager: Whether to capture no graphs, which saves their memory.
+        keeps_top: Whether passes also find the most probable tokens.
+    """
+    if target.device.type == "cuda":
+        attach_first_valid(
+            target, _list_variants(target.device, enforce_eager), tolerance=tolerance, keeps_top=keeps_top
+        )
+
+
+def attach_first_valid(
+    target: SlotRunner, candidates: Iterable[GraphVariant], *, tolerance: float, keeps_top: bool = False
+) -> None:
+    """Use the first candidate that runs and matches eager passes; without one, passes stay eager."""
+    for name, make_capture, kernel, sampler in candidates:
+        try:
+            target.graph_runner = CudaGraphRunner(
+                target, make_capture(), kernel=kernel, sampler=sampler, tolerance=tolerance, name=name,
+                keeps_top=keeps_top,
+            )  # fmt: skip
+            error = measure_graph_error(target)
+            if error <= tolerance:
+                log.info("forward passes use %s: relative error %.2g", name, error)
+                return
+            log.warning("%s differ from eager passes and are not used: relative error %.2g", name, error)
+        # The driver, the compiler or the model may fail; eager passes are right in any case.
+        except Exception as failure:
+            log.warning("%s cannot be used: %s", name, first_line(failure))
+            log.debug("%s cannot be used", name, exc_info=True)
+        finally:
+            for slot in range(target.num_slots):
+                target.rollback(slot, 0)
+    target.graph_runner = None
+
+
+def measure_graph_error(target: SlotRunner) -> float:
+    """Return the largest relative error of the logits of fixed-shape passes, compared with eager passes.
+
+    Rows of different lengths, in slots in reverse order, are scored in passes of varying widths, and as trees if trees
+    are verified. Each pass runs twice: when it is captured and when it is replayed. The target must be empty. Raises
+    RuntimeError if a capture fails.
+    """
+    runner, random = target.graph_runner, np.random.default_rng(0)
+    assert runner is not None
+    slots = list(range(target.num_slots))[::-1][: len(_PROMPT_LENGTHS)]
+    behind = max(1, min(_SCORED, target.max_length - 1))
+    starts = [max(0, min(length, target.max_length - behind)) for length in _PROMPT_LENGTHS[: len(slots)]]
+    texts = [random.integers(0, target.vocab_size, start + behind) for start in starts]
+
+    def begin() -> None:
+        for slot, start, text in zip(slots, starts, texts, strict=True):
+            if start:
+                target.prefill([slot], text[None, :start], [start])
+
+    begin()
+    target.graph_runner = None
+    expected = [
+        score_tokens(target, slot, text[start:]) for slot, start, text in zip(slots, starts, texts, strict=True)
+    ]
+    for slot in slots:
+        target.rollback(slot, 0)
+    target.graph_runner = runner
+    pairs, widths = [], [min(width, target.max_width) for width in _WIDTHS]
+    for _ in range(2):
+        begin()
+        pairs += score_batched(target, slots, texts, expected, widths)
+        if target.can_verify_trees:
+            begin()
+            for slot, text, wanted in zip(slots, texts, expected, strict=True):
+                pairs += score_as_trees(target, slot, text, wanted, random, target.max_width)
+        if runner.failure is not None:
+            raise RuntimeError(runner.failure)
+    return relative_error(pairs)
+
+
+def _list_variants(device: torch.device, enforce_eager: bool) -> Iterator[GraphVariant]:
+    """Yield the variants to try, the fastest first."""
+    kernel: AttentionKernel | None = None
+    with suppress(ImportError):  # triton comes with CUDA builds of torch; without it, torch computes attention
+        from ssd.model.kv.triton_attention import triton_attention as kernel
+    sampler = select_sampler(device)
+    if not enforce_eager:
+        if kernel is not None:
+            yield GraphVariant(
+                "CUDA graphs with our attention kernel", lambda: CudaGraphCapture(device), kernel, sampler
+            )
+        yield GraphVariant("CUDA graphs", lambda: CudaGraphCapture(device), None, sampler)
+    if kernel is not None:
+        yield GraphVariant("eager passes with our attention kernel", lambda: run_eagerly, kernel, sampler)

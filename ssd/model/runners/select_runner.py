@@ -1,0 +1,244 @@
+"""Model runners in order of speed, and the selection of the first one that matches the model's own logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ssd.errors import first_line
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.layers.decoder_layers import flatten_layers
+from ssd.model.layers.exact_matmul import redirect_matmuls
+from ssd.model.layers.packed_linear import pack_linears
+from ssd.model.layers.replace import (
+    MOST_CHANGE,
+    MOST_CHANGE_LOW_PRECISION,
+    MOST_ERROR,
+    PROBE_LENGTH,
+    LayerReplacement,
+    probe_texts,
+    reference_logits,
+    replace_layers,
+)
+from ssd.model.layers.vector_layers import fuse_activations, fuse_norms, fuse_rotary
+from ssd.model.runners.probe import relative_error, score_alone, score_as_trees, score_batched
+from ssd.model.runners.sequential_runner import CheckpointRunner, FullContextRunner, RecurrentRunner, SequentialRunner
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.target import Target
+
+PROBE_SLOTS = 3
+PROBE_WIDTH = 4
+"""The maximum width of a scored pass of the probe."""
+
+_KeyReusingLayer: Any = getattr(cache_utils, "DummyLayer", None)
+"""The placeholder for a layer that reuses another layer's keys, in versions of transformers that do not omit such
+layers.
+"""
+
+_SCORING_STARTS = (9, 4)
+"""The position of each row at which scoring begins; the tokens before it are prefilled in two chunks."""
+
+
+def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
+    """Return the relative error of ``target``'s logits compared with ``expected``; of two rows the larger error.
+
+    Two texts are put into slots in reverse order, with different lengths. They are prefilled in chunks and scored in
+    passes of at most ``PROBE_WIDTH`` positions, each after a wrong draft if the target can roll back. ``target`` is
+    left empty.
+    """
+    texts, slots = probe_texts(target.model), (PROBE_SLOTS - 1, 0)
+    for slot, text, start in zip(slots, texts, _SCORING_STARTS, strict=True):
+        for part in (text[: start // 2], text[start // 2 : start]):
+            target.prefill([slot], part[None], [len(part)])
+    pairs = score_batched(target, slots, list(texts), expected, (PROBE_WIDTH,), after_wrong=target.can_roll_back)
+    return relative_error([(found.float(), wanted) for found, wanted in pairs])
+
+
+def check_windows(target: SlotRunner) -> None:
+    """Raise TypeError unless each layer attended as far back as the model's configuration declares.
+
+    The probe is shorter than the sliding windows of real models, so it does not detect a layer that does not pass its
+    window to the attention function. Call this after a forward pass.
+    """
+    layers = declared_layers(target.model)
+    for index, reach in target.kv_cache.reach.items():
+        declared = getattr(layers[index], "sliding_window", None) if index < len(layers) else None
+        if reach != declared and not _reuses_keys(layers, index):
+            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, its configuration says {declared}")
+
+
+def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
+    """Return whether a layer reuses another layer's keys; such a layer declares no window."""
+    if _KeyReusingLayer is None:  # in these versions the last layers are those that reuse keys
+        return 0 < len(layers) <= index
+    return index < len(layers) and isinstance(layers[index], _KeyReusingLayer)
+
+
+def declared_layers(model: PreTrainedModel) -> list[Any]:
+    """Return the cache layers that transformers derives from the configuration: the state that each layer keeps."""
+    try:
+        return list(DynamicCache(config=model.config).layers)
+    except Exception:  # a model with its own kind of cache: its layers are unknown
+        return []
+
+
+log = logging.getLogger(__name__)
+
+_TREE_LENGTH = 40
+
+
+def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
+    """Return whether every node of a draft tree is scored as in a pass over its path, and the path can be kept.
+
+    Uses slot 0, which must be free. A model whose layers mix neighbouring positions other than by attention, for
+    example by a convolution, fails the test. After any failure drafts are chains. ``tolerance`` is the maximum relative
+    error of the logits.
+    """
+    length = min(_TREE_LENGTH, target.max_length - 1)
+    if min(target.max_width, length) < PROBE_WIDTH:
+        return False
+    random = np.random.default_rng(0)
+    text = random.integers(0, target.vocab_size, length)
+    try:
+        error = relative_error(score_as_trees(target, 0, text, score_alone(target, 0, text), random))
+    except Exception:
+        log.warning("draft trees failed on %s: drafts are chains", type(target.model).__name__, exc_info=True)
+        target.rollback(0, 0)
+        return False
+    if not error < tolerance:
+        log.warning(
+            "draft trees are not exact on %s: relative error %.2g; drafts are chains",
+            type(target.model).__name__,
+            error,
+        )
+    return error < tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerChoice:
+    """The model runner that was selected.
+
+    Attributes:
+        kind: The runner's class: a subclass of ``Target`` constructed from (model, num_slots, max_length).
+        reason: Why the model does not run with slot attention; empty if it does.
+        bytes_per_token: The size of the KV cache per token. Runners with one cache per row grow it; space for all slots
+            is reserved nevertheless.
+        bytes_per_slot: The size of a slot's recurrent state, which does not grow.
+        tolerance: The maximum relative error of logits that is attributed to rounding.
+    """
+
+    kind: Any
+    reason: str = ""
+    bytes_per_token: int = 0
+    bytes_per_slot: int = 0
+    tolerance: float = MOST_CHANGE
+
+
+def select_runner(model: PreTrainedModel) -> RunnerChoice:
+    """Return the fastest runner that reproduces the model's own logits on a small probe: a few passes over 13 tokens.
+
+    First the model's layers are replaced by faster ones, see `replace_layers`. Then these runners are tested in order:
+
+    1. `SlotRunner`: one batched pass. 2. `SequentialRunner`: one row after another, on transformers' caches. 3.
+    `CheckpointRunner`: one row after another for recurrent states, with a checkpoint to return to. 4.
+    `RecurrentRunner`: for states that accept one token at a time; the engine then does not draft. 5.
+    `FullContextRunner`: without a cache, correct for every causal model.
+    """
+    own = model.config._attn_implementation
+    if own == ATTENTION_NAME:  # another target already runs this model
+        own = "eager"
+    model.set_attn_implementation(own)
+    expected = reference_logits(model)
+    # With quantised activations a difference in the last bit of a float32 becomes a whole quantisation step.
+    exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
+    limit = MOST_CHANGE if exact else MOST_CHANGE_LOW_PRECISION
+    layers = CPU_LAYERS if model.device.type == "cpu" else device_layers(model.device, model.dtype)
+    replace_layers(model, layers, expected=expected, tolerance=limit)
+    if is_recurrent(model):
+        reason = "it has a recurrent state"
+    else:
+        try:
+            return _try_slot_runner(model, expected, limit)
+        # A failure only selects another runner, because the output must be right in any case.
+        except Exception as failure:
+            reason = first_line(failure)
+        model.set_attn_implementation(own)
+        if _try_runner(SequentialRunner, model, expected) < limit:
+            return RunnerChoice(SequentialRunner, reason, *_measure_memory(SequentialRunner, model))
+    single = _try_runner(RecurrentRunner, model, expected)
+    # A lost state changes the logits of a short text only slightly, so passes over several tokens must be as accurate
+    # as passes over one token.
+    if _try_runner(CheckpointRunner, model, expected) < min(limit, max(MOST_CHANGE, 2 * single)):
+        return RunnerChoice(CheckpointRunner, reason, *_measure_memory(CheckpointRunner, model))
+    if single < limit:
+        return RunnerChoice(RecurrentRunner, reason, *_measure_memory(RecurrentRunner, model))
+    return RunnerChoice(FullContextRunner, f"{reason}, and its logits cannot be reproduced with its cache")
+
+
+def _measure_memory(kind: type[SequentialRunner], model: PreTrainedModel) -> tuple[int, int]:
+    """Return the bytes per token and per slot, a checkpoint of the state included, measured at two lengths."""
+    target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
+    target.prefill([0], np.ones((1, few), np.int64), [few])
+    of_few = target.slot_bytes(0)
+    target.prefill([0], np.ones((1, many - few), np.int64), [many - few])
+    a_token = max(0, (target.slot_bytes(0) - of_few) // (many - few))
+    return a_token, max(0, of_few - few * a_token) * (2 if kind is CheckpointRunner else 1)
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Return whether the model has a recurrent state, for example of Mamba, linear attention or convolutions."""
+    if getattr(model, "_is_stateful", False):
+        return True
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in declared_layers(model))
+
+
+def _try_slot_runner(model: PreTrainedModel, expected: list[torch.Tensor], limit: float) -> RunnerChoice:
+    if not getattr(model, "_supports_attention_backend", False):
+        raise TypeError("its attention cannot be replaced")
+    target = SlotRunner(model, PROBE_SLOTS, PROBE_LENGTH, PROBE_WIDTH)
+    error = measure_error(target, expected)
+    check_windows(target)
+    if error >= limit:
+        raise ValueError(f"slot attention differs from its own by {error:.2g}")
+    return RunnerChoice(SlotRunner, bytes_per_token=target.kv_cache.bytes_per_token, tolerance=limit)
+
+
+def _try_runner(kind: type[SequentialRunner], model: PreTrainedModel, expected: list[torch.Tensor]) -> float:
+    """Return the relative error of a runner's logits; infinite if the runner fails."""
+    try:
+        error = measure_error(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
+    except Exception as failure:
+        log.debug("%s failed on %s: %s", kind.__name__, type(model).__name__, first_line(failure))
+        return float("inf")
+    log.debug("%s on %s: relative error %.2g", kind.__name__, type(model).__name__, error)
+    return error
+
+
+CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
+    pack_linears, fuse_norms, fuse_rotary, fuse_activations, redirect_matmuls, flatten_layers,
+)  # fmt: skip
+
+
+def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
+    """Return the replacements of layers by fused Triton kernels for a ``dtype``; none without triton."""
+    try:
+        from ssd.model.layers.triton_decoder import flatten_by_triton
+        from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
+        from ssd.model.layers.triton_linear import own_linears
+    except ImportError:  # triton comes with CUDA builds of torch
+        return ()
+    if dtype not in MOST_ERROR:
+        return ()
+    turn: LayerReplacement = partial(
+        fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
+        most_numbers=1 << 62,
+    )  # fmt: skip
+    return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears, flatten_by_triton

@@ -1,0 +1,191 @@
+"""The runner for models with attention: one batched pass over the slot KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from ssd.jit.addresses import Int64s
+from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
+from ssd.model.kv.attention import ATTENTION_NAME
+from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.tree import TreeShape
+from ssd.model.layers.adapted_linear import AdapterRows
+from ssd.model.layers.decoder_layers import FlatModel, is_flat
+from ssd.model.layers.hidden_states import FeatureSpec, HiddenStateTap
+from ssd.model.sampling.sampler import Noise, PassOutput
+from ssd.model.target import Integers, Target, TokenMatrix
+
+
+class SlotRunner(Target):
+    """A runner for models that call our attention function: one batched pass over the slot KV cache.
+
+    Attributes:
+        graph_runner: Runs scored passes as CUDA graphs. None: every pass is launched eagerly.
+        recapture_graphs: Captures the CUDA graphs again; call it after the model's computation has changed.
+    """
+
+    backend = "slot attention"
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int, max_width: int) -> None:
+        """Create a runner.
+
+        Args:
+            model: The model; its attention implementation is replaced.
+            num_slots: The number of slots.
+            max_length: The maximum number of tokens of a slot.
+            max_width: The maximum number of positions per row of a pass with rows of different lengths; padding may be
+                written up to this width.
+        """
+        super().__init__(model, num_slots, max_length)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self.max_width = max_width
+        self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
+        self.graph_runner: CudaGraphRunner | None = None
+        self.recapture_graphs: Callable[[], None] = lambda: None
+        self._lengths = self.kv_cache.lengths
+        self._compute_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context manager that the model's forward pass runs in."""
+        self._could_verify_trees = False
+        self._flat = FlatModel(model) if is_flat(model) else None
+        self._adapter_rows: AdapterRows | None = None
+        self._feature_spec: FeatureSpec | None = None
+        self._tap: HiddenStateTap | None = None
+        """The hooks that read the hidden states of a model that is not fused."""
+
+    def allocate_features(self, tapped: FeatureSpec) -> None:
+        """Store a draft head's features of every position from now on. Call it before any pass. Raises ModelError."""
+        self._feature_spec = tapped
+        self._tap = HiddenStateTap(self.model, tapped.layers) if self._flat is None else None
+        self.kv_cache.allocate_features(tapped.size, self.dtype)
+        self.features = self.kv_cache.features
+
+    def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
+        """Allow slots to use adapters from now on. The model's layers look up the adapter of each row in ``rows``."""
+        self.adapter_names, self._adapter_rows = frozenset(names), rows
+        self._flat = None if self._flat is None else FlatModel(self.model)  # the output layer may have been replaced
+
+    def use_invariant_kernels(self, wanted: bool) -> None:
+        """Compute linear layers and attention with our batch-invariant kernels from now on, or with the previous ones.
+
+        With our kernels a row of a draft chain has the same bits in any pass; trees are not verified. Libraries choose
+        the order of summation by the shape of the pass. CUDA graphs are captured again. Raises ImportError if triton is
+        missing.
+        """
+        if wanted == (self.kv_cache.kernel is not None):
+            return
+        from ssd.model.kv.triton_attention import exact_triton_attention
+        from ssd.model.layers.triton_linear import own_linears, products_of, sums_whole
+
+        if wanted:
+            self.kv_cache.kernel = exact_triton_attention
+            list(own_linears(self.model))
+            self._could_verify_trees, self.can_verify_trees = self.can_verify_trees, False
+        else:
+            self.kv_cache.kernel, self.can_verify_trees = None, self._could_verify_trees
+        for product in products_of(self.model):
+            product.be_exact(wanted)
+        self._compute_context = sums_whole if wanted and self.device.type == "cuda" else nullcontext
+        self.recapture_graphs()
+
+    def rollback(self, slot: int, length: int) -> None:
+        """Lower the slot's length; later tokens overwrite the positions beyond it."""
+        assert 0 <= length <= self.kv_cache.lengths[slot]
+        self.kv_cache.lengths[slot] = length
+
+    def truncate(self, slots: Integers, lengths: Integers) -> None:
+        """Lower the length of each slot that is longer than the given length."""
+        self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
+
+    @property
+    def supports_noise(self) -> bool:
+        """Whether forward passes can sample tokens with Gumbel noise."""
+        return self.graph_runner is not None and self.graph_runner.supports_noise
+
+    def can_run_ahead(self, slots: Integers) -> bool:
+        """Return whether a CUDA graph of this pass has been captured."""
+        return (
+            self.graph_runner is not None
+            and self._feature_spec is None
+            and self.graph_runner.can_run_ahead(np.asarray(slots, np.int64))
+        )
+
+    @torch.inference_mode()
+    def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
+        """Implement `Target.run_ahead`."""
+        assert self.graph_runner is not None
+        rows = np.asarray(slots, np.int64)
+        output = self.graph_runner.run_ahead(rows, noise)
+        self._lengths[rows] += 1
+        return output
+
+    @torch.inference_mode()
+    def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
+        """Move the keys and values of the accepted paths that are not in place, and lower the lengths."""
+        moves: list[npt.NDArray[np.int64]] = []
+        for slot, count, path in zip(slots, counts, paths, strict=True):
+            start = self.kv_cache.lengths[slot] - count
+            self.kv_cache.lengths[slot] = start + len(path)
+            self._token_ids[slot, start : start + len(path)] = self._token_ids[slot, start + path]
+            to = np.flatnonzero(path != np.arange(len(path)))
+            if len(to):
+                moves.append(np.stack([np.full(len(to), slot), start + path[to], start + to]))
+        if moves:
+            together = torch.from_numpy(np.concatenate(moves, axis=1))
+            if self.graph_runner is None or not self.graph_runner.moves.run(together):
+                self.kv_cache.move(together.to(self.device))
+
+    def _copy(self, source: int, slot: int, start: int, end: int) -> None:
+        self.kv_cache.copy(source, slot, start, end)
+
+    def _append(
+        self,
+        slots: Int64s,
+        tokens: TokenMatrix,
+        counts: Int64s,
+        trees: TreeShape | None = None,
+        noise: Noise | None = None,
+        **kwargs: Any,
+    ) -> PassOutput:
+        assert self.graph_runner is None or self._adapter_rows is None  # captured passes do not apply adapters
+        output = None if self.graph_runner is None or kwargs else self.graph_runner.run(slots, tokens, trees, noise)
+        if output is None:
+            rows = SlotRows.build(self.kv_cache, slots.tolist(), tokens.shape[1], self.device, trees)
+            with self._use_adapters(slots):
+                output = PassOutput(self.score(torch.from_numpy(tokens).to(self.device), rows, **kwargs))
+        return output
+
+    def _use_adapters(self, slots: Int64s) -> AbstractContextManager[None]:
+        if self._adapter_rows is None:
+            return nullcontext()
+        return self._adapter_rows.assign([self.adapters[slot] for slot in slots], self.device)
+
+    def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
+        """Run the model over new tokens, int64[B, T]; returns logits [B, T or fewer, V]. The lengths stay unchanged."""
+        tapped, hidden = self._feature_spec, list[torch.Tensor]()
+        # Padding may point past the model's last position, where learned position embeddings have no row.
+        positions = rows.positions.clamp_max(self.max_length - 1)
+        with self._compute_context():
+            if self._flat is not None:
+                layers = () if tapped is None else tapped.layers
+                logits = self._flat.logits(tokens, positions, rows, layers=layers, hidden=hidden, **kwargs)
+            else:
+                with nullcontext(hidden) if self._tap is None else self._tap.recording() as hidden:
+                    named = {"input_ids": tokens, "position_ids": positions, "slot_rows": rows, **kwargs}
+                    logits = self.model(use_cache=False, **named).logits
+        if tapped is not None:
+            assert self.features is not None
+            rows.put(tapped.combine(hidden)[:, None], self.features)
+        return logits
+
+    def warm_up(self) -> None:
+        """Capture the CUDA graphs of the most frequent passes."""
+        super().warm_up()
+        if self.graph_runner is not None:
+            self.graph_runner.warm_up(with_trees=self.can_verify_trees)

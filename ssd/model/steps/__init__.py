@@ -1,1 +1,0 @@
-"""Passes of fixed shape, recorded once and repeated with a single launch."""

@@ -1,0 +1,182 @@
+"""Redis connections that neither block a thread for long nor reveal their password."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from ssd.errors import ConfigError
+
+if TYPE_CHECKING:
+    import redis
+
+URL_VARIABLE = "SSD_REDIS_URL"
+"""The environment variable of the Redis URL if the command line has none, because other users can read a command line.
+"""
+
+BLOCK_MS = 500
+"""How long the server blocks a read that finds nothing; far less than the socket's time-out."""
+
+_CONNECT_TIMEOUT_S = 1.0
+_SOCKET_TIMEOUT_S = 2.0
+
+_SENTINEL_PORT = 26379
+_MAX_HOSTS = 64
+_SECRETS = "password|ssl_password|sentinel_password"
+_FORMS = (
+    "redis://[user:password@]host:port/0, redis-sentinel://host,host,host/service/0 or redis-cluster://host,host "
+    "(rediss for TLS), and percent-encode special characters of the password"
+)
+
+Host = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """The parts of a Redis URL.
+
+    Attributes:
+        kind: The kind of deployment.
+        hosts: The sentinels, or some nodes of the cluster; empty for a single server.
+        service: The name of the master for the sentinels.
+        options: redis-py's options for connections to a server.
+        sentinel_options: redis-py's options for connections to a sentinel.
+    """
+
+    kind: Literal["server", "sentinel", "cluster"]
+    hosts: tuple[Host, ...]
+    service: str
+    options: dict[str, Any]
+    sentinel_options: dict[str, Any]
+
+
+def parse_redis_url(url: str) -> RedisAddress:
+    """Parse a URL; needs redis-py. Raises ConfigError, without the URL's password."""
+    try:
+        return _parse(url)
+    except Exception:  # its message may contain the URL
+        raise ConfigError(f"{redact_password(url)} is not a Redis URL: use {_FORMS}") from None
+
+
+def passwords_in(url: str) -> list[str]:
+    """Return the secrets in a URL, as written and decoded, the longest first."""
+    found = set(re.findall(rf"[?&](?:{_SECRETS})=([^&#]*)", url))
+    if match := re.match(r"[^/]*//[^:@/]*:(.*)@", url):
+        found.add(match.group(1))
+    return sorted({form for secret in found if secret for form in (secret, unquote(secret))}, key=len, reverse=True)
+
+
+def redact_password(text: str, url: str | None = None) -> str:
+    """Return ``text`` with the passwords of ``url`` replaced, or of ``text`` itself if ``url`` is None."""
+    for secret in passwords_in(text if url is None else url):
+        text = text.replace(secret, "***")
+    return text
+
+
+def redacted_address(url: str) -> str:
+    """Return the address in a URL for logs, without user, password and options."""
+    try:
+        parts = urlsplit(url)
+        hosts = parts.netloc.rpartition("@")[2]
+        if not re.fullmatch(r"[\w.:,\[\]%-]*", hosts):
+            raise ValueError(hosts)
+        return f"{parts.scheme}://{hosts}{parts.path}"
+    except ValueError:
+        return "an unreadable URL"
+
+
+def _parse(url: str) -> RedisAddress:
+    from redis.connection import parse_url
+
+    scheme, rest = url.split("://", 1)
+    kind = scheme.replace("rediss-", "redis-")
+    if kind not in ("redis-sentinel", "redis-cluster"):
+        return RedisAddress("server", (), "", parse_url(url), {})  # type: ignore[no-untyped-call]
+    is_cluster = kind == "redis-cluster"
+    rest, _, query = rest.partition("?")
+    authority, _, path = rest.partition("/")
+    user, at, names = authority.rpartition("@")
+    service, _, database = ("", "", path) if is_cluster else path.partition("/")
+    if (database not in ("", "0")) if is_cluster else not service:
+        raise ValueError("a cluster has no databases, sentinels name a service")
+    plain, number = scheme.partition("-")[0], int(database or 0)
+    options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{number}?{query}")  # type: ignore[no-untyped-call]
+    hosts = tuple(_host(name, 6379 if is_cluster else _SENTINEL_PORT) for name in names.split(","))
+    if len(hosts) > _MAX_HOSTS:
+        raise ValueError("hosts")
+    del options["host"]
+    own = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    sentinel_options = {name: value for name, value in options.items() if name not in ("username", "password", "db")}
+    sentinel_options |= {name: value for name, value in own.items() if value is not None}
+    return RedisAddress("cluster" if is_cluster else "sentinel", hosts, unquote(service), options, sentinel_options)
+
+
+def _host(name: str, default_port: int) -> Host:
+    parts = urlsplit(f"redis://{name}")
+    if not parts.hostname or parts.path or parts.username is not None:
+        raise ValueError(name)
+    return parts.hostname, parts.port or default_port
+
+
+def connect(url: str) -> redis.Redis:
+    """Return a client with its own connections. Nothing is sent yet.
+
+    The client of a cluster supports commands and pipelines whose keys have one hash tag; ``masters_of`` and
+    ``server_of`` return clients for its nodes. Commands may raise OversizedReplyError.
+
+    Args:
+        url: The URL of a server, of sentinels or of a cluster, with user, password, database and options as in
+            redis-py, except time-outs and protocol.
+
+    Raises:
+        ConfigError: The URL is invalid. The message does not contain its password.
+    """
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        from ssd.replication.clients import BoundedParser, LazyCluster, sentinel_client
+    except ModuleNotFoundError:
+        raise ConfigError("sharing through Redis needs the redis package: pip install 'ssd-serving[redis]'") from None
+    address = parse_redis_url(url)
+    settings: dict[str, Any] = {
+        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+        "socket_timeout": _SOCKET_TIMEOUT_S,
+        "decode_responses": False,
+        "protocol": 2,
+        "parser_class": BoundedParser,
+        "retry": Retry(NoBackoff(), 0),  # our loops retry and count failures
+    }
+    if url.startswith("unix://"):
+        del settings["socket_connect_timeout"]
+    options = address.options | settings  # our settings override the URL's options
+    try:
+        redis.ConnectionPool(**options).make_connection()  # validates the options, without connecting
+        if address.kind == "sentinel":
+            return sentinel_client(address.hosts, address.service, address.sentinel_options | settings, options)
+        if address.kind == "cluster":
+            return LazyCluster(address.hosts, options)  # type: ignore[return-value]
+        return redis.Redis.from_pool(redis.ConnectionPool(**options))
+    except (TypeError, ValueError) as error:
+        reason = redact_password(str(error), url).rpartition("__init__() ")[2]
+        raise ConfigError(f"{redacted_address(url)} has an invalid option after ? ({reason}): correct it") from None
+
+
+def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
+    """Return the cluster address (else "") of each server that accepts writes, with a client that must not be closed.
+
+    Raises the client's errors if a cluster does not return its nodes.
+    """
+    from ssd.replication.clients import LazyCluster
+
+    return client.masters() if isinstance(client, LazyCluster) else [("", client)]
+
+
+def server_of(client: redis.Redis, key: str) -> redis.Redis:
+    """Return a client of the server that has ``key``, which must not be closed."""
+    from ssd.replication.clients import LazyCluster
+
+    return client.node_for(key) if isinstance(client, LazyCluster) else client

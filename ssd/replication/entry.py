@@ -1,0 +1,133 @@
+"""The names of keys in Redis, and the entries of a replication log, format 2.
+
+The part of a stream's key in braces selects the node of a cluster. An entry::
+
+    offset  bytes
+         0      1   format version                              all numbers little-endian
+         1      8   replica id: identifies the writer; a new one each time a replica opens the namespace
+         9     16   sequence id: an entry may be written twice, but is stored once; a replica's ids consist of the
+                    replica id and the ring position of the text (``ssd/replication/offsets.py``)
+        25      2   n, number of tokens, 1..4096
+        27      8   xxh3-64 of bytes 0..26, of the stream's key and of the tokens as uint32
+        35      -   zlib: the tokens' lowest bytes, then their second bytes, third, fourth; 4n bytes
+
+The checksum covers the key, so that an entry is valid in its own stream only. An entry that a restore, a damaged
+command or a damaged reply brings into another namespace's stream is rejected.
+
+The four byte planes compress better than whole tokens, because the upper two consist mostly of zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ssd.retrieval.segment import Tokens
+
+FORMAT_VERSION = 2
+MAX_ENTRY_TOKENS = 4096
+LEAD_IN_TOKENS = 32
+"""The overlap of the entries into which a longer sequence is split, so that each can be searched alone."""
+
+_HEADER = struct.Struct("<B8s16sH")
+_CHECKSUM = struct.Struct("<Q")
+_PAYLOAD = _HEADER.size + _CHECKSUM.size
+_MIN_MEAN_ENTRY_TOKENS = 64
+MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # the maximum overhead of zlib for this size
+
+
+class InvalidEntryError(ValueError):
+    """The bytes are not a valid entry: damaged, of another version or stream, or of another vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a replication log.
+
+    Attributes:
+        replica_id: The writer.
+        sequence_id: A unique id.
+        tokens: int32[n], 1 <= n <= 4096, a text that can be searched alone.
+    """
+
+    replica_id: bytes
+    sequence_id: bytes
+    tokens: Tokens
+
+
+def pack_entry(entry: Entry, key: str) -> bytes:
+    """Serialize an entry for the stream ``key``. O(n)."""
+    tokens = np.ascontiguousarray(entry.tokens, "<u4")
+    assert 1 <= len(tokens) <= MAX_ENTRY_TOKENS
+    header = _HEADER.pack(FORMAT_VERSION, entry.replica_id, entry.sequence_id, len(tokens))
+    planes = tokens.view(np.uint8).reshape(-1, 4).T.tobytes()
+    return header + _CHECKSUM.pack(_checksum(header, key, tokens)) + zlib.compress(planes, 1)
+
+
+def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
+    """Verify an entry of the stream ``key`` completely, and return it. Raises InvalidEntryError.
+
+    ``data`` comes from anyone who can write to the Redis server. At most 16 KB are ever decompressed.
+    """
+    if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES:
+        raise InvalidEntryError(f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
+    version, replica_id, sequence_id, num_tokens = _HEADER.unpack_from(data)
+    if version != FORMAT_VERSION:
+        raise InvalidEntryError(f"format {version}, expected {FORMAT_VERSION}")
+    if not 1 <= num_tokens <= MAX_ENTRY_TOKENS:
+        raise InvalidEntryError(f"{num_tokens} tokens, expected 1..{MAX_ENTRY_TOKENS}")
+    inflater = zlib.decompressobj()
+    try:
+        planes = inflater.decompress(data[_PAYLOAD:], 4 * num_tokens + 1)
+    except zlib.error as error:
+        raise InvalidEntryError(f"not zlib: {error}") from None
+    if len(planes) != 4 * num_tokens or not inflater.eof or inflater.unused_data:
+        raise InvalidEntryError(f"does not contain exactly the {num_tokens} tokens of its header")
+    low, second, third, high = np.frombuffer(planes, np.uint8).reshape(4, num_tokens).astype("<u4")
+    tokens = low | second << 8 | third << 16 | high << 24
+    if _checksum(data[: _HEADER.size], key, tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
+        raise InvalidEntryError("its checksum does not match")
+    if (largest := int(tokens.max())) >= vocab_size:
+        raise InvalidEntryError(f"token id {largest}, the vocabulary has {vocab_size}")
+    return Entry(replica_id, sequence_id, tokens.view(np.int32))
+
+
+def unverified_num_tokens(data: bytes) -> int:
+    """Return the number of tokens in an entry's header, to bound the log. An invalid entry counts as a full one."""
+    if len(data) < _PAYLOAD or data[0] != FORMAT_VERSION:
+        return MAX_ENTRY_TOKENS
+    num_tokens: int = _HEADER.unpack_from(data)[3]
+    return min(max(1, num_tokens), MAX_ENTRY_TOKENS)
+
+
+def unverified_id(data: bytes) -> bytes | None:
+    """Return the sequence id in an entry's header, unverified; None if the data cannot be an entry."""
+    if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES or data[0] != FORMAT_VERSION:
+        return None
+    sequence_id: bytes = _HEADER.unpack_from(data)[2]
+    return sequence_id
+
+
+def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
+    return xxhash.xxh3_64_intdigest(b"".join((header, key.encode(), tokens.data)))
+
+
+def max_entries_of(max_tokens: int) -> int:
+    """Return the maximum number of entries in a stream of at most ``max_tokens`` tokens, assuming short entries."""
+    return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
+
+
+KEYS_VERSION = 1
+
+
+def stream_key(fingerprint: str, namespace: str) -> str:
+    """Return the key of the stream to which replicas append their finished text.
+
+    Replicas share text if and only if the fingerprint of the tokenizer and the namespace are equal.
+    """
+    return f"ssd:{KEYS_VERSION}:{{{fingerprint}:{namespace}}}"

@@ -1,0 +1,417 @@
+"""Replication through Redis. Without a connection, each replica works alone."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from ssd.errors import ConfigError
+from ssd.replication.background import BackgroundLoop, Backoff
+from ssd.replication.connection import connect
+from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
+from ssd.replication.offsets import ReplicaOffset, sequence_id_of
+from ssd.replication.stream import append_entries, is_cluster
+from ssd.replication.subscriber import Subscriber
+from ssd.retrieval.dedup import split_sequence
+from ssd.retrieval.files import check_fingerprint
+from ssd.retrieval.namespace_cache import NamespaceCache, StoredPieces
+
+DEFAULT_MAX_TOKENS: Final = 1 << 22
+"""The default maximum number of tokens in a stream, as in a cache; about 8 to 16 MB of Redis memory."""
+
+_CLOSE_TIMEOUT_S = 3.0
+_BATCH = 64
+_IDLE_S = 0.5
+
+
+class PublishQueue:
+    """The unwritten entries of one stream, in order. The publisher's lock guards it."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.entries: deque[Entry] = deque()
+        self.num_tokens = 0
+        self.is_attached = True
+        """Whether more entries may come. Queued entries are written in any case."""
+        self.is_rejected = False
+        """Whether the server rejected some entries of the last batch."""
+        self.backoff = Backoff()
+
+    def put(self, entry: Entry) -> None:
+        """Append a new entry."""
+        self.entries.append(entry)
+        self.num_tokens += len(entry.tokens)
+
+    def pop(self, count: int) -> list[Entry]:
+        """Remove and return the oldest entries, at most ``count``."""
+        batch = [self.entries.popleft() for _ in range(min(count, len(self.entries)))]
+        self.num_tokens -= sum(len(entry.tokens) for entry in batch)
+        return batch
+
+    def put_back(self, entries: list[Entry]) -> None:
+        """Put removed entries that were not written back to the front."""
+        self.entries.extendleft(reversed(entries))
+        self.num_tokens += sum(len(entry.tokens) for entry in entries)
+
+
+class Publisher:
+    """The writing half of the replication log: a bounded queue per stream, and the thread that writes them to Redis.
+
+    While Redis is down or rejects writes, the oldest entries of the longest queue are dropped for new ones. An entry
+    whose write was not confirmed is written again with the same sequence id, so that subscribers can detect it. A
+    rejected stream (no permission, no memory, a key of another type) is retried after a delay; the others are written.
+    """
+
+    def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
+        """Connect lazily.
+
+        Args:
+            url: The Redis URL.
+            max_entries: The approximate maximum length of a stream.
+            max_queued_tokens: The bound of all queues together.
+        """
+        self.num_published = 0
+        self.num_published_tokens = 0
+        self.num_dropped = 0
+        self._max_entries = max_entries
+        self._max_queued_tokens = max_queued_tokens
+        self._client = connect(url)
+        self._is_cluster = is_cluster(self._client)
+        self._lock = threading.Lock()
+        self._has_entries = threading.Event()
+        self._queues: dict[str, PublishQueue] = {}  # in the order of their last writes
+        self._num_in_flight = 0  # entries that left their queue and are not written yet
+        self.loop = BackgroundLoop("ssd-share-writer", url, self._exchange)
+
+    def attach(self, key: str) -> None:
+        """Accept entries for stream ``key`` from now on."""
+        with self._lock:
+            self._queues.setdefault(key, PublishQueue(key)).is_attached = True
+
+    def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
+        """Queue ``pieces`` of replica ``replica_id`` for the stream ``key``. Never waits for Redis. O(entries).
+
+        The sequence id of a piece's k-th entry has the ring position of the piece plus k. This identifies the text,
+        because a piece reaches a file as a whole.
+        """
+        entries: list[Entry] = []
+        position = pieces.position
+        for piece in pieces:
+            for number, part in enumerate(split_sequence(piece, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)):
+                entries.append(Entry(replica_id, sequence_id_of(replica_id, position + number), part))
+            position += len(piece) + 1
+        with self._lock:
+            if (queue := self._queues.get(key)) is None:
+                return
+            for entry in entries:
+                queue.put(entry)
+            self._drop_oldest()
+        self._has_entries.set()
+
+    def detach(self, key: str, *, discard: bool = False) -> None:
+        """Accept no more entries for stream ``key``; with ``discard``, also drop the queued ones. O(1)."""
+        with self._lock:
+            if (queue := self._queues.get(key)) is not None:
+                queue.is_attached = False
+                if discard:
+                    queue.pop(len(queue.entries))
+                self._remove_if_done(queue)
+
+    def delete_stream(self, key: str) -> None:
+        """Delete the stream and its queued entries. Waits for Redis; raises its errors."""
+        self.detach(key, discard=True)
+        self._client.delete(key)
+
+    @property
+    def num_queued(self) -> int:
+        """The number of entries that are not written yet."""
+        with self._lock:
+            return sum(len(queue.entries) for queue in self._queues.values()) + self._num_in_flight
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the server rejected the last write to some stream."""
+        with self._lock:
+            return any(queue.is_rejected for queue in self._queues.values())
+
+    def stop(self) -> None:
+        """End the thread after a last attempt to write the queued entries."""
+        self.loop.stop()
+        with self._lock:
+            for queue in self._queues.values():
+                queue.backoff.reset()
+        self._has_entries.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the thread and close the connection. Entries that could not be written count as dropped."""
+        self.loop.join(timeout_s)
+        if self.num_queued:  # the thread stopped before it wrote them, or while it waited for Redis
+            with contextlib.suppress(Exception):
+                self._exchange()
+        with self._lock:
+            self.num_dropped += sum(len(queue.entries) for queue in self._queues.values())
+            self._queues.clear()
+        self._client.close()
+
+    def _exchange(self) -> None:
+        """Write until nothing is due."""
+        self._has_entries.wait(_IDLE_S)  # also wakes up regularly for retries
+        self._has_entries.clear()
+        while batch := self._next_batch():
+            queue, entries = batch
+            left, reason = entries, None
+            try:
+                left, reason = self._write(queue, entries)
+            finally:
+                self._record_write(queue, entries, left, is_rejected=reason is not None)
+            if reason is not None:
+                self.loop.report(reason)
+
+    def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
+        """Write entries; return the rejected ones and the reason. Raises errors that end the connection."""
+        from redis.exceptions import ConnectionError, ResponseError, TimeoutError
+
+        values = [pack_entry(entry, queue.key) for entry in entries]
+        try:
+            answers = append_entries(self._client, queue.key, values, max_entries=self._max_entries)
+        except ResponseError as error:
+            return entries, error
+        except (ConnectionError, TimeoutError, OSError) as error:
+            if not self._is_cluster:
+                raise
+            return entries, error  # in a cluster, this affects one node only
+        refused = [entry for entry, answer in zip(entries, answers, strict=True) if answer is not None]
+        return refused, next((answer for answer in answers if answer is not None), None)
+
+    def _next_batch(self) -> tuple[PublishQueue, list[Entry]] | None:
+        with self._lock:
+            due = (queue for queue in self._queues.values() if queue.entries and not queue.backoff.is_paused)
+            if (queue := next(due, None)) is None:
+                return None
+            self._queues[queue.key] = self._queues.pop(queue.key)  # so that other queues come first next time
+            entries = queue.pop(_BATCH)
+            self._num_in_flight = len(entries)
+            return queue, entries
+
+    def _record_write(self, queue: PublishQueue, entries: list[Entry], left: list[Entry], *, is_rejected: bool) -> None:
+        """Update counters and queue after a write of ``entries``, of which ``left`` were rejected or not confirmed."""
+        with self._lock:
+            self._num_in_flight = 0
+            queue.put_back(left)
+            num_written = len(entries) - len(left)
+            self.num_published += num_written
+            self.num_published_tokens += sum(len(entry.tokens) for entry in entries)
+            self.num_published_tokens -= sum(len(entry.tokens) for entry in left)
+            if is_rejected or not left:  # the server replied
+                queue.is_rejected = is_rejected
+                if num_written:
+                    queue.backoff.reset()
+                if is_rejected:
+                    queue.backoff.pause()
+            self._remove_if_done(queue)
+            self._drop_oldest()
+        if left:
+            self._has_entries.set()
+
+    def _remove_if_done(self, queue: PublishQueue) -> None:
+        if not queue.is_attached and not queue.entries and self._queues.get(queue.key) is queue:
+            del self._queues[queue.key]
+
+    def _drop_oldest(self) -> None:
+        num_tokens = sum(queue.num_tokens for queue in self._queues.values())
+        while num_tokens > self._max_queued_tokens:
+            dropped = max(self._queues.values(), key=lambda queue: queue.num_tokens).pop(1)
+            num_tokens -= len(dropped[0].tokens)
+            self.num_dropped += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStats:
+    """The state of one namespace's stream since it was opened."""
+
+    lag_seconds: float = 0.0
+    """The seconds since this replica last reached the end of the stream, minus the half second that a read may block; 0
+    in normal operation. It grows while Redis is down or rejects reads, or if the stream is written faster than it is
+    read.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationStats:
+    """The counters since the log was opened. Entries are sequences, or parts of at most 4,096 tokens."""
+
+    is_connected: bool
+    """Whether Redis answers, and rejected neither the last read nor the last write of any namespace."""
+    num_published: int = 0
+    num_published_tokens: int = 0
+    num_queued: int = 0
+    num_received: int = 0
+    """The number of stored entries: those of other replicas, and our own that a crash had lost."""
+    num_received_tokens: int = 0
+    num_known: int = 0
+    """The number of entries read whose text is in the cache already: our own, second copies, and those from before a
+    restart.
+    """
+    num_dropped: int = 0
+    """The number of our entries that were dropped, because Redis was down, or rejected them, longer than the queue
+    could last.
+    """
+    num_invalid: int = 0
+    """The number of entries that failed verification or were too large to fetch, and were skipped."""
+    num_failures: int = 0
+    """The number of failed calls. The log gives a reason at most once a minute."""
+    num_reconnects: int = 0
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)
+    """The state of each open namespace's stream."""
+
+
+class ReplicationLog:
+    """Replicates the namespaces of one tokenizer between all replicas with the same URL.
+
+    ``attach`` and ``detach`` fit ``on_open`` and ``on_close`` of a ``CacheManager``. One thread and connection write,
+    and one of each reads; callers never wait for either. Failures of Redis show in ``stats`` and in at most one log
+    line per minute::
+
+        append -> listener -> queue (bounded) -> publisher -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
+        append_replicated <- verification <- subscriber <- XREAD
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        fingerprint: str,
+        vocab_size: int,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        max_queued_tokens: int = 1 << 20,
+    ) -> None:
+        """Start both threads; Redis need not be up.
+
+        Args:
+            url: A URL for ``connect``.
+            fingerprint: The tokenizer's fingerprint.
+            vocab_size: The size of the tokenizer's vocabulary.
+            max_tokens: The bound of each stream, except those of smaller caches. A new replica starts with that much
+                text.
+            max_queued_tokens: The bound of all queues together.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        check_fingerprint(fingerprint)
+        if max_tokens < MAX_ENTRY_TOKENS or max_queued_tokens < MAX_ENTRY_TOKENS:
+            raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
+        self._fingerprint = fingerprint
+        self._publisher = Publisher(url, max_entries=max_entries_of(max_tokens), max_queued_tokens=max_queued_tokens)
+        self.subscriber = Subscriber(url, vocab_size=vocab_size, max_tokens=max_tokens)
+        self._publisher.loop.start()
+        self.subscriber.loop.start()
+
+    def attach(self, cache: NamespaceCache) -> None:
+        """Publish new text of ``cache`` and store other replicas' text in it from now on. Returns at once.
+
+        A cache with a directory continues where its last incarnation stopped: text that it flushed is not stored again,
+        and published text that it lost with its memtable is read back. ``offsets`` describes this, and the cases in
+        which text is stored twice.
+        """
+        key = stream_key(self._fingerprint, cache.name)
+        replica_id = secrets.token_bytes(8)  # never stored: the directory may be a copy whose original is in use
+        offset = ReplicaOffset(replica_id, cache.checkpoint)
+        cache.set_source(offset.to_json())  # stored with the first segment of this incarnation
+        cache.add_listener(lambda pieces: self._publisher.publish(key, replica_id, pieces))
+        self._publisher.attach(key)
+        self.subscriber.subscribe(key, cache, offset)
+
+    def detach(self, cache: NamespaceCache) -> None:
+        """Stop reading the stream of a cache that is being closed. Its queued entries are written. O(1)."""
+        key = stream_key(self._fingerprint, cache.name)
+        self.subscriber.unsubscribe(key)
+        self._publisher.detach(key)
+
+    def delete_stream(self, namespace: str) -> None:
+        """Delete the stream of a namespace that is not attached any more, and its queued entries.
+
+        Waits for Redis; raises its errors. A replica that still writes there creates the stream again.
+        """
+        key = stream_key(self._fingerprint, namespace)
+        self.subscriber.unsubscribe(key)
+        self._publisher.delete_stream(key)
+
+    def stats(self) -> ReplicationStats:
+        """Return the current counters."""
+        publisher, subscriber = self._publisher, self.subscriber
+        return ReplicationStats(
+            is_connected=subscriber.is_connected and publisher.loop.is_connected and not publisher.is_rejected,
+            num_published=publisher.num_published,
+            num_published_tokens=publisher.num_published_tokens,
+            num_queued=publisher.num_queued,
+            num_received=subscriber.num_received,
+            num_received_tokens=subscriber.num_received_tokens,
+            num_known=subscriber.num_known,
+            num_dropped=publisher.num_dropped,
+            num_invalid=subscriber.num_invalid,
+            num_failures=publisher.loop.num_failures + subscriber.loop.num_failures,
+            num_reconnects=publisher.loop.num_reconnects + subscriber.loop.num_reconnects,
+            streams={each.name: StreamStats(lag_seconds=each.lag_s) for each in subscriber.streams()},
+        )
+
+    def close(self) -> None:
+        """Write the queued entries if Redis accepts them at once, and stop within some seconds. May be called twice."""
+        self._publisher.stop()
+        self.subscriber.stop()
+        self._publisher.close(_CLOSE_TIMEOUT_S)
+        self.subscriber.close(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+COUNTERS_KEY: Final = "ssd:1:generations"
+_MOST: Final = 1 << 53
+
+
+class RedisCounters:
+    """A Redis hash of numbers, on its own connection. Values that are not numbers count as 0. Any call may raise."""
+
+    def __init__(self, url: str) -> None:
+        """Create a client; nothing is sent yet. Raises ConfigError."""
+        self._client = connect(url)
+
+    def read(self, names: list[str]) -> list[int]:
+        """Return the number under each name."""
+        answer: Any = self._client.hmget(COUNTERS_KEY, names)
+        return [_number(value) for value in answer]
+
+    def add(self, name: str, amount: int) -> int:
+        """Add ``amount`` and return the new number."""
+        return int(self._client.hincrby(COUNTERS_KEY, name, amount))
+
+    def raise_to(self, name: str, number: int) -> int:
+        """Raise the number to at least ``number`` and return it. Concurrent calls of several replicas do not add up."""
+        with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
+            found: Any = pipeline.hget(COUNTERS_KEY, name)
+            if (counted := _number(found)) >= number:
+                return counted
+            pipeline.multi()
+            pipeline.hset(COUNTERS_KEY, name, str(number))
+            pipeline.execute()
+        return number
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+def _number(value: bytes | None) -> int:
+    if value is None or len(value) > 16 or not value.isdigit():
+        return 0
+    return min(int(value), _MOST - 1)

@@ -1,0 +1,227 @@
+"""One Redis stream: appending entries, and reading pages of them.
+
+A stream assigns growing ids, and any writer may choose one. After the largest possible id, a stream accepts no entry
+any more, and is replaced by a new stream under the same key. Replicas do so without coordination: each deletes the
+stream only in a transaction that fails if another client has modified it since it was found to be full; then all append
+to the new stream. Replicas that had not read the old stream's entries lose them. The new ids start at the server's
+clock again; the regular comparison in ``subscriber`` detects that they are smaller than those read before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import redis
+
+
+FIELD = b"e"
+"""The only field of a stream entry; its value is the output of ``pack_entry``."""
+
+
+def append_entries(
+    client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
+) -> list[Exception | None]:
+    """Append an entry for each of ``values``; return None for each written one, and the server's error for the others.
+
+    ``max_entries`` is the approximate maximum length of the stream. Raises errors that end the connection; then any of
+    the entries may have been written.
+    """
+    answers = _append(client, key, values, max_entries)
+    if not any(_is_full(answer) for answer in answers):
+        return answers
+    _delete_full(client, key)
+    left = [index for index, answer in enumerate(answers) if answer is not None]
+    for index, answer in zip(left, _append(client, key, [values[i] for i in left], max_entries), strict=True):
+        answers[index] = answer
+    return answers
+
+
+def is_cluster(client: redis.Redis) -> bool:
+    """Return whether the client is that of a cluster, in which a failure may concern some keys only."""
+    from redis.cluster import RedisCluster
+
+    return isinstance(client, RedisCluster)
+
+
+def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
+    """Append in one exchange, or in a cluster one by one, because its pipeline retries each failed command."""
+    from redis.exceptions import ClusterDownError, ResponseError
+
+    # Subscribers enforce the bound in tokens. This bound applies even without a subscriber.
+    commands = [("XADD", key, "MAXLEN", "~", max_entries, "*", FIELD, value) for value in values]
+    answers: list[Any] = []
+    if is_cluster(client):
+        for command in commands:
+            try:
+                answers.append(client.execute_command(*command))  # type: ignore[no-untyped-call]
+            except ResponseError as error:
+                if isinstance(error, ClusterDownError):
+                    raise
+                answers.append(error)
+    else:
+        pipeline = client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+        answers = pipeline.execute(raise_on_error=False)
+    for answer in answers:
+        if isinstance(answer, Exception) and not isinstance(answer, ResponseError):
+            raise answer
+    return [answer if isinstance(answer, Exception) else None for answer in answers]
+
+
+def _is_full(answer: Exception | None) -> bool:
+    return answer is not None and "last possible ID" in str(answer)
+
+
+def _delete_full(client: redis.Redis, key: str) -> None:
+    """Delete the stream, unless it accepts entries again or another client is doing the same."""
+    from redis.exceptions import ResponseError, WatchError
+
+    with client.pipeline(transaction=True) as transaction:
+        transaction.watch(key)  # type: ignore[no-untyped-call]
+        try:
+            # This never adds an entry: the stream is full, or 0-1 is below its newest id, or it does not exist.
+            transaction.xadd(key, {FIELD: b""}, id="0-1", nomkstream=True)
+            return
+        except ResponseError as error:
+            if not _is_full(error):
+                return
+        transaction.multi()
+        transaction.delete(key)
+        try:
+            transaction.execute()
+        except WatchError:
+            return
+
+
+BEGINNING = b"0-0"
+"""The id before all entries."""
+
+_LARGEST = (1 << 64) - 1
+
+MAX_REPLY_BYTES = 8 << 20
+"""The maximum size of a reply, as counted by ``clients.BoundedParser``: eight times a page of full entries."""
+
+_AT_ONCE = 256
+
+RawEntry = tuple[bytes, dict[bytes, bytes] | None]
+"""The id and the fields of an entry. The fields are None if they were too large to fetch, or were deleted meanwhile."""
+
+
+class OversizedReplyError(Exception):
+    """A reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
+
+    Attributes:
+        unfinished: The unfinished arrays, the outermost first, each with its complete elements.
+    """
+
+    def __init__(self, unfinished: list[list[Any]]) -> None:
+        super().__init__(f"more than {MAX_REPLY_BYTES} bytes")
+        self.unfinished = unfinished
+
+
+class WrongReplyError(Exception):
+    """The reply does not fit the request, and must not be used."""
+
+
+class EntryPage(NamedTuple):
+    """A page of entries.
+
+    Attributes:
+        entries: The entries in the requested order.
+        is_last: Whether there are no more entries now.
+        was_cut: Whether the rest of the page was too large to fetch.
+    """
+
+    entries: list[RawEntry]
+    is_last: bool
+    was_cut: bool = False
+
+
+def is_entry_id(text: bytes) -> bool:
+    """Return whether the text is a stream id in the form of Redis."""
+    return re.fullmatch(rb"\d{1,20}-\d{1,20}", text) is not None and max(id_key(text)) <= _LARGEST
+
+
+def id_key(entry_id: bytes) -> tuple[int, int]:
+    """Return the sort key of a stream id."""
+    milliseconds, number = entry_id.split(b"-")
+    return int(milliseconds), int(number)
+
+
+def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
+    """Raise WrongReplyError unless the entries have growing ids, the first larger than ``after``.
+
+    A subscriber that took another value for its position would never recover.
+    """
+    last = id_key(after)
+    for entry in entries:
+        if type(entry) not in (tuple, list) or len(entry) != 2:
+            raise WrongReplyError("not an entry of a stream")
+        entry_id, fields = entry
+        if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
+            raise WrongReplyError("not an entry of a stream")
+        if (place := id_key(entry_id)) <= last:
+            raise WrongReplyError("entries out of order")
+        last = place
+
+
+def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> EntryPage:
+    """Return at most ``count`` entries with larger ids, oldest first."""
+    if id_key(entry_id) == (_LARGEST, _LARGEST):
+        return EntryPage([], is_last=True)
+    return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
+
+
+def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
+    """Yield every entry, oldest first, one page at a time. Raises WrongReplyError."""
+    last, count = BEGINNING, _AT_ONCE
+    while True:
+        page = entries_after(client, key, last, count)
+        check_entries(page.entries, after=last)
+        yield from page.entries
+        if page.is_last or not page.entries:
+            return
+        last, count = page.entries[-1][0], 1 if page.was_cut else _AT_ONCE
+
+
+def newest_entries(client: redis.Redis, key: str, count: int) -> list[RawEntry]:
+    """Return at most ``count`` entries, newest first. Raises WrongReplyError."""
+    entries = _page(client, count, "XREVRANGE", key, b"+", b"-").entries
+    check_entries(entries[::-1], after=BEGINNING)
+    return entries
+
+
+def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
+    """Return the entry with this id; None if the stream does not have it. Raises WrongReplyError."""
+    entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
+    if entries and entries[0][0] != entry_id:
+        raise WrongReplyError("an entry that was not requested")
+    return entries[0] if entries else None
+
+
+def _page(client: redis.Redis, count: int, *command: str | bytes) -> EntryPage:
+    """Return the complete entries before one that is too large, or only that one without fields if it is first."""
+    try:
+        entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]
+        return EntryPage(entries, is_last=len(entries) < count)
+    except OversizedReplyError as error:
+        whole, *begun = error.unfinished
+        if whole:
+            return EntryPage([(entry_id, _fields(fields)) for entry_id, fields in whole], is_last=False, was_cut=True)
+        return EntryPage([(begun[0][0], None)], is_last=False, was_cut=True)
+
+
+def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
+    if names_and_values is None:
+        return None
+    return dict(zip(names_and_values[::2], names_and_values[1::2], strict=True))
+
+
+def value_of(raw: RawEntry) -> bytes:
+    """Return the value of an entry; empty if it does not have our field."""
+    data = (raw[1] or {}).get(FIELD)
+    return data if isinstance(data, bytes) else b""

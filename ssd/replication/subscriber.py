@@ -1,0 +1,408 @@
+"""The subscriber: it reads other replicas' text from the replication log into the caches."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ssd.replication.background import BackgroundLoop, Backoff
+from ssd.replication.connection import BLOCK_MS, connect
+from ssd.replication.entry import (
+    Entry,
+    InvalidEntryError,
+    max_entries_of,
+    unpack_entry,
+    unverified_id,
+    unverified_num_tokens,
+)
+from ssd.replication.offsets import ReplicaOffset
+from ssd.replication.stream import (
+    BEGINNING,
+    OversizedReplyError,
+    RawEntry,
+    check_entries,
+    entries_after,
+    entry_at,
+    id_key,
+    is_cluster,
+    value_of,
+)
+from ssd.retrieval.namespace_cache import NamespaceCache
+from ssd.retrieval.segment import Tokens
+
+PAGE = 64
+"""The number of entries per page if none is too large; a page takes at most 1 MB."""
+
+_CHECK_S = 2.0
+_CHECK_EACH_S = 0.01  # many streams are checked less often, as each takes a reply of one entry
+_SLOW_S = 0.25
+_SLOW_PAUSE_S = 0.1
+GATHER_S = 0.05
+"""How long the subscriber waits after new entries, so that the next reply has many. Many small replies load the server.
+"""
+_STORE_TOKENS = 4096  # tokens per call: the cost is mostly per call, but long calls delay the cache
+_MAX_BATCH = 7 * PAGE  # the number of entries of all streams that fits in one reply in any case
+_MIN_BATCH = 8  # entries per stream if there are very many streams: few have so many new entries
+_CLUSTER_WAIT_S = 0.1
+_MIN_SEEN = 1 << 16
+_MIN_LOG_TOKENS = 1 << 16  # the minimum bound of a log, however small its caches are
+
+
+class SubscribedStream:
+    """One stream and the position up to which it was read. Only the subscriber's thread changes it.
+
+    Attributes:
+        offset: The part of the stream that is in the cache, across restarts.
+        last_id: Entries after this id are to be read; None until the known part of the log has been determined.
+        entries: (id, number of tokens) of the log's entries, oldest first, to keep the log within its bounds.
+    """
+
+    def __init__(self, key: str, cache: NamespaceCache, offset: ReplicaOffset, max_tokens: int) -> None:
+        """Create the state of a stream; ``max_tokens`` is the log's bound."""
+        self.key = key
+        self.max_tokens, self.max_entries = max_tokens, max_entries_of(max_tokens)
+        self.name = cache.name
+        self.cache = weakref.ref(cache)
+        self.offset = offset
+        self.page = PAGE
+        """The number of entries to request at once: 1 after an entry was too large, because the server builds a whole
+        reply.
+        """
+        self.has_more = False
+        """Whether the last page, if requested for this stream alone, did not reach the end of the log."""
+        self.is_rejected = False
+        """Whether the server rejected the last command for this stream."""
+        self.is_disconnected = False
+        """Whether the stream's cluster node did not answer, although others may."""
+        self.backoff = Backoff()
+        """The delay after a rejected command."""
+        self.slow_until = 0.0
+        """The time until which the stream is skipped because its cache was slow, so that others are served. Always a
+        short time, because every page is slow on a busy machine.
+        """
+        self.check_at = 0.0
+        self.caught_up_at = time.monotonic()
+        """The last time at which nothing was left to read."""
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._max_seen = max(_MIN_SEEN, self.max_entries)
+        """The number of sequence ids that are remembered to detect second copies."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the position, because the log is not the one that was read. Its known part must be determined again."""
+        self.last_id: bytes | None = None
+        self.anchor: bytes | None = None
+        """The newest fetched entry, which exists as long as the log is the one that was read."""
+        self._known: tuple[int, int] | None = None
+        self.entries: deque[tuple[bytes, int]] = deque()
+        self.num_tokens = 0
+
+    def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
+        """Start reading at ``oldest``, the first entry. Entries up to ``known_id`` are in the cache already."""
+        self.last_id, self.anchor = BEGINNING, oldest
+        self._known = None if known_id is None else id_key(known_id)
+
+    def is_known(self, entry_id: bytes) -> bool:
+        """Return whether the offset is past this entry."""
+        return self._known is not None and id_key(entry_id) <= self._known
+
+    def record(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
+        """Record that entry ``entry_id`` of the log was read, or was too large to be read."""
+        self.last_id = entry_id
+        if was_fetched or self.anchor is None:
+            self.anchor = entry_id
+        self.entries.append((entry_id, num_tokens))
+        self.num_tokens += num_tokens
+
+    def has_seen(self, sequence_id: bytes) -> bool:
+        """Return whether an entry with this sequence id was read before, and remember the id."""
+        is_seen = sequence_id in self._seen
+        self._seen[sequence_id] = None
+        self._seen.move_to_end(sequence_id)
+        if len(self._seen) > self._max_seen:
+            self._seen.popitem(last=False)
+        return is_seen
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the stream must not be read now."""
+        return self.backoff.is_paused or time.monotonic() < self.slow_until
+
+    @property
+    def lag_s(self) -> float:
+        """The seconds since the end of the log was last reached, minus the time that a read may block."""
+        return max(0.0, time.monotonic() - self.caught_up_at - BLOCK_MS / 1000)
+
+    def mark_ok(self) -> None:
+        """Reset the state after a success."""
+        self.is_rejected = False
+        self.backoff.reset()
+
+
+class Subscriber:
+    """The reading half of the replication log: reads and trims any number of streams, on one thread and one connection.
+
+    A log is read from its beginning, and entries that the offset does not cover are stored, oldest first. Entries that
+    were trimmed before are lost. Known entries are read for their sizes, which bound the log, and for their sequence
+    ids, which identify second copies.
+
+    Nothing in a stream is trusted. Every two seconds, the subscriber checks that each log still has the entry read
+    last. If not, the log was emptied or replaced, and is read from its beginning. So no forged id can stop this replica
+    from reading, and no clock matters. An entry too large to fetch is skipped by its id. A stream that is rejected, or
+    whose cache is slow, is paused while the others are read.
+    """
+
+    def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
+        """Connect lazily; ``max_tokens`` bounds each stream, except those of smaller caches."""
+        self.num_received = 0
+        self.num_received_tokens = 0
+        self.num_known = 0
+        self.num_invalid = 0
+        """The number of entries that failed verification."""
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._client = connect(url)
+        self._is_cluster = is_cluster(self._client)
+        self._lock = threading.Lock()
+        self._streams: dict[str, SubscribedStream] = {}
+        self._min_batch = _MIN_BATCH
+        self._has_changed = threading.Event()
+        self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
+
+    def subscribe(self, key: str, cache: NamespaceCache, offset: ReplicaOffset) -> None:
+        """Store the entries of stream ``key`` in ``cache`` as long as that object exists. Owns ``offset`` from now on.
+
+        Writes the offset into the cache as it advances. The log is bounded to about the size of the cache.
+        """
+        max_tokens = min(self._max_tokens, max(_MIN_LOG_TOKENS, cache.capacity_tokens))
+        with self._lock:
+            self._streams[key] = SubscribedStream(key, cache, offset, max_tokens)
+        self._has_changed.set()
+
+    def unsubscribe(self, key: str) -> None:
+        """Stop reading stream ``key``, if it is read. O(1)."""
+        with self._lock:
+            self._streams.pop(key, None)
+
+    def streams(self) -> list[SubscribedStream]:
+        """Return the streams whose caches exist."""
+        with self._lock:
+            for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
+                del self._streams[key]
+            return list(self._streams.values())
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server answers, and rejected no stream's last command."""
+        return self.loop.is_connected and not any(stream.is_rejected for stream in self.streams())
+
+    def stop(self) -> None:
+        """End the thread within the time that a read may block."""
+        self.loop.stop()
+        self._has_changed.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Wait for the thread and close the connection."""
+        self.loop.join(timeout_s)
+        self._client.close()
+
+    def _exchange(self) -> None:
+        """Read a page of each stream that has more, or wait until one has."""
+        streams, began = self.streams(), time.monotonic()
+        if not streams:
+            self._wait(BLOCK_MS / 1000)
+            self._client.ping()
+            return
+        awake = [stream for stream in streams if not stream.is_paused]
+        for stream in awake:
+            self._attempt(stream, self._check_log)
+        for stream in awake:
+            if stream.last_id is None:
+                self._attempt(stream, self._begin)
+            elif stream.page < PAGE or self._is_cluster:
+                self._attempt(stream, self._read_one)
+        awake = [stream for stream in awake if not stream.is_paused]
+        followed = [stream for stream in awake if stream.last_id is not None and stream.page == PAGE]
+        if self.loop.is_stopping:
+            return
+        slow_s = [stream.slow_until - time.monotonic() for stream in streams if stream.slow_until > began]
+        wait_s = max(1e-3, min([BLOCK_MS / 1000, *slow_s]))  # rejected streams wait longer
+        if not awake:
+            self._wait(wait_s)  # or until a stream is added
+        elif followed and not self._is_cluster:
+            self._read_all(followed, block=math.ceil(1000 * wait_s) if len(followed) == len(awake) else None)
+        elif not any(stream.has_more for stream in awake) and len(followed) == len(awake):
+            self._wait(_CLUSTER_WAIT_S)  # one XREAD cannot wait for streams of several slots
+
+    def _wait(self, seconds: float) -> None:
+        self._has_changed.wait(seconds)
+        self._has_changed.clear()
+
+    def _attempt(self, stream: SubscribedStream, step: Callable[[SubscribedStream], object]) -> None:
+        """Run one step for one stream. Only a lost connection affects other streams."""
+        from redis.exceptions import ConnectionError, TimeoutError
+
+        if self.loop.is_stopping or stream.is_paused:
+            return
+        try:
+            step(stream)
+        except Exception as error:  # no permission, a key of another type, a closed cache
+            is_cut = isinstance(error, ConnectionError | TimeoutError | OSError)
+            if is_cut and not self._is_cluster:  # in a cluster, this affects one node only
+                raise
+            stream.is_rejected, stream.is_disconnected = True, is_cut
+            if is_cut:
+                stream.check_at = 0.0  # the log may be replaced meanwhile
+            stream.backoff.pause()
+            self.loop.report(error)
+            return
+        if stream.is_disconnected:
+            stream.is_disconnected = False
+            self.loop.num_reconnects += 1
+
+    def _check_log(self, stream: SubscribedStream) -> None:
+        """Check every few seconds, and after an interruption, that the log is the one that was read."""
+        now = time.monotonic()
+        if self.loop.is_connected and now < stream.check_at:
+            return
+        stream.check_at = now + max(_CHECK_S, _CHECK_EACH_S * len(self._streams))
+        if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
+            stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
+
+    def _begin(self, stream: SubscribedStream) -> None:
+        """Determine the known part of the log, before it is read from its beginning."""
+        from redis.exceptions import ResponseError
+
+        try:
+            self._client.xtrim(stream.key, maxlen=stream.max_entries, approximate=False)
+        except ResponseError as error:  # the log is read nevertheless
+            self.loop.report(error)
+        oldest = entries_after(self._client, stream.key, BEGINNING, 1).entries
+        check_entries(oldest, after=BEGINNING)
+        oldest_id = oldest[0][0] if oldest else None
+        stream.begin(oldest_id, stream.offset.locate(oldest_id, partial(self._sequence_id_at, stream)))
+
+    def _sequence_id_at(self, stream: SubscribedStream, entry_id: bytes) -> bytes | None:
+        raw = entry_at(self._client, stream.key, entry_id)
+        try:
+            return None if raw is None else self._unpack(stream, raw).sequence_id
+        except InvalidEntryError:
+            return None
+
+    def _read_all(self, streams: Sequence[SubscribedStream], *, block: int | None) -> None:
+        """Read a page of each stream, or the entries that one of them gets within ``block`` milliseconds."""
+        from redis.exceptions import ResponseError
+
+        by_key = {stream.key: stream for stream in streams}
+        places: Any = {stream.key: stream.last_id or BEGINNING for stream in streams}
+        count = max(self._min_batch, min(PAGE, _MAX_BATCH // len(places)))
+        try:
+            answer: Any = self._client.xread(places, count=count, block=block)
+        except (ResponseError, OversizedReplyError):
+            self._min_batch = 1  # until the streams have been read
+            for stream in streams:  # reading one by one shows which stream fails
+                self._attempt(stream, self._read_one)
+            return
+        is_read = set(by_key)
+        for key, entries in answer or ():
+            stream = by_key[key.decode()]
+            self._attempt(stream, partial(self._receive_all, entries=entries))
+            if len(entries) >= count or stream.is_paused:
+                is_read.discard(stream.key)
+        for key in is_read:
+            by_key[key].caught_up_at = time.monotonic()
+        for stream in streams:
+            if stream.is_rejected and not stream.backoff.is_paused:
+                stream.mark_ok()
+        if all(len(entries) < count for _, entries in answer or ()):  # all streams have been read to their ends
+            self._min_batch = _MIN_BATCH
+            if answer:
+                self._wait(GATHER_S)
+
+    def _read_one(self, stream: SubscribedStream) -> None:
+        page = entries_after(self._client, stream.key, stream.last_id or BEGINNING, stream.page)
+        stream.page = 1 if page.was_cut else min(2 * stream.page, PAGE)
+        stream.has_more = not page.is_last
+        self._receive_all(stream, page.entries)
+        if page.is_last and not stream.is_paused:
+            stream.caught_up_at = time.monotonic()
+
+    def _receive_all(self, stream: SubscribedStream, entries: Sequence[RawEntry]) -> None:
+        """Process entries of the log in order. If the cache is slow, the rest is read again later."""
+        check_entries(entries, after=stream.last_id or BEGINNING)
+        arrived: list[Tokens] = []
+        num_tokens = 0
+        for num_left, raw in zip(range(len(entries) - 1, -1, -1), entries, strict=True):
+            if self.loop.is_stopping:
+                return
+            num_tokens += self._receive(stream, raw, arrived)
+            if num_left and num_tokens < _STORE_TOKENS:
+                continue
+            began = time.monotonic()
+            self._store(stream, arrived)
+            if time.monotonic() - began > _SLOW_S:
+                stream.slow_until = time.monotonic() + _SLOW_PAUSE_S
+                return
+            arrived, num_tokens = [], 0
+        stream.mark_ok()
+        self._trim(stream)
+
+    def _receive(self, stream: SubscribedStream, raw: RawEntry, arrived: list[Tokens]) -> int:
+        """Process the next entry of the log; add its text to ``arrived`` if new. Returns the number of tokens added."""
+        data = value_of(raw)
+        stream.record(raw[0], unverified_num_tokens(data), was_fetched=raw[1] is not None)
+        if stream.is_known(raw[0]) and (sequence_id := unverified_id(data)) is not None:  # it was verified before
+            stream.has_seen(sequence_id)
+            self.num_known += 1
+            return 0
+        try:
+            entry = self._unpack(stream, raw)
+        except InvalidEntryError:
+            self.num_invalid += 1
+            return 0
+        if stream.cache() is None:
+            return 0
+        has_seen = stream.has_seen(entry.sequence_id)
+        stream.offset.advance(raw[0], entry.sequence_id)
+        if has_seen or stream.offset.is_stored(entry):
+            self.num_known += 1
+            return 0
+        arrived.append(entry.tokens)
+        return len(entry.tokens)
+
+    def _store(self, stream: SubscribedStream, arrived: Sequence[Tokens]) -> None:
+        """Store the arrived text, with the new offset."""
+        cache = stream.cache()
+        if cache is None:
+            return
+        if not arrived:
+            cache.set_source(stream.offset.to_json())
+            return
+        cache.append_replicated(arrived, source=stream.offset.to_json())
+        self.num_received += len(arrived)
+        self.num_received_tokens += sum(map(len, arrived))
+
+    def _unpack(self, stream: SubscribedStream, raw: RawEntry) -> Entry:
+        return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)
+
+    def _trim(self, stream: SubscribedStream) -> None:
+        """Trim a log that exceeds its bounds. Every replica does so, because trimming twice is harmless."""
+        from redis.exceptions import ResponseError
+
+        if stream.num_tokens <= stream.max_tokens and len(stream.entries) <= stream.max_entries:
+            return
+        max_tokens = stream.max_tokens - stream.max_tokens // 16  # some slack, so that not every read trims
+        max_entries = stream.max_entries - stream.max_entries // 16
+        while stream.num_tokens > max_tokens or len(stream.entries) > max_entries:
+            stream.num_tokens -= stream.entries.popleft()[1]
+        oldest = stream.entries[0][0] if stream.entries else stream.last_id
+        try:
+            self._client.xtrim(stream.key, minid=oldest, approximate=False)
+        except ResponseError as error:  # reading continues; publishers bound the log as well
+            self.loop.report(error)

@@ -1,0 +1,493 @@
+"""The retrieval cache of one namespace: it stores sequences, and is sorted and written to files in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Executor, Future
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import IndexConfig
+from ssd.retrieval.cache_state import CacheStats, LearnedState, PendingCheckpoints, SourcePosition
+from ssd.retrieval.dedup import as_sequence
+from ssd.retrieval.directory import RETRY_S, DurableSegments, SegmentDirectory
+from ssd.retrieval.files import is_retained, new_segment_id
+from ssd.retrieval.index import SuffixIndex
+from ssd.retrieval.prebuilt import load_prebuilt_directory
+from ssd.retrieval.reuse import hot_texts
+from ssd.retrieval.segment import Segment, Tokens, concatenate
+from ssd.retrieval.snapshot import Snapshot
+from ssd.retrieval.suffix_array import build_order, build_segment
+
+log = logging.getLogger(__name__)
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer]
+
+FIRST_BACKOFF_S: Final = 30.0
+MAX_BACKOFF_S: Final = 3600.0
+
+_MAX_SEGMENTS: Final = 256  # with more segments, as merges fail, only a memtable of half the ring is flushed
+_MAX_INLINE_SORT: Final = 1 << 14  # tokens; larger merges are sorted by the executor
+_ROOM_WAIT_S: Final = 1.0
+
+
+class StoredPieces(list[Tokens]):
+    """The pieces of one append, in order: int32[n] each, without separators.
+
+    Attributes:
+        position: The ring position of the first token of the first piece. The other pieces follow, each after a
+            separator.
+    """
+
+    def __init__(self, pieces: Iterable[Tokens], position: int) -> None:
+        super().__init__(pieces)
+        self.position = position
+
+
+Listener = Callable[[StoredPieces], None]
+
+
+class _RunningMerge(NamedTuple):
+    inputs: tuple[Segment, ...]
+    tokens: Tokens
+    order: Future[Tokens]
+
+
+class NamespaceCache:
+    """The stored text of one namespace. Made by ``CacheManager``, which also calls ``maintain`` unless it is inline.
+
+    Appending and reading are safe from any thread and never wait for sorting or files. ``maintain``, ``close`` and
+    ``discard`` sort, read and write; they are safe from any thread, and run one at a time. ``_lock`` is locked for
+    microseconds, to change the index, checkpoints or counters, or to read several of them consistently.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: IndexConfig,
+        *,
+        fingerprint: str,
+        directory: SegmentDirectory | None = None,
+        sorter: Executor | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        """Create a cache.
+
+        Args:
+            name: The namespace.
+            config: The settings of the index.
+            fingerprint: The tokenizer's fingerprint.
+            directory: A directory whose segments are searched and in which new ones become files; None keeps all in
+                memory.
+            sorter: The executor that sorts large merges; None sorts on the thread that maintains.
+            wake: Called if there is maintenance to do; None if the owner calls ``maintain``.
+        """
+        self.name = name
+        self._config = config
+        self._fingerprint = fingerprint
+        self._sorter = sorter
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)  # notified when a flush made room, and when closing begins
+        self._maintaining = threading.Lock()  # locked while files are written; acquired before ``_lock``
+        self._is_closing = self._is_closed = False
+        self._is_discarded = False  # appends are ignored
+        self._listeners: tuple[Listener, ...] = ()
+        self._num_appended = self._num_flushes = self._num_merged = self._num_failed_merges = self._num_failures = 0
+        self._logged: set[str] = set()
+
+        self._files = None if directory is None else DurableSegments(name, directory, self.report_failure)
+        segments = [] if self._files is None else self._files.load()
+        self.checkpoint = None if self._files is None else self._files.checkpoint
+        """The checkpoint of the directory when it was opened: the last source position whose text was all in files, and
+        the ring position before which all text was. None without a directory, and if no source position was ever set.
+        """
+        self.learned = LearnedState(None if self._files is None else self._files.learned)
+        """The learned state of drafters for this namespace. The directory stores the copy published last."""
+        self._index = SuffixIndex(
+            config,
+            [segment for segment in segments if segment.start is not None],
+            0 if self._files is None else self._files.next_position,
+            () if self._files is None else self._files.gaps,
+        )
+        # Prebuilt segments in this directory are neither evicted nor merged, but must be in every manifest.
+        self._own_prebuilt = tuple(segment for segment in segments if segment.start is None)
+        self._index.add_prebuilt(self._own_prebuilt)
+        self._checkpoints = PendingCheckpoints(self.checkpoint)
+        self._retry_writes_at = 0.0
+        self._running: _RunningMerge | None = None  # the merge that the sorter runs
+        self._failed_merges: dict[
+            tuple[str, ...], tuple[float, float]
+        ] = {}  # by inputs: time of the next attempt, last pause
+
+    def report_failure(self, what: str, error: BaseException) -> None:
+        """Count a failure, and log the first one of its kind, because such failures often repeat."""
+        self._num_failures += 1
+        kind = f"{what} {type(error).__name__}"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            log.warning("cache namespace=%s: %s (logged once): %s", self.name, what, error)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The maximum number of stored tokens."""
+        return self._index.config.capacity_tokens
+
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot to search now, which includes the last append. O(1)."""
+        return self._index.snapshot()
+
+    # Appending
+
+    def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
+        """Store a finished sequence, prompt then completion. O(n); never raises and never waits for sorting or files.
+
+        ``token_ids`` are ids >= 0, the end-of-text token included. Leading blocks of its first ``prompt_length`` tokens
+        that are stored already are skipped. Input that cannot be stored counts as a failure.
+        """
+        try:
+            tokens = as_sequence(token_ids)
+            with self._lock:
+                if self._is_discarded:
+                    return
+                position = self._index.next_position
+                stored = StoredPieces(self._index.append(tokens, prompt_length=prompt_length), position)
+                self._num_appended += len(tokens)
+        except Exception as error:  # a cache must not fail a request
+            self.report_failure("a sequence was not stored", error)
+            return
+        self._wake_if_due()
+        for listener in self._listeners if stored else ():
+            try:
+                listener(stored)
+            except Exception as error:
+                self.report_failure("a listener failed", error)
+
+    def append_replicated(self, pieces: Sequence[Tokens], *, source: SourcePosition | None = None) -> None:
+        """Store pieces from another replica unchanged, without calling the listeners. Never raises. O(tokens).
+
+        A later prompt that begins with such a piece is neither stored again nor passed to listeners, so that replicas
+        do not republish each other's text.
+
+        Waits, at most a second, while half of the ring is unflushed, because a replica that reads a long log must not
+        outrun flushing; once the cache is being closed, it does not wait. Not for the request path, since a call with
+        many tokens may delay it. Some thousand tokens per call are appropriate.
+
+        Args:
+            pieces: int32[n] each, ids >= 0, verified by the caller. They are copied.
+            source: The source position after the last piece, see ``set_source``.
+        """
+        index = self._index
+        try:
+            wait_until: float | None = None
+            with self._room:
+                for tokens in pieces:
+                    if self._wake is not None and not index.has_room():
+                        index.publish()  # because waiting releases the lock
+                        self._wake()
+                        wait_until = wait_until or time.monotonic() + _ROOM_WAIT_S
+                        self._room.wait_for(
+                            lambda: self._is_closing or index.has_room(), max(0.0, wait_until - time.monotonic())
+                        )
+                    if self._is_discarded:
+                        return
+                    index.add(tokens)
+                    self._num_appended += len(tokens)
+                index.publish()
+                if source is not None:
+                    self._set_source(source)
+        except Exception as error:
+            self.report_failure("a replicated piece was not stored", error)
+            return
+        self._wake_if_due()
+
+    def set_source(self, source: SourcePosition) -> None:
+        """Record the caller's position in its source. After a restart, ``checkpoint`` has the last durable one.
+
+        The directory stores the newest position at which all text stored so far, by any caller, is in files. So a crash
+        loses only text after it. It must be small JSON, as every manifest contains it. Text in a file that turns out to
+        be unreadable is missing all the same, as is text dropped because flushing could not keep up. A segment that
+        could not be written delays the checkpoint, so that later text may be received again. O(1).
+        """
+        with self._lock:
+            self._set_source(source)
+
+    def _set_source(self, source: SourcePosition) -> None:
+        self._checkpoints.set(source, self._index.next_position, self._memtable_start)
+
+    def add_listener(self, listener: Listener) -> None:
+        """Call ``listener`` with the pieces of every ``append`` that stored any, on the thread of ``append``."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+    def add_prebuilt_directory(self, path: Path) -> frozenset[str]:
+        """Search the segments of a directory made by ``ssd-cache build``, which are never evicted.
+
+        Returns their ids. Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        """
+        segments = load_prebuilt_directory(path, fingerprint=self._fingerprint)
+        with self._lock:
+            self._index.add_prebuilt(segments)
+        return frozenset(segment.segment_id for segment in segments)
+
+    @property
+    def shared_segments(self) -> tuple[Segment, ...]:
+        """The attached segments of another namespace."""
+        return self._index.shared_segments
+
+    def attach_shared(self, segments: tuple[Segment, ...]) -> None:
+        """Replace the attached segments of another namespace by ``segments``, which have no position."""
+        with self._lock:
+            if not self._is_discarded:
+                self._index.attach_shared(segments)
+
+    def _wake_if_due(self) -> None:
+        if self._wake is not None and self._index.num_memtable_tokens >= self._config.seal_tokens:
+            self._wake()
+
+    def stats(self) -> CacheStats:
+        """Return the sizes and counters."""
+        with self._lock:
+            snapshot, index = self._index.snapshot(), self._index
+            num_shared = sum(map(len, index.shared_segments))
+            num_prebuilt = sum(len(segment) for segment in snapshot.segments if segment.start is None) - num_shared
+            return CacheStats(
+                num_tokens=snapshot.num_tokens - num_prebuilt - num_shared,
+                num_kept_tokens=index.num_retained_tokens,
+                num_static_tokens=num_prebuilt,
+                num_borrowed_tokens=num_shared,
+                num_tail_tokens=index.num_memtable_tokens,
+                num_segments=len(snapshot.segments),
+                generation=snapshot.generation,
+                num_appended_tokens=self._num_appended,
+                num_skipped_tokens=index.num_skipped_tokens,
+                num_sealed=self._num_flushes,
+                num_merged=self._num_merged,
+                num_failed_merges=self._num_failed_merges,
+                num_evicted_segments=index.num_evicted_segments,
+                num_evicted_tokens=index.num_evicted_tokens,
+                num_dropped_tokens=index.num_dropped_tokens,
+                num_failures=self._num_failures + (0 if self._files is None else self._files.num_failures),
+            )
+
+    # Maintenance
+
+    def maintain(self, *, flush_all: bool = False, wait: bool = True) -> None:
+        """Flush and merge where due, and update the directory.
+
+        Args:
+            flush_all: Flush the memtable whatever its size.
+            wait: Also finish merges that the sorter runs. Otherwise they are started here and installed by a later
+                call.
+        """
+        with self._maintaining:
+            if self._is_closed:
+                return
+            try:
+                if wait or len(self._index.ring_segments) <= _MAX_SEGMENTS or not self._index.has_room():
+                    self._flush_memtable(1 if flush_all else self._config.seal_tokens)
+                self._retain_hot()
+                self._merge(wait=wait)
+                if time.monotonic() >= self._retry_writes_at or (flush_all and wait):
+                    self._retry_writes()
+            finally:
+                self._commit()
+            if self._files is not None:
+                self._files.save_learned(self.learned.newest)
+
+    def flush(self) -> None:
+        """Flush the whole memtable, wait for all merges, and retry failed writes."""
+        self.maintain(flush_all=True)
+
+    def begin_close(self) -> None:
+        """Make maintenance on another thread end after its current segment. ``close`` must follow."""
+        with self._room:
+            self._is_closing = True
+            self._room.notify_all()
+
+    def close(self) -> None:
+        """Flush the memtable and close the directory. Later appends still work, in memory only.
+
+        Bounded even if other threads append: it does not wait for text appended after the call. It sorts at most one
+        memtable, and writes that and segments that could not be written before.
+        """
+        self.begin_close()
+        with self._maintaining:
+            if self._is_closed:
+                return
+            self._flush_memtable(1)
+            self._retain_hot()
+            self._retry_writes()
+            self._is_closed = True
+            self._commit()
+            if self._files is not None:
+                self._files.save_learned(self.learned.newest, now=True)
+                self._files.close()
+
+    def discard(self) -> None:
+        """Delete all content permanently: later snapshots are empty, and later appends are ignored.
+
+        The caller removes the files, which this object does not write any more, with ``remove_directory``. Waits for
+        running flushes and merges.
+        """
+        self.begin_close()
+        self._clear()  # takes effect at once
+        with self._maintaining:
+            self._is_closed = True
+            self._running = None
+            self._clear()  # again, because a flush or merge may have added text
+            if self._files is not None:
+                self._files.close()
+
+    def _clear(self) -> None:
+        with self._lock:
+            self._is_discarded = True
+            self._index.clear()
+
+    @property
+    def _memtable_start(self) -> int:
+        """The first ring position that is in no segment."""
+        return self._index.next_position - self._index.num_memtable_tokens
+
+    # Flushing, and retaining reused text
+
+    def _flush_memtable(self, min_tokens: int) -> None:
+        """Flush the present memtable while it has at least ``min_tokens`` tokens. Later text waits."""
+        stop = self._index.next_position
+        while True:
+            with self._lock:
+                is_due = self._memtable_start < stop and self._index.num_memtable_tokens >= min_tokens
+                due = self._index.memtable_to_flush() if is_due else None
+            if due is None:
+                return
+            start, tokens = due
+            segment = self._write(build_segment(tokens, start=start, segment_id=new_segment_id(start)))
+            with self._room:
+                self._index.install_flushed(segment)
+                self._num_flushes += 1
+                self._room.notify_all()
+
+    def _retain_hot(self) -> None:
+        """Retain the reused text of evicted segments."""
+        while True:
+            with self._lock:
+                due = self._index.eviction_pass()
+            if due is None:
+                return
+            retained: list[tuple[Segment, Segment]] = []
+            try:
+                for evicted, text in hot_texts(due):
+                    segment_id = new_segment_id(evicted.start, retained=True)
+                    segment = build_segment(text, start=evicted.start, segment_id=segment_id)
+                    retained.append((evicted, self._write(segment)))
+            except Exception as error:  # probably out of memory: the text is lost
+                self.report_failure("reused text was not retained", error)
+            with self._room:
+                self._index.install_retained(due.evicted, retained)
+                self._room.notify_all()
+
+    # Merging
+
+    def _merge(self, *, wait: bool) -> None:
+        """Run the merges that are due.
+
+        With ``wait``, also wait for the sorter; otherwise a later call installs its results.
+        """
+        while not self._is_closing:
+            if self._running is not None:
+                if not wait and not self._running.order.done():
+                    return
+                merge, self._running = self._running, None
+                try:
+                    self._install_merged(merge.inputs, merge.tokens, merge.order.result())
+                except CancelledError:  # the manager is being closed
+                    return
+                except Exception as error:
+                    self._back_off_merge(merge.inputs, error)
+                continue
+            with self._lock:
+                inputs = self._index.plan_merge(self._merges_in_backoff())
+            if inputs is None:
+                return
+            try:
+                tokens = concatenate(inputs)
+                if self._sorter is None or len(tokens) <= _MAX_INLINE_SORT:
+                    self._install_merged(inputs, tokens)
+                    continue
+                self._running = _RunningMerge(inputs, tokens, self._sorter.submit(build_order, tokens))
+                if (wake := self._wake) is not None:
+                    self._running.order.add_done_callback(lambda _: wake())
+            except Exception as error:  # probably out of memory
+                self._back_off_merge(inputs, error)
+
+    def _merges_in_backoff(self) -> set[str]:
+        """Return the ids of segments whose merge failed and waits, and forget merges that are no longer possible."""
+        there, now = {segment.segment_id for segment in self._index.ring_segments}, time.monotonic()
+        self._failed_merges = {ids: when for ids, when in self._failed_merges.items() if there.issuperset(ids)}
+        return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
+
+    def _install_merged(self, inputs: Sequence[Segment], tokens: Tokens, order: Tokens | None = None) -> None:
+        """Replace ``inputs`` by one segment of ``tokens``, which is sorted here if ``order`` is None."""
+        segment_id = new_segment_id(
+            inputs[0].start, retained=all(is_retained(segment.segment_id) for segment in inputs)
+        )
+        merged = build_segment(tokens, start=inputs[0].start, segment_id=segment_id, order=order)
+        written = self._write(merged)
+        if self._files is not None and written is merged and any(map(self._files.has, inputs)):
+            self._back_off_merge(inputs)  # the inputs' files stay until the disk has room
+            return
+        with self._lock:
+            if self._index.install_merged(inputs, written):
+                self._num_merged += 1
+
+    def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
+        """Defer a merge.
+
+        A failure is counted and doubles the pause. Without an ``error``, only disk space was missing.
+        """
+        ids = tuple(segment.segment_id for segment in inputs)
+        if error is None:
+            self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2
+            return
+        _, last_backoff_s = self._failed_merges.get(ids, (0.0, FIRST_BACKOFF_S / 2))
+        backoff_s = min(MAX_BACKOFF_S, 2 * last_backoff_s)
+        self._failed_merges[ids] = time.monotonic() + backoff_s, backoff_s
+        self._num_failed_merges += 1
+        self.report_failure("a merge failed; it is retried later, and its text stays in small segments", error)
+
+    # Files
+
+    def _write(self, segment: Segment) -> Segment:
+        return segment if self._files is None else self._files.write(segment)
+
+    def _retry_writes(self) -> None:
+        """Retry segments that could not be written, because there may be room now."""
+        if self._files is None:
+            return
+        for segment in self._index.ring_segments:
+            if self._files.has(segment):
+                continue
+            written = self._write(segment)
+            if written is segment:
+                self._retry_writes_at = time.monotonic() + RETRY_S
+                return
+            with self._lock:
+                self._index.install_merged((segment,), written)
+
+    def _commit(self) -> None:
+        """Update the manifest with the newest durable checkpoint. O(number of segments)."""
+        if self._files is None:
+            return
+        with self._lock:
+            segments, next_position = self._index.ring_segments, self._index.next_position
+            missing = (segment.start or 0 for segment in segments if not self._files.has(segment))
+            checkpoint = self._checkpoints.durable_at(next(missing, self._memtable_start))
+        self._files.commit(
+            (*self._own_prebuilt, *segments), next_position, checkpoint, is_whole=not self._failed_merges
+        )

@@ -1,0 +1,140 @@
+"""Directories of prebuilt segments: built offline, searched by every server, never evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import CacheError, StoreUnavailable
+from ssd.retrieval.dedup import as_sequence, split_sequence
+from ssd.retrieval.directory import SegmentDirectory, load_all_segments
+from ssd.retrieval.files import Manifest, check_fingerprint, check_namespace, new_segment_id, read_manifest
+from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
+from ssd.retrieval.suffix_array import build_segment
+
+DEFAULT_SEGMENT_TOKENS = 16 << 20
+"""The default number of tokens per segment. Sorting that many takes about 3 s and, temporarily, 16 bytes per token."""
+
+_LEAD_IN_TOKENS = 32
+
+
+def load_prebuilt_directory(path: Path, *, fingerprint: str) -> list[Segment]:
+    """Load all segments of a directory, of any namespace, as prebuilt ones.
+
+    It may be the directory of a server that continues to write it. Raises CacheError: SegmentCorrupt, FormatVersion,
+    TokenizerMismatch, or StoreUnavailable if it cannot be read.
+    """
+    try:
+        manifest = read_manifest(path, fingerprint=fingerprint)
+    except OSError as error:
+        raise StoreUnavailable(f"{path} cannot be read: {error}. Check the path and its permissions") from error
+    if manifest is None:
+        raise StoreUnavailable(f"{path} contains no cache (no manifest.json). Create one with `ssd-cache build`")
+    _require_memory(path, manifest)
+    return [replace(segment, start=None) for segment in load_all_segments(path, manifest)]
+
+
+def _require_memory(path: Path, manifest: Manifest) -> None:
+    """Raise an error if the segments do not fit into free memory; otherwise the system would kill the process."""
+    wanted = 0
+    for segment_id in manifest.segment_ids:
+        with suppress(OSError):  # an error is raised when it is read
+            wanted += (path / f"{segment_id}.seg").stat().st_size
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):  # a system without this file
+        return
+    if wanted > free:
+        raise StoreUnavailable(
+            f"{path} requires {wanted / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free: free some, or "
+            "shrink the cache with `ssd-cache prune`"
+        )
+
+
+class PrebuiltWriter:
+    """Writes sequences into a directory as prebuilt segments, in addition to existing ones, which may be a server's.
+
+    As a context manager, it commits everything when it is left normally, and nothing after an exception.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fingerprint: str,
+        namespace: str = "default",
+        segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
+    ) -> None:
+        """Open the directory; a segment has ``segment_tokens`` >= 2. Raises CacheError, ConfigError, OSError."""
+        if not 2 <= segment_tokens < 1 << 31:
+            raise CacheError(f"segment_tokens must be within 2..2147483647, got {segment_tokens}")
+        self.num_tokens = 0
+        """The number of tokens appended so far, separators included."""
+        self._segment_tokens = segment_tokens
+        self._pending: list[Tokens] = []
+        self._num_pending = 0
+        self._directory = SegmentDirectory(
+            path, fingerprint=check_fingerprint(fingerprint), namespace=check_namespace(namespace)
+        )
+        existing, failures = self._directory.load()
+        if failures:
+            self._directory.close()
+            raise failures[0]
+        self._existing = existing
+        self._segments = list(existing)
+
+    def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """Add one sequence of ids >= 0, and write a segment if it is full. Raises CacheError, OSError."""
+        for piece in split_sequence(as_sequence(token_ids), self._segment_tokens - 1, _LEAD_IN_TOKENS):
+            if self._num_pending + len(piece) + 1 > self._segment_tokens:
+                self._write()
+            self._pending += [piece, np.array([SEPARATOR], np.int32)]
+            self._num_pending += len(piece) + 1
+            self.num_tokens += len(piece) + 1
+
+    def close(self) -> None:
+        """Write the last segment and the manifest."""
+        try:
+            self._write()
+            self._commit(self._segments)
+        finally:
+            self._directory.close()
+
+    def discard(self) -> None:
+        """Remove everything written by this writer."""
+        try:
+            self._commit(self._existing)
+        finally:
+            self._directory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _commit(self, segments: Sequence[Segment]) -> None:
+        """Commit prebuilt segments before others, and leave a server's ring position and checkpoint as they are."""
+        manifest = self._directory.manifest
+        self._directory.commit(
+            sorted(segments, key=lambda segment: segment.start is not None),
+            next_position=manifest.next_position,
+            shared=manifest.shared,
+        )
+
+    def _write(self) -> None:
+        if self._pending:
+            tokens = np.concatenate(self._pending)
+            self._pending, self._num_pending = [], 0
+            segment = build_segment(tokens, start=None, segment_id=new_segment_id(None))
+            self._segments.append(self._directory.write(segment))
