@@ -83,7 +83,7 @@ _HELD = "longrope, held"
 
 
 def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Make the encoding of a position independent of the other positions in a pass; returns the length that this allows.
+    """Make a position's encoding independent of other positions in a pass; returns the allowed length.
 
     LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to the original context and for
     longer ones. transformers chooses one in each pass by its furthest position. One long text in a batch would
