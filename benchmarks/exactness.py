@@ -20,7 +20,7 @@ from ssd.drafting import make_drafter
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, Drafter, DraftRequest, NoDrafter
 from ssd.engine import Engine, Request
-from ssd.engine.sequence import secret_of
+from ssd.engine.sequence import namespace_secret
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import TokenLogprobs, gumbel_noise
 from ssd.model.sampling.target_tokens import truncated_scores
@@ -279,7 +279,7 @@ def is_near_tie(
 def _noise_of(params: SamplingParams) -> SequenceNoise:
     if params.seed is not None:
         return SequenceNoise.seeded(params.seed)
-    return SequenceNoise.coupled(secret_of(_ROOT, "default"), 0, _COUPLED.coupled_window)
+    return SequenceNoise.coupled(namespace_secret(_ROOT, "default"), 0, _COUPLED.coupled_window)
 
 
 def reference_greedy(

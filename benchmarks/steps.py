@@ -124,14 +124,14 @@ def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
 PARTS: Final = {
     "admit": "_admit_and_cancel",
     "prefill": "_prefill_prompts",
-    "prepare": "_proposals.prepare",
-    "propose": "_proposals.propose",
-    "launch": "_passes.begin",
-    "verify": "_passes.verify",
+    "prepare": "_speculation.prepare_drafts",
+    "propose": "_speculation.propose",
+    "launch": "_pipeline.launch",
+    "verify": "_pipeline.verify",
     "commit": "_commit",
-    "count": "_count",
-    "spell": "_spell",
-    "ahead": "_passes.run_ahead",
+    "count": "_update_counts",
+    "spell": "_make_outputs",
+    "ahead": "_pipeline.launch_speculatively",
 }
 """Parts of a step of the engine, and the method that is each."""
 

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Literal, get_args
 
-from ssd.errors import ConfigError, RequestError, shown
+from ssd.errors import ConfigError, RequestError, quote_value
 from ssd.token_rules import NO_RULES, TokenRules
 
 DraftShape = Literal["auto", "chain", "tree"]
@@ -313,11 +313,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(condition: bool, param: str, allowed: str) -> None:
             if not condition:
-                raise RequestError(f"{param} must be {allowed}, got {shown(getattr(self, param))}", param=param)
+                raise RequestError(f"{param} must be {allowed}, got {quote_value(getattr(self, param))}", param=param)
 
         def check_each(wrong: Iterable[object], param: str, allowed: str) -> None:
             for each in wrong:
-                raise RequestError(f"{param} must be {allowed}, got {shown(each)}", param=param)
+                raise RequestError(f"{param} must be {allowed}, got {quote_value(each)}", param=param)
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))

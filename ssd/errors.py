@@ -104,7 +104,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def require_fault(error: BaseException) -> None:
+def reraise_exits(error: BaseException) -> None:
     """Raise ``error`` again if it ends the program; otherwise the caller may handle it.
 
     A panic of a library written in Rust is not an Exception, but is handled like any other failure.
@@ -113,7 +113,7 @@ def require_fault(error: BaseException) -> None:
         raise error
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """Return a value as an error quotes it, at most 80 characters. O(1) for any value; never raises."""
     if isinstance(value, str):
         text = repr(value[:80])

@@ -12,7 +12,7 @@ for _power, _letter in enumerate(_LETTERS, 1):
     _UNITS |= {_letter.upper(): 1024**_power, f"{_letter.upper()}iB": 1024**_power}
 
 
-def number(text: str) -> int:
+def parse_number(text: str) -> int:
     """Parse an integer like ``vllm serve``: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
 
     Raises ValueError, which says what is expected.
@@ -27,7 +27,7 @@ def number(text: str) -> int:
     raise ValueError(f"expected a whole number such as 32768, 32k (thousands), 32K or 4GiB, got {text[:80]!r}")
 
 
-def spelled(value: int) -> str:
+def format_number(value: int) -> str:
     """Write ``value`` in the shortest exact form that `number` reads: 8388608 is ``8M``."""
     for power, letter in reversed(list(enumerate(_LETTERS, 1))):
         if value and value % 1024**power == 0:

@@ -99,7 +99,7 @@ def codec(model: Path) -> TextCodec:
 def times_are_fixed() -> Iterator[None]:
     """Engines in this process are told times that depend on no clock, see `tests.fixed_times`."""
     with pytest.MonkeyPatch.context() as patch:
-        if "ssd.engine.proposals" in sys.modules:  # tests that open an engine were imported; others need no torch
+        if "ssd.engine.speculation" in sys.modules:  # tests that open an engine were imported; others need no torch
             from tests.fixed_times import fix_times
 
             fix_times(patch)

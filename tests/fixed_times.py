@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from server.__main__ import main as serve
-from ssd.engine import proposals
+from ssd.engine import speculation
 from ssd.engine.pass_timing import Size, timed_passes
-from ssd.engine.proposals import Proposals
+from ssd.engine.speculation import SpeculationManager
 from ssd.model.target import Target
 
 _FIXED_S = 1e-3
@@ -37,22 +37,22 @@ def seconds_of(num_positions: int) -> float:
 
 def fix_times(patch: pytest.MonkeyPatch) -> None:
     """Have all engines of this process be told fixed times, until ``patch`` is undone."""
-    observe = Proposals._observe_pass
+    observe = SpeculationManager._observe_pass
 
-    def observe_fixed(self: Proposals, num_rows: int, width: int, num_tokens: int, _seconds: float) -> None:
+    def observe_fixed(self: SpeculationManager, num_rows: int, width: int, num_tokens: int, _seconds: float) -> None:
         observe(self, num_rows, width, num_tokens, seconds_of(num_rows * width))
 
     def timed(target: Target, max_width: int) -> dict[Size, float]:
         return {size: seconds_of(size[0] * size[1]) for size in unfixed_passes(target, max_width)}
 
-    patch.setattr(Proposals, "_observe_pass", observe_fixed)
-    patch.setattr(proposals, "timed_passes", timed)
-    patch.setattr(proposals, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    patch.setattr(SpeculationManager, "_observe_pass", observe_fixed)
+    patch.setattr(speculation, "timed_passes", timed)
+    patch.setattr(speculation, "time", SimpleNamespace(perf_counter=lambda: 0.0))
 
 
 def measure_asking(patch: pytest.MonkeyPatch) -> None:
     """Have engines measure what asking for drafts takes after all, until ``patch`` is undone."""
-    patch.setattr(proposals, "time", time)
+    patch.setattr(speculation, "time", time)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
-from ssd.engine.sequence import secret_of
+from ssd.engine.sequence import namespace_secret
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import target_tokens
@@ -162,7 +162,7 @@ def test_answers_in_different_namespaces_are_independent() -> None:
     random = np.random.default_rng(6)
     roots = [random.bytes(32) for _ in range(DRAWS)]
     found = [
-        answers([SequenceNoise.coupled(secret_of(root, name), 0, 1) for root in roots], [(0,)] * DRAWS, 2)
+        answers([SequenceNoise.coupled(namespace_secret(root, name), 0, 1) for root in roots], [(0,)] * DRAWS, 2)
         for name in ("default", "default2")
     ]
     assert_follows(Counter(zip(*found, strict=True)), product_of([law_of((0,), 2)] * 2))
@@ -193,7 +193,7 @@ ALONE = tiny_model()  # never driven by an engine
 @cache
 def alone(namespace: str, stream: int, prompt: Text, length: int) -> list[int]:
     """The slow twin: one request, one token at a time, without any cache."""
-    secret = secret_of(ROOT, namespace)
+    secret = namespace_secret(ROOT, namespace)
     return slow.plain_decode(
         ALONE, prompt, SamplingParams(max_tokens=length), key_after=lambda text: coupled_key(secret, stream, text, 2)
     )

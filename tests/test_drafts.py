@@ -14,20 +14,20 @@ from ssd.cost_model.cost_model import CostModel
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.drafting.suffix_drafter import draft_of
-from ssd.engine.batch import Batch, begin_fed
+from ssd.engine.batch import Batch, fill_input_ids
 from ssd.engine.drafts import (
-    AHEAD,
     CHAIN,
-    ask_drafts,
-    begin_drafts,
-    count_promises,
-    plan_ahead,
-    take_ahead,
-    take_drafts,
+    PREPARED_CHAIN,
+    collect_drafts,
+    fill_draft_params,
+    plan_prepared_drafts,
+    record_draft_outcomes,
+    reuse_prepared_drafts,
+    store_prepared_drafts,
 )
-from ssd.engine.proposals import write_draft
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
+from ssd.engine.speculation import write_draft
 from tests.reference.drafts import PASSES_AHEAD, SlowDrafts, SlowRow
 from tests.reference.tree import node_parents
 
@@ -67,18 +67,18 @@ class Both:
     batch: Batch
     slow: SlowDrafts
     shares: AcceptanceCalibration
-    turn: int = 0
+    buffer: int = 0
 
     def check(self) -> None:
         for sequence, row in zip(self.batch.sequences, self.slow.rows, strict=True):
             record = sequence.row
-            assert said(draft_of(record.verified[self.turn])) == said(row.verified)
-            assert bool(record.was_asked[self.turn]) == (row.verified is not EMPTY_DRAFT)
-            assert record.num_fruitless == row.num_fruitless
-            assert bool(record.prepared_at) == (row.prepared is not None)
-            assert bool(record.used_begin) == (row.used is not None)
+            assert said(draft_of(record.drafts[self.buffer])) == said(row.verified)
+            assert bool(record.was_drafted[self.buffer]) == (row.verified is not EMPTY_DRAFT)
+            assert record.num_empty_drafts == row.num_fruitless
+            assert bool(record.prepared_length) == (row.prepared is not None)
+            assert bool(record.used_offset) == (row.used is not None)
             assert self.shares.share(row.kind / 4) == self.slow.shares.share(row.kind)
-        assert self.batch.wanted.tolist() == [row.is_wanted for row in self.slow.rows]
+        assert self.batch.needs_draft.tolist() == [row.is_wanted for row in self.slow.rows]
 
 
 def said(draft: Draft) -> tuple[object, ...]:
@@ -113,30 +113,30 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
     came_true = [False] * len(slow.rows)
     for step in range(8):
         if step:
-            plan_ahead(at, pair.turn, LIMIT)
+            plan_prepared_drafts(at, pair.buffer, LIMIT)
             slow.plan_ahead(LIMIT, came_true)
-            ask_drafts(at, pair.turn, costs, shares.address, LIMIT, 0.1, AHEAD)
+            fill_draft_params(at, pair.buffer, costs, shares.address, LIMIT, 0.1, PREPARED_CHAIN)
             found = list[Draft]()
             for sequence, row in zip(batch.sequences, slow.rows, strict=True):
                 most = row.most_drafted(len(row.verified.token_ids) + PASSES_AHEAD * (1 + LIMIT))
-                assert not row.is_wanted or sequence.row.drafting.params.limit == most
+                assert not row.is_wanted or sequence.row.draft_row.params.limit == most
                 beginning = [*row.verified.token_ids.tolist(), *[1] * 20]
                 found.append(some_draft(random, most, is_tree=False, beginning=beginning))
-                write_draft(found[-1], sequence.row.drafting.draft)
-            take_ahead(at, pair.turn, VOCAB)
+                write_draft(found[-1], sequence.row.draft_row.draft)
+            store_prepared_drafts(at, pair.buffer, VOCAB)
             slow.take_ahead(found)
             event(f"prepared: {sum(row.prepared is not None for row in slow.rows)}")
             came_true = advance(pair, random)
-        pair.turn ^= 1
+        pair.buffer ^= 1
         should_draft_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
-        begin_drafts(at, pair.turn, LIMIT, should_draft_all)
+        reuse_prepared_drafts(at, pair.buffer, LIMIT, should_draft_all)
         slow.begin(LIMIT, should_draft_all=should_draft_all)
-        num_asked = ask_drafts(at, pair.turn, costs, shares.address, LIMIT, 0.1, CHAIN)
+        num_asked = fill_draft_params(at, pair.buffer, costs, shares.address, LIMIT, 0.1, CHAIN)
         assert num_asked == sum(row.is_wanted for row in slow.rows)
         found = [some_draft(random, row.most_drafted(LIMIT), is_tree=is_tree) for row in slow.rows]
         for sequence, draft in zip(batch.sequences, found, strict=True):
-            write_draft(draft, sequence.row.drafting.draft)
-        take_drafts(at, pair.turn, costs, shares.address, VOCAB)
+            write_draft(draft, sequence.row.draft_row.draft)
+        collect_drafts(at, pair.buffer, costs, shares.address, VOCAB)
         slow.take(found)
         pair.check()
         check_fed(pair)
@@ -145,12 +145,12 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
 def check_fed(pair: Both) -> None:
     """What a pass is fed is what was said last, and the drafts."""
     batch, rows = pair.batch, pair.slow.rows
-    width, has_trees = batch.frame.width, bool(batch.frame.has_trees)
+    width, has_trees = batch.record.width, bool(batch.record.has_trees)
     assert width == 1 + max(len(row.verified.token_ids) for row in rows)
     assert has_trees == any(row.verified.parents is not None and len(row.verified.token_ids) for row in rows)
     fed, parents = np.empty((len(rows), width), np.int64), np.empty((len(rows), width * has_trees), np.int64)
     before, (lengths, counts) = np.empty(len(rows), np.int32), np.empty((2, len(rows)), np.int64)
-    begin_fed(batch.address, pair.turn, fed, parents, before, lengths, counts)
+    fill_input_ids(batch.address, pair.buffer, fed, parents, before, lengths, counts)
     for row, tokens, count in zip(rows, fed.tolist(), counts.tolist(), strict=True):
         assert tokens[:count] == [row.tokens[-1], *row.verified.token_ids.tolist()] and not any(tokens[count:])
     assert lengths.tolist() == [len(row.tokens) for row in rows]
@@ -161,7 +161,7 @@ def check_fed(pair: Both) -> None:
 
 def advance(pair: Both, random: np.random.Generator) -> list[bool]:
     """The pass ends: a part of each draft came, and one token more. Of which rows all of it did."""
-    rows, width = pair.slow.rows, pair.batch.frame.width
+    rows, width = pair.slow.rows, pair.batch.record.width
     paths, sizes = np.zeros((len(rows), width), np.int64), np.ones(len(rows), np.int64)
     came_true, accepted = list[bool](), list[list[int]]()
     for b, (sequence, row) in enumerate(zip(pair.batch.sequences, rows, strict=True)):
@@ -178,8 +178,8 @@ def advance(pair: Both, random: np.random.Generator) -> list[bool]:
         sequence.tokens[sequence.num_tokens : sequence.num_tokens + len(new)] = new
         sequence.row.length += len(new)
         came_true.append(0 < len(row.verified.token_ids) == len(path))
-    pair.batch.taken[:] = sizes
-    pair.batch.accepted[:], pair.batch.drafted[:] = sizes - 1, [len(row.verified.token_ids) for row in rows]
-    count_promises(pair.batch.address, pair.turn, pair.shares.address, sizes, paths)
+    pair.batch.committed[:] = sizes
+    pair.batch.num_accepted[:], pair.batch.num_drafted[:] = sizes - 1, [len(row.verified.token_ids) for row in rows]
+    record_draft_outcomes(pair.batch.address, pair.buffer, pair.shares.address, sizes, paths)
     pair.slow.count(accepted)
     return came_true

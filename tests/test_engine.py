@@ -22,7 +22,7 @@ from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.protocol import Drafter, NoDrafter
 from ssd.drafting.suffix_drafter import SuffixDrafter
-from ssd.engine import FinishReason, pass_timing, proposals
+from ssd.engine import FinishReason, pass_timing, speculation
 from ssd.engine.metrics import Histogram
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.retrieval.cache_manager import CacheManager
@@ -154,7 +154,7 @@ def test_what_times_passes_may_fail_while_requests_are_served(monkeypatch: pytes
     def failing(*_arguments: object) -> None:
         raise MemoryError("the widest pass")
 
-    monkeypatch.setattr(proposals, "timed_passes", failing)
+    monkeypatch.setattr(speculation, "timed_passes", failing)
     engine.calibrate()
     engine.submit(ask("a", prompt_of(3)))
     assert tokens_of(finish_all(engine)["a"]) == expected
@@ -168,7 +168,7 @@ def test_repeated_requests_are_drafted_however_wrong_passes_were_timed(
         sizes = itertools.product((1, 4), (1, 2, max_width))
         return {(rows, width): seconds_of(rows * width) * (factor if width > 1 else 1.0) for rows, width in sizes}
 
-    monkeypatch.setattr(proposals, "timed_passes", wrong)
+    monkeypatch.setattr(speculation, "timed_passes", wrong)
     with CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches:
         engine = make_engine(SuffixDrafter(), caches=caches, limit=16)
         engine.calibrate()
@@ -248,7 +248,7 @@ def test_every_request_ends_once_and_counts_add_up(is_asynchronous: bool, seed: 
         prompts, most = random.integers(3, 50, (3, 9)), random.integers(3, 30, 9).tolist()
         for number in range(9):
             sampling = {"max_tokens": most[number], "ignore_eos": True}
-            engine.submit(ask(str(number), prompts[number % 3].tolist(), keeps_steps=True, **sampling))
+            engine.submit(ask(str(number), prompts[number % 3].tolist(), record_steps=True, **sampling))
             outputs += [output for _ in range(int(random.integers(0, 3))) for output in engine.step()]
             if number % 3 == 2:
                 engine.cancel(str(number))
@@ -354,7 +354,7 @@ def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pyte
 
 def test_what_was_distrusted_is_tried_again_where_prices_left_no_draft() -> None:
     engine = make_engine(target=target_of(num_slots=1))
-    shares = engine._proposals._calibration
+    shares = engine._speculation._calibration
     for _ in range(50):
         shares.observe(1.0, 1.0, 0)
     before = shares.share(1.0)

@@ -39,7 +39,7 @@ from cache_builder.evaluation.evaluate import (
 from cache_builder.evaluation.log import Log
 from cache_builder.evaluation.report import headline, summary
 from ssd.bundled import MODEL_PATH
-from ssd.engine import measured
+from ssd.engine import profile_cli
 from ssd.errors import ConfigError, ModelError
 from ssd.text.codec import TextCodec
 from tests.test_evaluate_command import COSTS, made_log, plan
@@ -120,7 +120,7 @@ def measured_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
     def run(what: str, model: Path = MODEL_PATH, **asked: Any) -> tuple[int, dict[str, Any]]:
         monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(asked)))
-        status = measured.main([what, str(model)])
+        status = profile_cli.main([what, str(model)])
         return status, json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run
@@ -172,7 +172,7 @@ def test_costs_are_measured_with_the_engine(measured_here: Measured) -> None:
     status, result = measured_here("costs", **asked)
     assert status == 0
     costs = parse_step_costs(result, "x.json")
-    assert costs.curve.widths.tolist() == list(measured.WIDTHS)
+    assert costs.curve.widths.tolist() == list(profile_cli.WIDTHS)
     assert (np.diff(costs.curve.costs) >= 0).all()
     assert costs.step_ms is not None and costs.step_ms > 0
     assert costs.overhead is not None and costs.overhead >= 0

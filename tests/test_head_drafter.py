@@ -440,7 +440,7 @@ def test_an_engine_with_a_draft_model_from_files_says_the_same() -> None:
 
 
 def test_a_drafter_that_judges_no_drafts_has_none_beside_it() -> None:
-    with pytest.raises(ConfigError, match='needs the drafter "ssd"'):
+    with pytest.raises(ConfigError, match='requires the drafter "ssd"'):
         Engine.from_pretrained(MODEL_PATH, drafter="none", draft_head=HEAD_PATH)
 
 

@@ -24,7 +24,7 @@ from transformers import (
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
-from ssd.engine.sequence import secret_of
+from ssd.engine.sequence import namespace_secret
 from ssd.errors import RequestError
 from ssd.integrations.transformers import CoupledSampling, generate
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
@@ -219,7 +219,7 @@ def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: NamespaceC
     model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
     config = {"max_new_tokens": 60, "do_sample": True, "eos_token_id": 2, "top_k": 0, **kind}
     for number, prompt in enumerate(prompts):
-        coupled = CoupledSampling(secret_of(b"a root", "default"), stream=number, window=3)
+        coupled = CoupledSampling(namespace_secret(b"a root", "default"), stream=number, window=3)
         for _ in range(2):  # with drafts of nothing else, and of the answer itself
             output = generate(model, torch.tensor([prompt]), cache=cache, drafter=drafter, coupled=coupled, **config)
             assert output[0, len(prompt) :].tolist() == said[number].token_ids
@@ -329,14 +329,17 @@ def test_ids_that_the_model_has_not_are_not_drafted(cache: NamespaceCache) -> No
     [
         ({"num_beams": 4}, "num_beams must be 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
-        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens makes drafts of its own"),
+        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens drafts by itself"),
         ({"coupled": CoupledSampling(1), "do_sample": False}, "pass do_sample=True"),
         ({"inputs": torch.ones(2, 3, dtype=torch.long)}, r"one prompt of shape \[1, n\], got \[2, 3\]"),
-        ({"model": "Mamba"}, "cannot take tokens back"),
-        ({"use_cache": False}, "use_cache=False cannot take drafts back: leave use_cache out"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False cannot take drafts back"),
-        ({"cache_implementation": "static"}, "StaticCache cannot take drafts back: leave cache_implementation out"),
-        ({"past_key_values": StaticCache}, "StaticCache cannot take drafts back"),
+        ({"model": "Mamba"}, "cannot remove tokens from its state"),
+        ({"use_cache": False}, "use_cache=False cannot remove rejected draft tokens: leave use_cache out"),
+        (
+            {"generation_config": GenerationConfig(use_cache=False)},
+            "use_cache=False cannot remove rejected draft tokens",
+        ),
+        ({"cache_implementation": "static"}, "StaticCache cannot remove .*: leave cache_implementation out"),
+        ({"past_key_values": StaticCache}, "StaticCache cannot remove rejected draft tokens"),
     ],
 )
 def test_what_cannot_be_drafted_for_is_refused(kwargs: dict[str, Any], message: str) -> None:

@@ -39,13 +39,13 @@ VLLM = ROOT / ".venv-vllm"
 Text = tuple[int, ...]
 
 
-WATCH = vllm_plugin.watch_v1
+WATCH = vllm_plugin.wrap_v1_runner
 
 
 @pytest.fixture(autouse=True)
 def _steps_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tests, where vLLM's runner would be watched."""
-    monkeypatch.setattr(vllm_plugin, "watch_v1", lambda: True)
+    monkeypatch.setattr(vllm_plugin, "wrap_v1_runner", lambda: True)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_drafts_end_with_the_end_of_text_and_so_does_what_is_learned(proposer: S
         while not batch.finished():
             drafts += batch.step(proposer)
         assert all(0 not in draft[:-1] for draft in drafts)
-        proposer.on_step(batch.runner, finishing([name]))
+        proposer.on_finished(batch.runner, finishing([name]))
     assert learned[0][-1] != 0, "an end of text that more was said after is text"
     assert learned[1][-1] == 0
 
@@ -88,7 +88,7 @@ def test_foreign_lengths_cost_drafts_and_nothing_else(
 ) -> None:
     batch = VllmBatch()
     batch.add("a", scripted(5))
-    proposer.on_step(batch.runner, finishing(()))
+    proposer.on_finished(batch.runner, finishing(()))
     rows, lengths = batch.token_ids_cpu, batch.num_tokens_no_spec
     assert proposer.propose([[1, 2]], np.zeros(8, np.int32), rows) == [[]]
     assert proposer.propose([[1]], np.full(8, MAX_MODEL_LEN + 1, np.int32), rows) == [[]]
@@ -127,7 +127,7 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _s
     preempted: dict[str, Scripted] = {}
     for _ in range(data.draw(st.integers(5, 30), label="steps")):
         over = batch.finished()
-        proposer.on_step(batch.runner, finishing(over))
+        proposer.on_finished(batch.runner, finishing(over))
         truth.update(tuple(batch.finish(name).text) for name in over)
         assert Counter(learned) == truth, "each as it ended"
         if data.draw(st.booleans(), label="resume") and preempted:
@@ -150,7 +150,7 @@ def test_every_request_is_learned_once_however_rows_move(data: st.DataObject, _s
     assert proposer.stats().num_failures == 0
     over = list(batch.requests)
     truth.update(tuple(request.text) for request in batch.requests.values() if request.said)
-    proposer.on_step(batch.runner, finishing(over))
+    proposer.on_finished(batch.runner, finishing(over))
     assert Counter(learned) == truth
     proposer.close()
 
@@ -161,7 +161,7 @@ def test_no_more_is_drafted_than_the_scheduler_says(proposer: SuffixProposer) ->
     batch.add("a", Scripted(repeats[:30], repeats[30:], 80))
     lengths = []
     for most in (8, 2, 0, 0, 8):
-        proposer.on_step(batch.runner, finishing((), most))
+        proposer.on_finished(batch.runner, finishing((), most))
         (draft,) = proposer.propose(batch.sample(), batch.num_tokens_no_spec, batch.token_ids_cpu)
         batch.drafts["a"] = draft
         lengths.append(len(draft))
@@ -178,7 +178,7 @@ def test_a_prompt_that_is_no_text_is_not_learned(proposer: SuffixProposer) -> No
     for _ in range(4):
         batch.step(proposer)
     text = tuple(batch.requests["text"].text)
-    proposer.on_step(batch.runner, finishing(["text", "embedded"]))
+    proposer.on_finished(batch.runner, finishing(["text", "embedded"]))
     assert learned == [text]
     assert proposer.stats().num_failures == 0
 
@@ -186,7 +186,7 @@ def test_a_prompt_that_is_no_text_is_not_learned(proposer: SuffixProposer) -> No
 def test_a_batch_that_is_not_the_runners_is_drafted_nothing_for(proposer: SuffixProposer) -> None:
     batch, other = VllmBatch(), VllmBatch()
     batch.add("a", scripted(31))
-    proposer.on_step(other.runner, finishing(()))
+    proposer.on_finished(other.runner, finishing(()))
     assert proposer.propose(batch.sample(), batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]]
     assert proposer.stats().num_failures == 0
 
@@ -220,7 +220,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[FakeRunner]:
 
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_model_runner", SimpleNamespace(GPUModelRunner=Runner))
     monkeypatch.setattr(vllm_plugin, "V1_HOOKS", ())  # which are looked for in sources
-    monkeypatch.setattr(vllm_plugin, "watch_v1", WATCH)
+    monkeypatch.setattr(vllm_plugin, "wrap_v1_runner", WATCH)
     return Runner
 
 
@@ -267,12 +267,12 @@ def test_what_is_learned_ends_where_the_clients_answer_does(proposer: SuffixProp
     learned = learned_by(proposer)
     batch = VllmBatch()
     batch.add("a", scripted(30, max_tokens=20))
-    proposer.on_step(batch.runner, finishing(()))
+    proposer.on_finished(batch.runner, finishing(()))
     for _ in range(6):
         batch.step(proposer)
     output = finishing(["a"])
     setattr(output, LENGTHS, {"a": 23})
-    proposer.on_step(batch.runner, output)
+    proposer.on_finished(batch.runner, output)
     assert learned == [tuple(batch.requests["a"].text[:23])]
 
 

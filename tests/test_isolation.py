@@ -114,7 +114,7 @@ STAGES: dict[str, list[Place]] = {
     "choosing": [(lambda _: choosing, "host_tokens", _chooses)],
     "mask": [(lambda _: GrammarState, "_mask", lambda _, state, *__: len(state._token_ids) > 3)],
     "advance": [(lambda _: GrammarState, "advance", lambda _, state, *__: len(state._token_ids) > 5)],
-    "text": [(lambda _: EngineSequence, "output", _spells)],
+    "text": [(lambda _: EngineSequence, "make_output", _spells)],
 }  # fmt: skip
 """Where a fault is: whose method fails, after which calls."""
 

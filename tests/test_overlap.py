@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, Exact
-from ssd.engine import Engine, FinishReason, Request, RequestOutput, passes
+from ssd.engine import Engine, FinishReason, Request, RequestOutput, pipeline
 from ssd.engine.batch import Batch
+from ssd.engine.forward_pass import ForwardPass
 from ssd.engine.sequence import Sequence
-from ssd.engine.verify import Pass
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner, run_eagerly
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.runners.slot_runner import SlotRunner
@@ -87,7 +87,7 @@ def test_a_random_load_gives_the_same(kind: str, quiet: int, seed: int, count: i
             CacheManager(CacheConfig(), fingerprint=FINGERPRINT, inline=True) as caches,
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(passes, "_QUIET", quiet)
+            patch.setattr(pipeline, "_MIN_DRAFTLESS_PASSES", quiet)
             engine = engine_of(kind, is_asynchronous=is_asynchronous, caches=caches)
             begun: list[RequestOutput] = []
             for number, request in enumerate(requests):
@@ -131,14 +131,14 @@ def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], mo
         engine = engine_of(drafter="none", is_asynchronous=True)
         for name in "ab":
             engine.submit(sampled(name, 25, seed=ord(name)))
-        outputs, verify, number = [], Pass.verify, len(followed)
+        outputs, verify, number = [], ForwardPass.verify, len(followed)
         while engine.has_work():
             if fails and len(followed) > number + 2:
                 fails = False
-                monkeypatch.setattr(Pass, "verify", _fail)
+                monkeypatch.setattr(ForwardPass, "verify", _fail)
                 outputs += engine.step()
-                monkeypatch.setattr(Pass, "verify", verify)
-                assert engine._passes.first is None or len(engine._passes.first.batch.sequences) == 1
+                monkeypatch.setattr(ForwardPass, "verify", verify)
+                assert engine._pipeline.current is None or len(engine._pipeline.current.batch.sequences) == 1
             outputs += engine.step()
         assert engine.check() == []
         return {name: [t for o in outputs if o.request_id == name for t in o.token_ids] for name in "ab"}
@@ -146,7 +146,7 @@ def test_a_pass_that_fails_takes_the_one_behind_it_along(followed: list[int], mo
     assert said(fails=True) == said(fails=False)
 
 
-def _fail(_pass: Pass) -> None:
+def _fail(_pass: ForwardPass) -> None:
     raise RuntimeError("the device was lost")
 
 
@@ -154,13 +154,13 @@ def test_text_is_made_and_learned_from_while_the_next_pass_runs(monkeypatch: pyt
     with CacheManager(CacheConfig(), fingerprint=CODEC.fingerprint, inline=True) as caches:
         engine = engine_of("bundled", is_asynchronous=True, caches=caches)
         made: list[bool] = []
-        output, cache = Sequence.output, caches.get("default")
+        output, cache = Sequence.make_output, caches.get("default")
         monkeypatch.setattr(
-            Sequence, "output", lambda *args: made.append(engine._passes.first is not None) or output(*args)
+            Sequence, "make_output", lambda *args: made.append(engine._pipeline.current is not None) or output(*args)
         )
         append, learned = cache.append, []
         monkeypatch.setattr(
-            cache, "append", lambda *a, **k: learned.append(engine._passes.first is not None) or append(*a, **k)
+            cache, "append", lambda *a, **k: learned.append(engine._pipeline.current is not None) or append(*a, **k)
         )
         for name, max_tokens in (("short", 3), ("long", 12)):
             engine.submit(ask(name, CODEC.encode_prompt("import os\n"), max_tokens=max_tokens, ignore_eos=True))
@@ -197,14 +197,14 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
                 caches.get("default").append(text, prompt_length=len(prompt))
             caches.maintain()
             engine = engine_of("tiny", is_asynchronous=is_asynchronous, caches=caches)
-            propose, prepared = engine._proposals.propose, list[bool]()
+            propose, prepared = engine._speculation.propose, list[bool]()
 
             def counted(batch: Batch) -> Any:
                 drafts = propose(batch)
-                prepared.extend(sequence.row.used_begin > 0 for sequence in batch.sequences)
+                prepared.extend(sequence.row.used_offset > 0 for sequence in batch.sequences)
                 return drafts
 
-            monkeypatch.setattr(engine._proposals, "propose", counted)
+            monkeypatch.setattr(engine._speculation, "propose", counted)
             asked = [ask(str(row), prompt, max_tokens=80, ignore_eos=True, learn=False)
                      for row, prompt in enumerate(prompts)]  # fmt: skip
             tokens = [answer.token_ids for answer in answers_of(engine, asked)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
 from ssd.drafting.protocol import SamplingRow
-from ssd.engine import verify
+from ssd.engine import forward_pass
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.sampling.sampler import (
@@ -119,7 +119,7 @@ def test_an_engine_whose_passes_choose_says_the_same(recorder: str, monkeypatch:
     plain, static = pair_of_targets(tiny_model(), recorder, num_slots=6, max_length=64, sampler=sampler)
     assert static.supports_noise
     given: list[Noise | None] = []
-    monkeypatch.setattr(verify, "make_noise", lambda *args: given.append(make_noise(*args)) or given[-1])
+    monkeypatch.setattr(forward_pass, "make_noise", lambda *args: given.append(make_noise(*args)) or given[-1])
     random = np.random.default_rng(0)
     prompts = [random.integers(3, VOCAB, int(random.integers(2, 12))).tolist() for _ in range(10)]
     mixed = [SamplingParams(max_tokens=12, seed=i, ignore_eos=True, **KINDS[i]) for i in range(10)]

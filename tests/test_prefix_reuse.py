@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.exactness import RandomDrafter
 from ssd.config import SamplingParams
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.schedule import PrefixReuse, scope_of
-from ssd.engine.sequence import secret_of
+from ssd.engine.prefix_cache import PrefixCache, reuse_scope
+from ssd.engine.sequence import namespace_secret
 from tests import engines
 from tests.engines import ROOT, ask, target_of
 from tests.engines import prompt_of as text
@@ -63,7 +63,7 @@ def answer(engine: Engine, asked: Request) -> tuple[list[int], int]:
 def expected(asked: Request) -> list[int]:
     key_after: Callable[[Sequence[int]], int] | None = None
     if asked.sampling.seed is None and asked.noise_stream is not None:
-        secret, stream = secret_of(ROOT, asked.namespace or ""), asked.noise_stream
+        secret, stream = namespace_secret(ROOT, asked.namespace or ""), asked.noise_stream
         key_after = lambda text: coupled_key(secret, stream, text, 2)  # noqa: E731
     return slow.plain_decode(
         PLAIN_MODEL, asked.prompt_token_ids, asked.sampling, asked.choice_index, key_after=key_after
@@ -144,7 +144,7 @@ def test_only_one_namespace_one_salt_and_one_tenant_share(
 def test_a_request_without_namespace_and_salt_leaves_nothing_behind() -> None:
     engine = make_engine()
     prompt = text(1, 30)
-    assert scope_of(request("a", prompt, namespace=None)) is None
+    assert reuse_scope(request("a", prompt, namespace=None)) is None
     answer(engine, request("a", prompt, namespace=None))
     assert [engine.target.length(slot) for slot in range(3)] == [0, 0, 0]
     assert engine.metrics.prefix_cache_queries == 0 and engine.metrics.prompt_tokens == 30
@@ -153,13 +153,13 @@ def test_a_request_without_namespace_and_salt_leaves_nothing_behind() -> None:
 def test_prompts_whose_turn_is_not_yet_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(slots=4, chunk=8)
     compared = []
-    catch_up = PrefixReuse.catch_up
+    copy_cached_prefix = PrefixCache.copy_cached_prefix
 
-    def noting(reuse: PrefixReuse, sequence: Any, running: Any) -> None:
+    def noting(reuse: PrefixCache, sequence: Any, running: Any) -> None:
         compared.append(sequence.request.request_id)
-        catch_up(reuse, sequence, running)
+        copy_cached_prefix(reuse, sequence, running)
 
-    monkeypatch.setattr(PrefixReuse, "catch_up", noting)
+    monkeypatch.setattr(PrefixCache, "copy_cached_prefix", noting)
     for number in range(4):
         engine.submit(request(str(number), text(number, 40), drawn(5)))
     engine.step()
@@ -315,7 +315,7 @@ def give_a_slot_twice(engine: Engine) -> None:
 
 
 def wait_and_run(engine: Engine) -> None:
-    engine._scheduler._lines[None] = [engine._scheduler.running[0]]
+    engine._scheduler._queues[None] = [engine._scheduler.running[0]]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def wait_and_run(engine: Engine) -> None:
         (give_a_slot_twice, "slot 0 has 2 owners"),
         (feed_other_tokens, "slot 0 holds other tokens than request a"),
         (lambda engine: engine.target.prefill([0], np.full((1, 20), 9), [20]), "of the 21 of request a"),
-        (wait_and_run, "request a is in 2 places"),
+        (wait_and_run, "request a occurs 2 times"),
     ],
 )
 def test_a_fault_is_named(break_it: Callable[[Engine], object], complaint: str) -> None:
@@ -353,6 +353,6 @@ def test_a_fault_in_an_idle_engine_is_logged_and_counted_and_what_was_kept_is_dr
         while engine.has_work():
             engine.step()
     assert engine.metrics.integrity_violations == 1
-    assert "keeps other tokens than it was fed" in caplog.text
+    assert "holds other tokens than its cached prefix" in caplog.text
     assert answer(engine, request("c", prompt)) == (expected(request("", prompt)), 0)
     assert engine.check() == []

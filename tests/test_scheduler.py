@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.engine import Engine, FinishReason, Request, RequestOutput
-from ssd.engine.schedule import PrefixReuse, Scheduler
+from ssd.engine.prefix_cache import PrefixCache
+from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
 from tests.engines import prompt_of as text
 from tests.engines import target_of
@@ -41,7 +42,7 @@ def test_who_runs_is_what_ageing_step_by_step_says(
     steps: list[tuple[list[int], list[int]]], num_slots: int, ageing_steps: int
 ) -> None:
     """At every step some arrive, by priority, and some of the running end, by place: fixed turns give the same."""
-    scheduler = Scheduler(num_slots, PrefixReuse(target_of()), ageing_steps=ageing_steps)
+    scheduler = Scheduler(num_slots, PrefixCache(target_of()), ageing_steps=ageing_steps)
     twin = slow.Ageing(num_slots, ageing_steps)
     number = 0
     for arriving, ending in steps:
@@ -73,7 +74,7 @@ def test_tenants_take_turns_and_none_runs_more_than_it_may(
 ) -> None:
     """At every step requests of some tenants arrive, and some of the running end, by place."""
     limits = dict(zip("abc", most, strict=True))
-    scheduler = Scheduler(num_slots, PrefixReuse(target_of()))
+    scheduler = Scheduler(num_slots, PrefixCache(target_of()))
     twin = slow.TakingTurns(num_slots, limits)
     number = 0
     for arriving, ending in steps:
@@ -95,7 +96,7 @@ def test_tenants_take_turns_and_none_runs_more_than_it_may(
 
 def test_how_many_wait_may_be_asked_while_they_change() -> None:
     """Another thread may go on within any allocation: what the collector frees there runs code."""
-    scheduler, arriving = Scheduler(1, PrefixReuse(target_of())), [sequence_of(n, 0, tenant=str(n)) for n in range(30)]
+    scheduler, arriving = Scheduler(1, PrefixCache(target_of())), [sequence_of(n, 0, tenant=str(n)) for n in range(30)]
     thresholds = gc.get_threshold()
 
     def arrive(phase: str, _info: object) -> None:

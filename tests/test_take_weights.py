@@ -151,7 +151,7 @@ def test_weights_are_not_changed_under_a_request() -> None:
     engine.submit(ask("a", (5, 6, 7)))
     weights = moved("Llama", 1).state_dict()
     for _ in range(2):  # while it waits, and while it runs
-        with pytest.raises(EngineError, match="let them end"):
+        with pytest.raises(EngineError, match="wait for their end"):
             engine.load_weights(weights)
         engine.step()
     engine.cancel("a")

@@ -16,7 +16,7 @@ from ssd.config import DraftConfig, SamplingParams
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine.acceptance import accept_drafts
-from ssd.engine.proposals import usable
+from ssd.engine.speculation import validate_draft
 from ssd.errors import ConfigError
 from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
@@ -206,7 +206,7 @@ def test_a_model_that_mixes_neighbours_outside_attention_gets_no_trees() -> None
 def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
     tokens: list[int], parents: list[int], limit: int
 ) -> None:
-    found = usable(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=True)
+    found = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=True)
     is_one = len(parents) == len(tokens) and all(-1 <= parent < i for i, parent in enumerate(parents))
     if not is_one:
         assert found is None
@@ -214,7 +214,7 @@ def test_what_is_no_tree_is_refused_and_what_is_too_big_is_cut(
     assert found is not None and found.token_ids.tolist() == tokens[:limit]
     kept = list(range(-1, len(found.token_ids) - 1)) if found.parents is None else found.parents.tolist()
     assert kept == parents[:limit]
-    chain = usable(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=False)
+    chain = validate_draft(Draft(ints(tokens), parents=ints(parents)), limit, allow_tree=False)
     assert chain is not None and chain.parents is None
     assert chain.token_ids.tolist() == tokens[: min(limit, leading_chain(ints(parents)))]
 

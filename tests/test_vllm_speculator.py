@@ -22,8 +22,8 @@ from ssd.bundled import MODEL_PATH
 from ssd.errors import ConfigError
 from ssd.integrations import vllm_plugin
 from ssd.integrations.vllm import SuffixProposer
-from ssd.integrations.vllm_core import StopRules, before_stop
-from ssd.integrations.vllm_hooks import Hook, missing
+from ssd.integrations.vllm_core import StopRules, length_before_stop
+from ssd.integrations.vllm_hooks import Hook, missing_hooks
 from ssd.integrations.vllm_v2 import Speculator
 from ssd.text.codec import TextCodec
 from tests.reference.speculator import Said, SlowSpeculator
@@ -203,7 +203,7 @@ def test_outputs_end_at_the_first_stop_string(said: str, strings: list[str], min
         (n for n, text in enumerate(texts) if n >= min_tokens and any(s in text[len(before) :] for s in strings)),
         len(tokens),
     )
-    assert before_stop(codec, tokens, StopRules(tuple(strings), min_tokens, True)) == want
+    assert length_before_stop(codec, tokens, StopRules(tuple(strings), min_tokens, True)) == want
 
 
 def test_a_restart_is_warm(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_failures_cost_drafts_and_are_counted(monkeypatch: pytest.MonkeyPatch) -
         drafts = runner.step(["a"])
     assert drafts.tolist() == [[int(runner.last_sampled[runner.requests["a"].slot, 0])] * WIDTH]
     runner.speculator.on_add(SimpleNamespace(scheduled_new_reqs=[None]))
-    runner.speculator.on_step(runner, SimpleNamespace(finished_req_ids=[None]))
+    runner.speculator.on_finished(runner, SimpleNamespace(finished_req_ids=[None]))
     assert speculator.stats().num_failures >= 2
     speculator.close()
     speculator.close()
@@ -288,7 +288,7 @@ def test_steps_that_are_none_and_requests_that_were_never_seen_are_taken() -> No
     assert dummy.shape == (2, WIDTH)
     runner.begin({"a": scripted(1)})
     assert speculator._core is not None
-    speculator._core.forget(["a"])
+    speculator._core.pop_requests(["a"])
     runner.step(["a"])
     assert speculator.stats().num_failures == 0
     speculator.close()
@@ -313,10 +313,12 @@ def test_a_hook_that_looks_otherwise_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(tmp_path)
     module = "engine_of_another"
     assert (
-        missing([Hook(module, "Runner", ("kind", "states", "size")), Hook(module, "Runner.step", ("self", "output"))])
+        missing_hooks(
+            [Hook(module, "Runner", ("kind", "states", "size")), Hook(module, "Runner.step", ("self", "output"))]
+        )
         == []
     )
-    lacks = missing([
+    lacks = missing_hooks([
         Hook(module, "Runner.step", ("self", "scheduler_output")), Hook(module, "Runner", ("other",)),
         Hook(module, "make", ()), Hook("engine_of_nobody", "make", ()),
     ])  # fmt: skip

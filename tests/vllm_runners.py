@@ -169,7 +169,7 @@ class VllmBatch:
 
     def step(self, proposer: Any, prefilling: Collection[str] = ()) -> list[list[int]]:
         """Say that a step begins, sample, then ask for drafts; returns them."""
-        proposer.on_step(self.runner, finishing(()))
+        proposer.on_finished(self.runner, finishing(()))
         sampled = self.sample(prefilling)
         drafts: list[list[int]] = proposer.propose(
             sampled, self.num_tokens_no_spec, self.token_ids_cpu, slot_mappings=None
@@ -240,7 +240,7 @@ class HandMadeRunner:
         ended = [self.preempt(name) for name in names]
         output = SimpleNamespace(scheduled_new_reqs=[], finished_req_ids=set(names))
         setattr(output, LENGTHS, {name: r.client_length for name, r in zip(names, ended, strict=True)})
-        self.speculator.on_step(self, output)
+        self.speculator.on_finished(self, output)
         return ended
 
     def preempt(self, name: str) -> Scripted:

@@ -211,12 +211,12 @@ _CHECKED_TOKENS = 48
 def check(runner: str) -> str:
     """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
     from ssd.bundled import MODEL_PATH
-    from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing
+    from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing_hooks
     from ssd.text.codec import TextCodec
 
     if runner == "v2":
         prepare()  # looking for what hooks need imports vLLM
-    if lacks := missing(V1_HOOKS + V2_HOOKS):
+    if lacks := missing_hooks(V1_HOOKS + V2_HOOKS):
         raise ValueError("; ".join(lacks))
     codec = TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text) for text in _TEXTS]

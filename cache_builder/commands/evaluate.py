@@ -12,7 +12,7 @@ from cache_builder.evaluation.costs import add_cost_arguments, costs_from_option
 from ssd.bundled import MODEL_PATH
 from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
-from ssd.numbers import spelled
+from ssd.numbers import format_number
 
 if TYPE_CHECKING:
     from cache_builder.evaluation.log import Log
@@ -47,7 +47,7 @@ def add(command: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     command.add_argument(
         "--cache-tokens", type=token_count, default=index.capacity_tokens, metavar="N",
-        help=f"Capacity in tokens, as the server's --cache-tokens (default: {spelled(index.capacity_tokens)})",
+        help=f"Capacity in tokens, as the server's --cache-tokens (default: {format_number(index.capacity_tokens)})",
     )  # fmt: skip
     command.add_argument(
         "--draft-limit", type=int, default=draft.num_speculative_tokens, metavar="N",

@@ -15,7 +15,7 @@ from cache_builder.inputs.record import FORMATS, FieldNames
 from cache_builder.inputs.streams import input_errors
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
-from ssd.numbers import number
+from ssd.numbers import parse_number
 from ssd.replication.connection import URL_VARIABLE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ CACHE_DIRECTORY = "Cache directory: from `ssd-cache build`, or CACHE_DIR/NAMESPA
 def token_count(text: str) -> int:
     """Parse an option that counts tokens, with a suffix as in the server's options: 4M."""
     try:
-        return number(text)
+        return parse_number(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

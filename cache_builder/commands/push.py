@@ -20,7 +20,7 @@ from cache_builder.commands.options import (
 )
 from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
-from ssd.numbers import spelled
+from ssd.numbers import format_number
 from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
 from ssd.replication.replication_log import DEFAULT_MAX_TOKENS
 from ssd.replication.stream import append_entries
@@ -44,7 +44,8 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
     command.add_argument(
         "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
-        help=f"Size of the stream in tokens, as the servers' --cache-tokens (default: {spelled(DEFAULT_MAX_TOKENS)})",
+        help="Size of the stream in tokens, as the servers' --cache-tokens "
+        f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
     )  # fmt: skip
 
 

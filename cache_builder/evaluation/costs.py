@@ -122,7 +122,7 @@ class StepCosts:
 
 FLAT_WIDTH = 32
 """The number of tokens up to which a pass is assumed to be free if no costs are given."""
-_PROGRAM = "ssd.engine.measured"
+_PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]

@@ -25,7 +25,7 @@ from cache_builder.inputs.sessions import read_sessions
 from cache_builder.inputs.sources import Source
 from cache_builder.inputs.streams import input_errors, open_stream
 from cache_builder.inputs.tables import arrow_rows, parquet_rows
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 from ssd.text.codec import Example, TextCodec
 from ssd.text.messages import normalize_messages
 
@@ -197,7 +197,7 @@ def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Ex
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):
-        raise InputError(f'{where}: "prompt_length" must be within 0..{len(token_ids)}, got {shown(length)}')
+        raise InputError(f'{where}: "prompt_length" must be within 0..{len(token_ids)}, got {quote_value(length)}')
     return Example(token_ids, length)
 
 
@@ -209,7 +209,7 @@ def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:
     if ids.size == 0 and isinstance(value, list | np.ndarray) and len(value) == 0:
         return []
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise InputError(f"{where}: token ids must be one list of integers, got {shown(value)}")
+        raise InputError(f"{where}: token ids must be one list of integers, got {quote_value(value)}")
     if ids.min() < 0 or ids.max() >= codec.vocab_size:
         raise InputError(
             f"{where}: token ids of this tokenizer are within 0..{codec.vocab_size - 1}, got {ids.min()}..{ids.max()}"

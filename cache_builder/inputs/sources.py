@@ -25,7 +25,7 @@ from cache_builder.inputs.streams import (
     open_stream,
 )
 from cache_builder.inputs.tables import row_group_bytes
-from ssd.errors import first_line, shown
+from ssd.errors import first_line, quote_value
 
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".csv": "csv",
@@ -193,8 +193,8 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     if alike is not None and said and len(said) != len(asked):
         raise InputError(
             f"{names[ids.index(alike)]} and others of {len(asked)} files of requests begin with the same custom_id, "
-            f"{shown(alike)}, and {len(said)} files are of responses: build from the two files of one batch at a time, "
-            "and merge the caches"
+            f"{quote_value(alike)}, and {len(said)} files are of responses: build from the two files of one batch at a "
+            "time, and merge the caches"
         )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 
 from server.base.errors import ApiError
-from ssd.errors import shown
+from ssd.errors import quote_value
 
 _HOST = re.compile(r"(?:\[([^]]*)\]|([^:]*))(?::[0-9]*)?")
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -34,8 +34,8 @@ class KnownSites:
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type")
         if not self._knows(_name(host)):
             raise ApiError(
-                403, f"this server has no API keys and does not know the host name {shown(_name(host))}: start it with "
-                "--allowed-hosts and this name, or with API keys",
+                403, f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
+                "it with --allowed-hosts and this name, or with API keys",
                 code="host_not_allowed",
             )  # fmt: skip
         if origin is not None:
@@ -45,14 +45,14 @@ class KnownSites:
             is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link
         if is_foreign and not self._origins & {origin, "*"}:
             raise ApiError(
-                403, f"this server has no API keys and answers no page of {shown(origin or 'another site')}: start it "
-                "with --allowed-origins and the site, or with API keys",
+                403, f"this server has no API keys and answers no page of {quote_value(origin or 'another site')}: "
+                "start it with --allowed-origins and the site, or with API keys",
                 code="origin_not_allowed",
             )  # fmt: skip
         if kind is not None and method not in _READS and kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
                 415, f"a server without API keys takes only JSON: send the header 'content-type: application/json', "
-                f"not {shown(kind)}",
+                f"not {quote_value(kind)}",
                 code="unsupported_content_type",
             )  # fmt: skip
 

@@ -16,7 +16,7 @@ from server.admission.quotas import Account
 from server.admission.registry import Tenants
 from server.base.errors import ApiError, ServerNotReady, error_response, uses_anthropic_api
 from server.base.request_record import current_record
-from ssd.errors import QueueFull, RequestError, shown
+from ssd.errors import QueueFull, RequestError, quote_value
 
 
 def path_below_root(scope: Scope) -> str:
@@ -138,5 +138,5 @@ def allows_caching(headers: Headers) -> bool:
     """Return False if the header excludes the request from the cache, for clients that cannot send ``store``."""
     value = headers.get(NO_LEARN_HEADER, "").strip().lower()
     if value not in (*_KEEP_OUT, *_TAKE_IN):
-        raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {shown(value)}", param=NO_LEARN_HEADER)
+        raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {quote_value(value)}", param=NO_LEARN_HEADER)
     return value in _TAKE_IN

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from server.admission.quotas import Account
 from server.admission.tenant_config import EVERYBODY, Tenant, digest_of
 from server.base.errors import ApiError
-from ssd.errors import ConfigError, SSDError, shown
+from ssd.errors import ConfigError, SSDError, quote_value
 from ssd.retrieval.directory import remove_directory
 from ssd.retrieval.files import (
     Owner,
@@ -363,11 +363,11 @@ class Tenants:
         """Delete a tenant's cache, here at once, on replicas within seconds. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
-            raise ApiError(404, f"there is no tenant {shown(name)}", code="tenant_not_found")
+            raise ApiError(404, f"there is no tenant {quote_value(name)}", code="tenant_not_found")
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{shown(name)} has no cache of its own: the one it shares is removed with the server stopped",
+                f"{quote_value(name)} has no cache of its own: the one it shares is removed with the server stopped",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]

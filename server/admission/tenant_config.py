@@ -15,7 +15,7 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ssd.errors import ConfigError, shown
+from ssd.errors import ConfigError, quote_value
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
         raise ConfigError(f"{source} is nested too deep") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(shown(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
+        where = ".".join(quote_value(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
         raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:  # of TOML, or of UTF-8, whose message quotes bytes
         place = re.search(r"\(at [^)]*\)", str(error))
@@ -185,12 +185,12 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
     defaults = file.defaults.model_dump(exclude_unset=True)
     owners: dict[str, str] = {}
     for name, table in file.tenants.items():
-        where = f"{source}: tenants.{shown(name)[1:-1]}"
+        where = f"{source}: tenants.{quote_value(name)[1:-1]}"
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{where}: take 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot for its name")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: keys: one of them is a key of tenant {shown(owner)} already")
+                raise ConfigError(f"{where}: keys: one of them is a key of tenant {quote_value(owner)} already")
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

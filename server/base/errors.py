@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from server.base.request_record import current_record, rejection_reason
-from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, shown
+from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, RequestError, quote_value
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ApiError(Exception):
 
 def model_not_found(name: str, served: str) -> ApiError:
     """Return the error for a request for a model that is not served."""
-    message = f"The model {shown(name)} does not exist here; this server has {served!r}."
+    message = f"The model {quote_value(name)} does not exist here; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -20,7 +20,7 @@ from server.observe.logs import set_up_logging
 from ssd.config import SamplingParams
 from ssd.errors import ConfigError, SSDError, first_line
 from ssd.jit.code_cache import kernel_counts, machine_code_directory
-from ssd.numbers import spelled
+from ssd.numbers import format_number
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
@@ -120,7 +120,7 @@ def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
     target = engine.target
     return (
         f"{options.model.name}: {type(target.model).__name__}, {str(target.dtype).removeprefix('torch.')} on "
-        f"{target.device}, {target.backend}; {target.num_slots} slots of {spelled(engine.max_model_len)} tokens; "
+        f"{target.device}, {target.backend}; {target.num_slots} slots of {format_number(engine.max_model_len)} tokens; "
         f"loaded and warmed up in {time.perf_counter() - began:.1f} s"
     )
 

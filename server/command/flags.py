@@ -17,7 +17,7 @@ from cyclopts.config import Dict
 from cyclopts.exceptions import UnusedCliTokensError
 
 from ssd.errors import ConfigError, first_line
-from ssd.numbers import number, spelled
+from ssd.numbers import format_number, parse_number
 
 if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
@@ -34,7 +34,7 @@ def shown_default(value: object) -> str | None:
         return "on" if value is True else None
     if isinstance(value, tuple):
         return ", ".join(value)
-    return spelled(value) if isinstance(value, int) else str(value)
+    return format_number(value) if isinstance(value, int) else str(value)
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
@@ -96,7 +96,7 @@ def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollecti
         if argument.hint in (int, int | None) and argument.parameter.converter is None:
             for place, token in enumerate(argument.tokens):
                 try:
-                    argument.tokens[place] = token.evolve(value=str(number(token.value)))
+                    argument.tokens[place] = token.evolve(value=str(parse_number(token.value)))
                 except ValueError as error:
                     raise ConfigError(f"{argument.name}: {error}") from error
 

@@ -24,7 +24,7 @@ from server.command.flags import check_range
 from server.observe.logs import LogFormat
 from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
 from ssd.errors import ConfigError
-from ssd.numbers import number
+from ssd.numbers import parse_number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
@@ -180,7 +180,7 @@ class ServiceOptions:
 
 
 def _length(_type: object, tokens: Sequence[Token]) -> int | None:
-    return None if tokens[0].value in ("auto", "-1") else number(tokens[0].value)
+    return None if tokens[0].value in ("auto", "-1") else parse_number(tokens[0].value)
 
 
 def _seed(_type: object, tokens: Sequence[Token]) -> int:

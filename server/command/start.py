@@ -41,7 +41,7 @@ from server.observe.logs import report_start, set_up_logging
 from server.observe.spans import Spans, make_spans
 from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
-from ssd.numbers import spelled
+from ssd.numbers import format_number
 from ssd.replication.connection import URL_VARIABLE, redacted_address
 from ssd.replication.noise_secret import NoiseSecret
 from ssd.retrieval.owners import STATE_DIRECTORY
@@ -262,7 +262,7 @@ def summary_of(
             "draft_model": draft.draft_model or "none",
             "draft_head": draft.draft_head or "none",
             "namespace": options.cache.namespace,
-            "cache_tokens": spelled(cache.index.capacity_tokens),
+            "cache_tokens": format_number(cache.index.capacity_tokens),
             "cached": engine.caches.get().stats().num_tokens,
             "warm": len(options.cache.warm_directories) or "none",
             "cache_dir": str(cache.directory or "none"),

@@ -216,7 +216,7 @@ class Service:
                         prediction_token_ids=prediction or (),
                         adapter=settings.adapter_of(body.model),
                         learn=body.store is not False,
-                        keeps_steps=settings.spec_decode_metrics != "none",
+                        record_steps=settings.spec_decode_metrics != "none",
                     )
                     for number, prompt in enumerate(generation.prompts)
                     for choice, stream in enumerate(streams())

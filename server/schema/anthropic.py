@@ -23,7 +23,7 @@ from server.schema.chat import (
     joined,
 )
 from server.schema.generate import CommonFields
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 
 _IGNORED: Mapping[str, str] = {
     "metadata": IGNORED["metadata"],
@@ -189,16 +189,18 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object, got {type(tool).__name__}", param="tools")
     if tool.get("type") not in (None, "custom"):
         raise RequestError(
-            f'{where} is of type {shown(tool["type"])}: only tools of type "custom" are known, with a name, a '
+            f'{where} is of type {quote_value(tool["type"])}: only tools of type "custom" are known, with a name, a '
             "description and an input_schema, and clients run them",
             param="tools",
         )
     for name, value in tool.items():
         if value is None or name == "type" or name in _NAMES or name in _HINTS or value in _WITHOUT.get(name, ()):
             continue
-        raise RequestError(f"{where} has the field {shown(name)}, which is not supported: leave it out", param="tools")
+        raise RequestError(
+            f"{where} has the field {quote_value(name)}, which is not supported: leave it out", param="tools"
+        )
     if not isinstance(tool.get("input_schema"), Mapping):
-        given = shown(tool.get("input_schema"))
+        given = quote_value(tool.get("input_schema"))
         raise RequestError(f"{where}.input_schema must be an object, got {given}", param="tools")
     said = {there: tool[here] for here, there in _NAMES.items() if tool.get(here) is not None}
     validate_field(FUNCTION, said, "tools", where)

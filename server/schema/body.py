@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from server.base.limits import Limits
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 
 UNKNOWN_FIELD = "unknown_field"
 """The type of pydantic's error for an unknown name. Its context has the ``name`` and a suggestion."""
@@ -230,7 +230,7 @@ def validate_field(kind: TypeAdapter[T], value: Any, param: str, where: str | No
 
 def _unknown_field(name: str, near: str | None, param: str | None = None) -> RequestError:
     advice = "remove it, or check its spelling" if near is None else f"did you mean {near}?"
-    return RequestError(f"unknown field {shown(name)}: {advice}", param=param or name[:128])
+    return RequestError(f"unknown field {quote_value(name)}: {advice}", param=param or name[:128])
 
 
 def _request_error(error: ValidationError, value: Any, where: str = "", param: str | None = None) -> RequestError:
@@ -244,7 +244,7 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
         return _unknown_field(_path(name, [first["ctx"]["name"]]), first["ctx"]["near"], param)
     param = param or (str(place[0]) if place else None)
     if first["type"] == "missing":
-        return RequestError(f"the field {shown(name)} is required", param=param)
+        return RequestError(f"the field {quote_value(name)} is required", param=param)
     if first["type"] == "value_error":
         return RequestError(f"{name:.160}: {first['ctx']['error']}", param=param)
     same = [_words(each) for each, there in found if there == place and _is_kind(each) == _is_kind(first)]
@@ -277,7 +277,7 @@ def _words(complaint: ErrorDetails) -> str:
     kind, told = complaint["type"], complaint.get("ctx", {})
     tag = "role" if "role" in told.get("discriminator", "") else "type"
     if kind == "union_tag_invalid":
-        return f"have one of the {tag}s {told['expected_tags']}, got {shown(told['tag'])}"
+        return f"have one of the {tag}s {told['expected_tags']}, got {quote_value(told['tag'])}"
     if kind == "union_tag_not_found":
         return f"have a {tag}"
     said = re.sub(r"^\w+ should ", "", complaint["msg"]).replace(" after validation", "")

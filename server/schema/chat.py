@@ -14,7 +14,7 @@ from server.schema.body import Body, RequestObject, renamed_fields
 from server.schema.generate import GenerateBody, Prediction, StreamOptions
 from ssd.config import MAX_LOGPROBS
 from ssd.errors import RequestError
-from ssd.text.messages import with_text
+from ssd.text.messages import convert_to_text_part
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -256,7 +256,7 @@ OR_TEXT = BeforeValidator(_or_text)
 
 
 def _with_texts(given: Any) -> Any:
-    return [with_text(part) for part in given] if isinstance(given, list) else given
+    return [convert_to_text_part(part) for part in given] if isinstance(given, list) else given
 
 
 OF_RESULT = BeforeValidator(_with_texts)

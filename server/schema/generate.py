@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from server.base.limits import Limits
 from server.schema.body import Body, RequestObject
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 
 _MOST_REGEX = 1 << 13
 """The maximum number of characters of a regular expression."""
@@ -235,12 +235,14 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         if self.only_scores:
             limit = 1  # is computed with the prompt, and left out of the answer
         if limit is not None and limit < 1:
-            raise RequestError(f"{name} must be at least 1, got {shown(limit)}", param=name)
+            raise RequestError(f"{name} must be at least 1, got {quote_value(limit)}", param=name)
         if limit is None:
             wanted = [value for value in (default_limit, defaults.get("max_new_tokens")) if value is not None]
             limit = max(1, min(room, int(min(wanted)))) if wanted else None
         if limit is not None and self.min_tokens > limit:
-            raise RequestError(f"min_tokens {shown(self.min_tokens)} exceeds {name} {shown(limit)}", param="min_tokens")
+            raise RequestError(
+                f"min_tokens {quote_value(self.min_tokens)} exceeds {name} {quote_value(limit)}", param="min_tokens"
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
         def chosen(field: str, neutral: float) -> float:
@@ -277,7 +279,7 @@ def _token_id(text: str) -> int:
     # Ten digits hold every id. Without leading zeros no token has two names.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
-            f"logit_bias must map token ids, written as usual, to numbers, got the key {shown(text)}",
+            f"logit_bias must map token ids, written as usual, to numbers, got the key {quote_value(text)}",
             param="logit_bias",
         )
     return int(text)

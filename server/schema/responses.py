@@ -13,7 +13,7 @@ from server.schema.body import IGNORED, Refused, RequestObject, validate_field
 from server.schema.chat import FUNCTION, OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 
 _IGNORED: Mapping[str, str] = {
     name: reason
@@ -147,18 +147,18 @@ def chat_tool_choice(choice: Any) -> Any:
         if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
             raise RequestError("tool_choice.tools must be a list of tools", param="tool_choice")
         if choice.get("mode") not in ("auto", "required"):
-            given = shown(choice.get("mode"))
+            given = quote_value(choice.get("mode"))
             raise RequestError(f"tool_choice.mode must be 'auto' or 'required', got {given}", param="tool_choice")
         tools = [_named(tool) for tool in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     said = "say none, auto, required, or name a function or allowed_tools"
-    raise RequestError(f"tool_choice is of type {shown(kind)}: {said}", param="tool_choice")
+    raise RequestError(f"tool_choice is of type {quote_value(kind)}: {said}", param="tool_choice")
 
 
 def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        why = f"{where} is of type {shown(kind)}: this server runs no tools itself, give functions"
+        why = f"{where} is of type {quote_value(kind)}: this server runs no tools itself, give functions"
         raise RequestError(why, param="tools")
     said: dict[str, Any] = {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
     validate_field(FUNCTION, said, "tools", where)

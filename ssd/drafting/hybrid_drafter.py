@@ -22,7 +22,7 @@ from ssd.drafting.protocol import (
     ScoreObserver,
     TokenCosts,
 )
-from ssd.errors import require_fault
+from ssd.errors import reraise_exits
 
 
 def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
@@ -104,7 +104,7 @@ class _RequestStep:
         expected_accepted: The expected accepted tokens of all that is there.
         first_probability: The acceptance probability of its first token.
         expected_tokens: The tokens per step that the request is expected to get without other drafters.
-        drafts: The drafts of other proposers.
+        proposer_drafts: The drafts of other proposers.
     """
 
     request: DraftRequest
@@ -317,7 +317,7 @@ class HybridDrafter:
                 try:
                     tell(proposer.observer)
                 except BaseException as error:
-                    require_fault(error)
+                    reraise_exits(error)
                     proposer.count_failure()
 
     def finish(self, request_id: str) -> None:

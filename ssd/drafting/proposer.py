@@ -9,7 +9,7 @@ from typing import Final, Protocol, runtime_checkable
 from ssd.cost_model.pass_costs import OUTLIER
 from ssd.cost_model.throughput import AcceptanceRates, MarginalGain
 from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
-from ssd.errors import require_fault
+from ssd.errors import reraise_exits
 
 
 class FaultIsolatingDrafter:
@@ -48,7 +48,7 @@ class FaultIsolatingDrafter:
         try:
             drafts = self._drafter.propose(requests)
         except BaseException as error:
-            require_fault(error)
+            reraise_exits(error)
             return self._each_alone(requests, error)
         self._works = True
         return drafts
@@ -60,7 +60,7 @@ class FaultIsolatingDrafter:
             try:
                 drafts[index : index + 1] = self._drafter.propose([request])
             except BaseException as error:
-                require_fault(error)
+                reraise_exits(error)
             else:
                 failed.discard(request.request_id)
                 self._works = True
@@ -139,7 +139,7 @@ class ProposerState:
         try:
             drafts = self._isolated.propose(requests)
         except BaseException as error:
-            require_fault(error)
+            reraise_exits(error)
             self.count_failure()
             self._num_to_skip = min(2 ** (self._failures_in_a_row - 1), _MAX_SKIPPED)
             return nothing
@@ -194,7 +194,7 @@ class ProposerState:
         try:
             self.drafter.finish(request_id)
         except BaseException as error:
-            require_fault(error)
+            reraise_exits(error)
             self.count_failure()
 
     def count_failure(self) -> None:

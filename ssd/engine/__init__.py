@@ -1,4 +1,4 @@
-"""The serving loop: requests in, verified tokens out."""
+"""The inference engine: scheduling, forward passes, speculation and outputs."""
 
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics

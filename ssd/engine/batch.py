@@ -1,4 +1,4 @@
-"""The rows of a pass as arrays: what is done to all of them is one call, and Python looks at a row that is special."""
+"""The rows of a forward pass as arrays: one kernel call updates all rows, and Python handles only the exceptions."""
 
 from __future__ import annotations
 
@@ -36,271 +36,339 @@ from ssd.retrieval.namespace_cache import NamespaceCache
 
 Ints = npt.NDArray[np.int64]
 
-LEFT: Final = -1
-"""Taken of a row that more is to be done for than to append tokens."""
+NEEDS_SLOW_PATH: Final = -1
+"""The value in ``committed`` for a row whose tokens cannot simply be appended."""
 
 
-class Frame(Record):
-    """What kernels find of a `Batch`, of each row: ``rows``, the address of its `Row`; ``taken`` : tokens that the last
-    pass gave it, LEFT for none; ``accepted``, ``drafted``, ``sources`` : how many of these were drafted, of how many,
-    from where; ``numbers`` : passes that gave it tokens; ``lengths`` : its tokens. All are int64[num_rows].
+class BatchRecord(Record):
+    """The arrays and counts of a `Batch`, as kernels see them.
 
-    ``gaps`` : float64[num_gaps], seconds since the tokens before, of rows that had some. ``by_source`` : tokens drafted
-    and accepted; ``positions`` : how often the i-th token of a draft was accepted. ``num_tokens`` : taken of all rows.
+    All arrays have one entry per row (int64[num_rows]) unless another length is given.
 
-    ``wanted`` : int64[num_rows], whether a row is drafted for; ``asked`` : int64[num_asked], addresses of the
-    `DraftRow` of those. ``num_spared`` : rows that are not, as they got nothing lately. ``width``, ``has_trees`` : of
-    the drafts of the pass to come, and one position more.
+    Attributes:
+        num_rows: The number of rows.
+        rows: The address of each row's `Row`.
+        committed: The number of tokens that the last pass appended to each row, or NEEDS_SLOW_PATH.
+        num_accepted: How many of these tokens are accepted draft tokens.
+        num_drafted: The number of draft tokens that were verified.
+        sources: The source of each row's draft.
+        step_numbers: The number of verify steps of the request so far, this one included.
+        lengths: The number of tokens of each row.
+        gaps: The seconds since the previous token, float64[num_gaps], of the rows that already had a token.
+        needs_draft: Whether a draft is to be made for the row.
+        draft_rows: The addresses of the `DraftRow` of these rows, int64[num_draft_rows].
+        num_draft_rows: The number of rows that need a draft.
+        num_in_backoff: The number of rows that get no draft because they had only empty drafts lately.
+        width: The number of positions of the next pass: the longest draft, plus one.
+        has_trees: Whether a draft of the next pass is a tree.
+        num_slow_rows: The number of rows that need the slow path.
+        num_committed_rows: The number of rows to which the pass appended tokens.
+        num_tokens: The number of tokens appended to all rows.
+        num_drafts: The number of drafts that were not empty.
+        num_gaps: The number of entries of ``gaps``.
+        max_accepted: The largest number of accepted draft tokens of a row.
+        by_source: The drafted and the accepted tokens of each source, int64[2, NUM_SOURCES].
+        accepted_by_position: How often the i-th token of a draft was accepted, int64[MAX_DRAFT + 1].
     """
 
     num_rows: Int64
     rows: Address
-    taken: Address
-    accepted: Address
-    drafted: Address
+    committed: Address
+    num_accepted: Address
+    num_drafted: Address
     sources: Address
-    numbers: Address
+    step_numbers: Address
     lengths: Address
     gaps: Address
-    wanted: Address
-    asked: Address
-    num_asked: Int64
-    num_spared: Int64
+    needs_draft: Address
+    draft_rows: Address
+    num_draft_rows: Int64
+    num_in_backoff: Int64
     width: Int64
     has_trees: Int64
-    num_left: Int64
-    num_taken: Int64
+    num_slow_rows: Int64
+    num_committed_rows: Int64
     num_tokens: Int64
     num_drafts: Int64
     num_gaps: Int64
-    num_positions: Int64
+    max_accepted: Int64
     by_source: Annotated[Ints, np.int64, (2, NUM_SOURCES)]
-    positions: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
+    accepted_by_position: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
 
 
-row_at, frame_at = view_of(Row), view_of(Frame)
-DRAFTING_AT: Final = offset_of(Row, "drafting")
+row_at, batch_record_at = view_of(Row), view_of(BatchRecord)
+DRAFT_ROW_OFFSET: Final = offset_of(Row, "draft_row")
 
 
 @inlined
-def _ends(row: Row, token: int) -> bool:
+def _is_stop_id(row: Row, token: int) -> bool:
     found = False
-    for ending in int32_array(row.endings, row.num_endings):
-        found |= ending == token
+    for stop_id in int32_array(row.stop_ids, row.num_stop_ids):
+        found |= stop_id == token
     return found
 
 
 @kernel
-def begin_fed(
-    batch: int, turn: int, fed: Ints, parents: Ints, before: TokenIds, lengths: Int64s, counts: Int64s
+def fill_input_ids(
+    batch: int, buffer: int, input_ids: Ints, parents: Ints, previous_ids: TokenIds, lengths: Int64s, counts: Int64s
 ) -> None:
-    """Write each row's last token and its draft of the ``turn``, ``counts[b]`` tokens together, the token before the
-    last, -1 for none, and the row's length.
+    """Write the inputs of a pass: each row's last token followed by its draft.
 
-    ``parents`` : of each the position that it goes on from, -1 of the first; padding goes on as a chain. Of no columns
-    where there are no trees: then it is not written.
+    Args:
+        batch: The address of the `BatchRecord`.
+        buffer: The draft buffer of the pass, see `Row`.
+        input_ids: The token ids to write, int64[B, T]; ``counts[b]`` of row b, then zeros.
+        parents: For each position the one before it to write, int64[B, T], -1 for the first; padding continues as a
+            chain. If no draft is a tree, it has no columns and is not written.
+        previous_ids: The token before the last one to write, int32[B], -1 if there is none.
+        lengths: The number of tokens of each row to write, int64[B].
+        counts: The number of positions of each row to write, int64[B].
     """
-    rows, width = int64_array(frame_at(batch).rows, len(fed)), fed.shape[1]
-    for b in range(len(fed)):
+    rows, width = int64_array(batch_record_at(batch).rows, len(input_ids)), input_ids.shape[1]
+    for b in range(len(input_ids)):
         row = row_at(rows[b])
-        tokens, draft = int32_array(row.tokens, row.length), row.verified[turn]
-        fed[b, 0], lengths[b], counts[b] = tokens[row.length - 1], row.length, draft.size + 1
-        before[b] = tokens[row.length - 2] if row.length > 1 else -1
+        tokens, draft = int32_array(row.tokens, row.length), row.drafts[buffer]
+        input_ids[b, 0], lengths[b], counts[b] = tokens[row.length - 1], row.length, draft.size + 1
+        previous_ids[b] = tokens[row.length - 2] if row.length > 1 else -1
         for i in range(width - 1):
-            fed[b, i + 1] = draft.tokens[i] if i < draft.size else 0
+            input_ids[b, i + 1] = draft.tokens[i] if i < draft.size else 0
         for i in range(parents.shape[1]):
             is_node = draft.is_tree == 1 and 0 < i <= draft.size
             parents[b, i] = draft.parents[i - 1] + 1 if is_node else i - 1
 
 
 @kernel
-def append_said(batch: int, said: Ints, sizes: Int64s) -> None:
-    """Append to every simple row what was said, ``sizes[b]`` tokens.
+def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
+    """Append the output of a pass, ``sizes[b]`` tokens, to each row that can take the fast path.
 
-    A row is LEFT where nothing was said, and where a token ends it: then nothing was done.
+    A row needs the slow path if it has no output or does not use the fast path, or if one of its tokens ends it. Such a
+    row is marked with NEEDS_SLOW_PATH and not changed.
     """
-    frame = frame_at(batch)
-    rows, taken = int64_array(frame.rows, len(sizes)), int64_array(frame.taken, len(sizes))
-    lengths = int64_array(frame.lengths, len(sizes))
-    frame.num_left = 0
+    record = batch_record_at(batch)
+    rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
+    lengths = int64_array(record.lengths, len(sizes))
+    record.num_slow_rows = 0
     for b in range(len(sizes)):
         row, size = row_at(rows[b]), sizes[b]
-        is_left = row.is_simple == 0 or size == 0 or row.length + size >= row.end
-        if not is_left:
+        needs_slow_path = row.uses_fast_path == 0 or size == 0 or row.length + size >= row.end
+        if not needs_slow_path:
             for i in range(size):
-                is_left |= _ends(row, said[b, i])
-        if is_left:
-            taken[b] = LEFT
-            frame.num_left += 1
+                needs_slow_path |= _is_stop_id(row, output_ids[b, i])
+        if needs_slow_path:
+            committed[b] = NEEDS_SLOW_PATH
+            record.num_slow_rows += 1
         else:
             tokens = int32_array(row.tokens, row.end)
             for i in range(size):
-                tokens[row.length + i] = said[b, i]
+                tokens[row.length + i] = output_ids[b, i]
             row.length += size
             row.counts.num_output_tokens += size
-            taken[b] = size
+            committed[b] = size
         lengths[b] = row.length
 
 
 @kernel
-def count_rows(batch: int, turn: int, sizes: Int64s, now: float) -> None:
-    """Count what the pass of a ``turn`` that said ``sizes[b]`` tokens to each row gave those that took something."""
-    frame, num_rows = frame_at(batch), len(sizes)
-    rows, taken = int64_array(frame.rows, num_rows), int64_array(frame.taken, num_rows)
-    accepted, drafted = int64_array(frame.accepted, num_rows), int64_array(frame.drafted, num_rows)
-    sources, gaps = int64_array(frame.sources, num_rows), float64_array(frame.gaps, num_rows)
-    numbers = int64_array(frame.numbers, num_rows)
-    frame.num_taken, frame.num_tokens, frame.num_drafts, frame.num_gaps, frame.num_positions = 0, 0, 0, 0, 0
-    frame.by_source[:] = 0
-    frame.positions[:] = 0
+def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> None:
+    """Update the counts of the rows and of the batch after a pass.
+
+    Args:
+        batch: The address of the `BatchRecord`.
+        buffer: The draft buffer of the pass, see `Row`.
+        sizes: The number of output tokens of each row, int64[B].
+        now: The time in seconds.
+    """
+    record, num_rows = batch_record_at(batch), len(sizes)
+    rows, committed = int64_array(record.rows, num_rows), int64_array(record.committed, num_rows)
+    num_accepted, num_drafted = int64_array(record.num_accepted, num_rows), int64_array(record.num_drafted, num_rows)
+    sources, gaps = int64_array(record.sources, num_rows), float64_array(record.gaps, num_rows)
+    step_numbers = int64_array(record.step_numbers, num_rows)
+    record.num_committed_rows, record.num_tokens, record.num_drafts, record.num_gaps, record.max_accepted = (
+        0,
+        0,
+        0,
+        0,
+        0,
+    )
+    record.by_source[:] = 0
+    record.accepted_by_position[:] = 0
     for b in range(num_rows):
-        draft = row_at(rows[b]).verified[turn]
-        drafted[b], sources[b] = draft.size, draft.source
-        accepted[b] = max(0, min(sizes[b] - 1, taken[b]))
-        if taken[b] <= 0:
+        draft = row_at(rows[b]).drafts[buffer]
+        num_drafted[b], sources[b] = draft.size, draft.source
+        num_accepted[b] = max(0, min(sizes[b] - 1, committed[b]))
+        if committed[b] <= 0:
             continue
         counts = row_at(rows[b]).counts
-        frame.num_taken += 1
-        frame.num_tokens += taken[b]
+        record.num_committed_rows += 1
+        record.num_tokens += committed[b]
         counts.num_verify_steps += 1
-        numbers[b] = counts.num_verify_steps
+        step_numbers[b] = counts.num_verify_steps
         if counts.first_token_s > 0.0:
-            gaps[frame.num_gaps] = now - counts.last_token_s
-            frame.num_gaps += 1
+            gaps[record.num_gaps] = now - counts.last_token_s
+            record.num_gaps += 1
         else:
             counts.first_token_s = now
         counts.last_token_s = now
-        if drafted[b] == 0:
+        if num_drafted[b] == 0:
             continue
-        frame.num_drafts += 1
+        record.num_drafts += 1
         counts.num_drafts += 1
-        counts.num_draft_tokens += drafted[b]
-        counts.num_accepted_tokens += accepted[b]
-        counts.by_source[sources[b]] += accepted[b]
-        frame.by_source[0, sources[b]] += drafted[b]
-        frame.by_source[1, sources[b]] += accepted[b]
-        frame.num_positions = max(frame.num_positions, accepted[b])
-        for position in range(accepted[b]):
-            frame.positions[position] += 1
+        counts.num_draft_tokens += num_drafted[b]
+        counts.num_accepted_tokens += num_accepted[b]
+        counts.by_source[sources[b]] += num_accepted[b]
+        record.by_source[0, sources[b]] += num_drafted[b]
+        record.by_source[1, sources[b]] += num_accepted[b]
+        record.max_accepted = max(record.max_accepted, num_accepted[b])
+        for position in range(num_accepted[b]):
+            record.accepted_by_position[position] += 1
 
 
 def warm_up_rows() -> None:
-    """Compile what is done to all rows, with none."""
+    """Compile the kernels of this file by calling them with an empty batch."""
     batch, none, matrix = Batch(()), np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
-    begin_fed(batch.address, 0, matrix, matrix, np.zeros(0, np.int32), none, none)
-    append_said(batch.address, matrix, none)
-    count_rows(batch.address, 0, none, 0.0)
+    fill_input_ids(batch.address, 0, matrix, matrix, np.zeros(0, np.int32), none, none)
+    append_output_ids(batch.address, matrix, none)
+    update_row_counts(batch.address, 0, none, 0.0)
 
 
-_ARRAYS: Final = "rows", "taken", "accepted", "drafted", "sources", "numbers", "lengths", "wanted", "asked", "gaps"
+_ARRAYS: Final = (
+    "rows",
+    "committed",
+    "num_accepted",
+    "num_drafted",
+    "sources",
+    "step_numbers",
+    "lengths",
+    "needs_draft",
+    "draft_rows",
+    "gaps",
+)
 
 
 class Batch:
-    """Sequences that are in a pass together, and what stays as it is from one of their passes to the next.
+    """The sequences of a forward pass, with everything that stays the same from pass to pass while they do not change.
 
-    ``slots`` : int64[B], of each row. ``unseen`` : rows that have taken nothing yet, nor had before it was made.
-    ``noted`` : those of which every draft is noted. ``coupled`` : those that draw with coupled noise. ``address``,
-    ``frame`` : of its `Frame`, whose arrays have the same names here.
+    Attributes:
+        sequences: The sequences, one per row.
+        slots: The slot of each row, int64[B].
+        record: The `BatchRecord`, whose arrays are attributes of the batch too.
+        address: The address of ``record``.
+        is_greedy: Whether the next token of every row is the argmax of the logits.
+        samples_by_position: Whether the tokens of all rows depend only on the logits and on the noise of their
+            positions.
+        has_grammars: Whether a row has structured output.
+        first_token_pending: The rows without an output token.
+        traced: The rows whose drafts are recorded one by one.
+        coupled: The sequences that are sampled with noise that other requests share.
     """
 
     rows: Int64s
-    taken: Int64s
-    accepted: Int64s
-    drafted: Int64s
+    committed: Int64s
+    num_accepted: Int64s
+    num_drafted: Int64s
     sources: Int64s
-    numbers: Int64s
+    step_numbers: Int64s
     lengths: Int64s
-    wanted: Int64s
-    asked: Int64s
+    needs_draft: Int64s
+    draft_rows: Int64s
     gaps: npt.NDArray[np.float64]
 
     def __init__(self, sequences: Rows[Sequence]) -> None:
         self.sequences = list(sequences)
         self._slot_list = [sequence.slot for sequence in sequences]
         self.slots = np.array(self._slot_list, np.int64)
-        self._memory = Records(Frame)
-        self.frame, self.address = self._memory[0], self._memory.address
+        self._memory = Records(BatchRecord)
+        self.record, self.address = self._memory[0], self._memory.address
         arrays = np.zeros((len(_ARRAYS), len(sequences)), np.int64)
         for name, array in zip(_ARRAYS, arrays, strict=True):
             setattr(self, name, array.view(np.float64) if name == "gaps" else array)
-            setattr(self.frame, name, address(array))
+            setattr(self.record, name, address(array))
         self.rows[:] = [sequence.address for sequence in sequences]
-        self.frame.num_rows = len(sequences)
-        self.is_plain = all(sequence.is_plain for sequence in sequences)
-        self.is_ruled = any(sequence.grammar is not None for sequence in sequences)
-        self.unseen = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_output_tokens]
+        self.record.num_rows = len(sequences)
+        self.is_greedy = all(sequence.is_greedy for sequence in sequences)
+        self.has_grammars = any(sequence.grammar is not None for sequence in sequences)
+        self.first_token_pending = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_output_tokens]
         self.coupled = [sequence for sequence in sequences if sequence.sampling.noise.is_coupled]
-        self.noted = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
-        self.chooses_by_position = all(s.is_plain or s.is_drawn_by_position for s in sequences)
-        self._goes_on = self.chooses_by_position and not self.coupled and not any(s.is_suspect for s in sequences)
-        self._ends = np.array([sequence.row.end for sequence in sequences], np.int64)
-        drawn_at = [s.request.sampling.temperature if s.is_drawn_by_position else 0.0 for s in sequences]
-        self._drawn_at = np.array(drawn_at, np.float32)
+        self.traced = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
+        self.samples_by_position = all(s.is_greedy or s.is_sampled_by_position for s in sequences)
+        self._allows_speculative_launch = (
+            self.samples_by_position and not self.coupled and not any(s.needs_solo_retry for s in sequences)
+        )
+        self._max_lengths = np.array([sequence.row.end for sequence in sequences], np.int64)
+        temperatures = [s.request.sampling.temperature if s.is_sampled_by_position else 0.0 for s in sequences]
+        self._temperatures = np.array(temperatures, np.float32)
         self._noises = [sequence.sampling.noise for sequence in sequences]
-        self._owners: tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]] | None = None
-        self._namespaces: list[tuple[NamespaceCache | None, NamespaceGroup]] | None = None
+        self._row_namespaces: tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]] | None = None
+        self._groups: list[tuple[NamespaceCache | None, NamespaceGroup]] | None = None
 
     def noise(self, lengths: Int64s, width: int) -> Noise:
-        """What a pass of chains that is ``width`` wide, behind so many tokens of each row, chooses tokens with where
-        they are chosen by position."""
-        keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
-        return Noise(keys, np.repeat(self._drawn_at[:, None], width, axis=1))
+        """Return the noise for a pass over chains, if all rows sample by position.
 
-    def runs_on(self, running: Rows[Sequence], lengths: Int64s) -> bool:
-        """Whether these are the sequences that run, all go on behind so many tokens of each, and what they say then
-        depends on nothing else that has to be looked at."""
+        Args:
+            lengths: The number of tokens of each row before the pass, int64[B].
+            width: The number of positions.
+        """
+        keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
+        return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))
+
+    def can_continue(self, running: Rows[Sequence], lengths: Int64s) -> bool:
+        """Return whether another pass over the same rows can be launched before the output of the current one is known.
+
+        This requires that the rows are exactly ``running``, that none reaches its maximum length (each has
+        ``lengths[b]`` tokens then), and that their next tokens depend on nothing that the host must compute.
+        """
         return (
-            self._goes_on
+            self._allows_speculative_launch
             and len(running) == len(self.sequences)
-            and all(sequence.row.is_simple == 1 for sequence in self.sequences)
-            and bool((lengths < self._ends).all())
+            and all(sequence.row.uses_fast_path == 1 for sequence in self.sequences)
+            and bool((lengths < self._max_lengths).all())
         )
 
-    def is_of(self, sequences: Rows[Sequence]) -> bool:
-        """Whether it is the one of these sequences, in the slots that they have now."""
+    def has_sequences(self, sequences: Rows[Sequence]) -> bool:
+        """Return whether the batch consists of these sequences, in their current slots."""
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
-    def owners(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Of each row ``request_ids``, ``learned`` and ``allow_caching`` as ``ScoredPass`` has them."""
-        if self._owners is not None:
-            return self._owners
+    def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
+        """Return ``request_ids``, ``learned`` and ``allow_caching`` of each row, as in `ScoredPass`."""
+        if self._row_namespaces is not None:
+            return self._row_namespaces
         caches, is_final = self._caches()
         names = [sequence.request.request_id for sequence in self.sequences]
         rows = zip(self.sequences, caches, strict=True)
         allow_caching = np.array([cache is not None and sequence.request.learn for sequence, cache in rows], np.bool_)
-        owners = names, [None if cache is None else cache.learned for cache in caches], allow_caching
+        row_namespaces = names, [None if cache is None else cache.learned for cache in caches], allow_caching
         if is_final:
-            self._owners = owners
-        return owners
+            self._row_namespaces = row_namespaces
+        return row_namespaces
 
-    def groups(self, keep: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
-        """The rows by namespace, to be drafted for from what it holds now.
+    def namespace_groups(self, start_request: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
+        """Return the rows grouped by namespace, with the namespaces' current snapshots.
 
-        ``keep`` : told of each sequence and of what is learned of its namespace, before it is drafted for.
+        Args:
+            start_request: Called with each sequence and the learned state of its namespace before a draft is made.
         """
-        namespaces = self._namespaces
-        if namespaces is None:
+        groups = self._groups
+        if groups is None:
             caches, is_final = self._caches()
             members: dict[NamespaceCache | None, list[Sequence]] = {}
             for sequence, cache in zip(self.sequences, caches, strict=True):
-                keep(sequence, None if cache is None else cache.learned)
+                start_request(sequence, None if cache is None else cache.learned)
                 members.setdefault(cache, []).append(sequence)
-            namespaces = [(cache, _group(cache, rows)) for cache, rows in members.items()]
-            self._namespaces = namespaces if is_final else None
-        return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in namespaces]
+            groups = [(cache, _namespace_group(cache, rows)) for cache, rows in members.items()]
+            self._groups = groups if is_final else None
+        return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in groups]
 
     def _caches(self) -> tuple[list[NamespaceCache | None], bool]:
-        """Of each row, and whether all are open that will be: what is learned of a namespace has a place only then."""
+        """Return the cache of each row, and whether all caches that will be opened are open."""
         caches = [None if s.namespace is None else s.namespace.cache for s in self.sequences]
         is_open = [s.namespace is None or cache is not None for s, cache in zip(self.sequences, caches, strict=True)]
         return caches, all(is_open)
 
 
-def _group(cache: NamespaceCache | None, rows: Rows[Sequence]) -> NamespaceGroup:
-    own = [s for s in rows if cache is None or s.sampling.noise.is_coupled]
+def _namespace_group(cache: NamespaceCache | None, rows: Rows[Sequence]) -> NamespaceGroup:
+    with_requests = [s for s in rows if cache is None or s.sampling.noise.is_coupled]
     return NamespaceGroup(
         None,
         None if cache is None else cache.learned,
-        np.array([s.address + DRAFTING_AT for s in rows], np.int64),
-        [(s.asking, s.row.drafting) for s in own if s.asking is not None],
+        np.array([s.address + DRAFT_ROW_OFFSET for s in rows], np.int64),
+        [(s.draft_request, s.row.draft_row) for s in with_requests if s.draft_request is not None],
     )

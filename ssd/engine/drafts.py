@@ -1,4 +1,4 @@
-"""The drafts of a batch, for all its rows at once: taken up, asked for, cut to what pays, and what came of them."""
+"""Kernels that manage the drafts of all rows: reuse, request, collect, cut to the best length, record the outcome."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from ssd.cost_model.calibration import (
 from ssd.cost_model.cost_model import CostModel
 from ssd.cost_model.pass_costs import costs_at, draft_token_cost, num_steps_to_verify
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
-from ssd.engine.batch import DRAFTING_AT, Batch, Frame, frame_at, row_at
+from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch, BatchRecord, batch_record_at, row_at
 from ssd.engine.request import Row
 from ssd.jit.addresses import Int64s, inlined, int32_array, int64_array, kernel
 
-_PASSES_AHEAD: Final = 3
-"""Passes that are drafted for at once where one text is said again."""
+_NUM_PREPARED_PASSES: Final = 3
+"""The number of passes that one draft covers if the text repeats verbatim."""
 
 
 @inlined
-def _most_drafted(row: Row, limit: int) -> int:
-    """Longest draft of at most ``limit`` tokens: one token is always the target's own, so none reaches the end."""
-    return max(0, min(limit, row.end - row.length - 1, row.most_drafted))
+def _max_draft_length(row: Row, limit: int) -> int:
+    """Return the maximum draft length, at most ``limit``.
+
+    The target adds one token to every draft, so a draft never reaches the maximum length of the output.
+    """
+    return max(0, min(limit, row.end - row.length - 1, row.max_draft_length))
 
 
 @inlined
-def _copy(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> None:
-    """Make ``out`` the tokens of a draft from ``begin`` to ``end``; of a tree all of them."""
+def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> None:
+    """Copy the tokens ``begin`` to ``end`` of a draft to ``out``; a tree is always copied completely."""
     out.size, out.match_length, out.source = end - begin, draft.match_length, draft.source
     out.is_tree, out.has_estimates = draft.is_tree, draft.has_estimates
     for i in range(end - begin):
@@ -43,8 +46,8 @@ def _copy(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> None:
 
 
 @inlined
-def _is_of_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
-    """Whether all tokens are the target's. A tree that is a chain becomes one."""
+def _is_in_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
+    """Return whether the target knows all tokens of a draft; convert a tree without branches to a chain."""
     is_chain = True
     for i in range(draft.size):
         if draft.tokens[i] < 0 or draft.tokens[i] >= vocab_size:
@@ -55,206 +58,245 @@ def _is_of_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
 
 
 @inlined
-def _measure(frame: Frame, rows: Int64s, turn: int) -> None:
-    frame.width, frame.has_trees = 1, 0
+def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
+    record.width, record.has_trees = 1, 0
     for b in range(len(rows)):
-        draft = row_at(rows[b]).verified[turn]
-        frame.width = max(frame.width, draft.size + 1)
-        frame.has_trees |= draft.is_tree == 1 and draft.size > 0
+        draft = row_at(rows[b]).drafts[buffer]
+        record.width = max(record.width, draft.size + 1)
+        record.has_trees |= draft.is_tree == 1 and draft.size > 0
 
 
 @kernel
-def begin_drafts(batch: int, turn: int, limit: int, should_draft_all: bool) -> None:
-    """Take up what was prepared, where all before it came true; the other rows are wanted, if they are due.
+def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
+    """Use each row's prepared draft if the output up to it matches, and mark the other rows that should be drafted for.
 
-    ``should_draft_all`` : whether those are that got nothing lately.
+    Args:
+        batch: The address of the `BatchRecord`.
+        buffer: The draft buffer of the next pass, see `Row`.
+        limit: The maximum draft length.
+        should_draft_all: Whether rows that had only empty drafts lately are marked too.
     """
-    frame = frame_at(batch)
-    rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    frame.num_spared = 0
-    for b in range(frame.num_rows):
+    record = batch_record_at(batch)
+    rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
+    record.num_in_backoff = 0
+    for b in range(record.num_rows):
         row = row_at(rows[b])
-        draft, at, begin = row.verified[turn], row.prepared_at, row.prepared_begin
-        end = begin + _most_drafted(row, limit)
+        draft, at, begin = row.drafts[buffer], row.prepared_length, row.prepared_begin
+        end = begin + _max_draft_length(row, limit)
         clear_draft(draft)
-        row.prepared_at, row.used_begin, row.was_asked[turn] = 0, 0, 0
-        is_due = should_draft_all or row.num_fruitless < BACKOFF_AFTER
-        frame.num_spared += not is_due
+        row.prepared_length, row.used_offset, row.was_drafted[buffer] = 0, 0, 0
+        is_due = should_draft_all or row.num_empty_drafts < BACKOFF_AFTER
+        record.num_in_backoff += not is_due
         if at == row.length and begin < end <= row.prepared.size:
             last = int32_array(row.tokens, row.length)[row.length - 1]
             if row.prepared.tokens[begin - 1] == last:
-                _copy(row.prepared, begin, end, draft)
-                row.used_begin, row.was_asked[turn] = begin, 1
-        wanted[b] = is_due and row.used_begin == 0
-    _measure(frame, rows, turn)
+                _copy_draft(row.prepared, begin, end, draft)
+                row.used_offset, row.was_drafted[buffer] = begin, 1
+        needs_draft[b] = is_due and row.used_offset == 0
+    _update_width(record, rows, buffer)
 
 
 @kernel
-def ask_drafts(batch: int, turn: int, costs: int, shares: int, limit: int, price: float, shape: int) -> int:
-    """Ask for a draft for each row that is wanted; how many.
+def fill_draft_params(
+    batch: int, buffer: int, costs: int, calibration: int, limit: int, token_cost: float, shape: int
+) -> int:
+    """Fill the draft parameters of the rows that need a draft, and return the number of these rows.
 
-    ``limit`` : tokens. ``price`` : of one, while it is not known what passes take. ``shape`` : TREE, CHAIN, or AHEAD: a
-    chain behind what the pass of this ``turn`` verifies, long enough for the passes after it.
+    Args:
+        batch: The address of the `BatchRecord`.
+        buffer: The draft buffer of the pass in flight, see `Row`; used only for PREPARED_CHAIN.
+        costs: The address of the cost model.
+        calibration: The address of the acceptance calibration.
+        limit: The maximum draft length.
+        token_cost: The cost of a draft token that is used until the cost of passes is known.
+        shape: CHAIN, TREE, or PREPARED_CHAIN: a chain that starts with what the pass in flight verifies and is long
+            enough for several passes after it.
     """
-    frame = frame_at(batch)
-    rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    asked, kept = int64_array(frame.asked, frame.num_rows), calibration_at(shares)
+    record = batch_record_at(batch)
+    rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
+    draft_rows, outcomes = int64_array(record.draft_rows, record.num_rows), calibration_at(calibration)
     if costs_at(costs).is_known == 1:
-        price = draft_token_cost(costs, frame.num_rows)
-    frame.num_asked = 0
-    for b in range(frame.num_rows):
-        if wanted[b] == 0:
+        token_cost = draft_token_cost(costs, record.num_rows)
+    record.num_draft_rows = 0
+    for b in range(record.num_rows):
+        if needs_draft[b] == 0:
             continue
         row = row_at(rows[b])
-        params, most = row.drafting.params, limit
-        if shape == AHEAD:
-            most = row.verified[turn].size + _PASSES_AHEAD * (1 + limit)
-        params.context_length, params.limit = row.length, min(MAX_DRAFT, _most_drafted(row, most))
-        params.token_cost = price / accepted_share(kept, row.kind) if costs_at(costs).is_known == 1 else price
-        params.is_tree = shape == TREE and row.may_branch == 1
-        asked[frame.num_asked] = rows[b] + DRAFTING_AT
-        frame.num_asked += 1
-    return frame.num_asked
+        params, max_tokens = row.draft_row.params, limit
+        if shape == PREPARED_CHAIN:
+            max_tokens = row.drafts[buffer].size + _NUM_PREPARED_PASSES * (1 + limit)
+        params.context_length, params.limit = row.length, min(MAX_DRAFT, _max_draft_length(row, max_tokens))
+        params.token_cost = (
+            token_cost / accepted_share(outcomes, row.temperature_bucket)
+            if costs_at(costs).is_known == 1
+            else token_cost
+        )
+        params.is_tree = shape == TREE and row.allow_tree == 1
+        draft_rows[record.num_draft_rows] = rows[b] + DRAFT_ROW_OFFSET
+        record.num_draft_rows += 1
+    return record.num_draft_rows
 
 
 CHAIN: Final = 0
 TREE: Final = 1
-AHEAD: Final = 2
+PREPARED_CHAIN: Final = 2
 
 
 @inlined
-def _cut(frame: Frame, rows: Int64s, turn: int, costs: int, shares: CalibrationRecord) -> None:
-    """Cut all drafts to the tokens that give most where every row is padded to the widest.
+def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, calibration: CalibrationRecord) -> None:
+    """Cut all drafts to the length with the highest expected throughput, as all rows are padded to the longest one.
 
-    With its draft cut to w tokens a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
-    chance that its i-th token is accepted and s how far the row's estimates are trusted. Drafts without estimates are
-    kept whole, and with them all.
+    With its draft cut to w tokens, a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
+    probability that its i-th token is accepted and s is the calibration of the row's estimates. If a draft has no
+    estimates, none is cut.
     """
-    gains, chances, widest = np.zeros(MAX_DRAFT), np.empty(MAX_DRAFT), 0
+    gains, path_probabilities, widest = np.zeros(MAX_DRAFT), np.empty(MAX_DRAFT), 0
     for b in range(len(rows)):
         row = row_at(rows[b])
-        draft = row.verified[turn]
+        draft = row.drafts[buffer]
         if draft.size > 0 and draft.has_estimates == 0:
             return
-        share = accepted_share(shares, row.kind)
+        share = accepted_share(calibration, row.temperature_bucket)
         for i in range(draft.size):
             parent = np.int64(draft.parents[i]) if draft.is_tree == 1 else i - 1
-            chances[i] = draft.probabilities[i] * (chances[parent] if parent >= 0 else share)
-            gains[i] += chances[i]
+            path_probabilities[i] = draft.probabilities[i] * (path_probabilities[parent] if parent >= 0 else share)
+            gains[i] += path_probabilities[i]
         widest = max(widest, draft.size)
     if widest > 0 and costs_at(costs).is_known == 1:
         width = num_steps_to_verify(costs, len(rows), len(rows), gains[:widest])
         for b in range(len(rows)):
-            draft = row_at(rows[b]).verified[turn]
+            draft = row_at(rows[b]).drafts[buffer]
             draft.size = min(draft.size, width)
 
 
 @kernel
-def take_drafts(batch: int, turn: int, costs: int, shares: int, vocab_size: int) -> int:
-    """Take the drafts of the rows that were wanted, as far as they pay; how many of them were none."""
-    frame, num_wrong = frame_at(batch), 0
-    rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    kept = calibration_at(shares)
-    for b in range(frame.num_rows):
-        if wanted[b] == 0:
+def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_size: int) -> int:
+    """Take over the drafts of the rows that needed one, cut to the best length.
+
+    Returns:
+        The number of drafts that were discarded because they had invalid tokens.
+    """
+    record, num_invalid = batch_record_at(batch), 0
+    rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
+    outcomes = calibration_at(calibration)
+    for b in range(record.num_rows):
+        if needs_draft[b] == 0:
             continue
         row = row_at(rows[b])
-        found = row.drafting.draft
-        if not _is_of_vocabulary(found, vocab_size):
-            num_wrong += 1
+        found = row.draft_row.draft
+        if not _is_in_vocabulary(found, vocab_size):
+            num_invalid += 1
             continue
         is_sure = found.size == 0 or found.has_estimates == 0 or row.length > row.prompt_length
-        if is_sure or accepted_share(kept, row.kind) * found.probabilities[0] >= FIRST_TOKEN_THRESHOLD:
-            _copy(found, 0, found.size, row.verified[turn])
-            row.was_asked[turn] = 1
-    _cut(frame, rows, turn, costs, kept)
-    for b in range(frame.num_rows):
-        if wanted[b] == 1:
+        if (
+            is_sure
+            or accepted_share(outcomes, row.temperature_bucket) * found.probabilities[0] >= FIRST_TOKEN_THRESHOLD
+        ):
+            _copy_draft(found, 0, found.size, row.drafts[buffer])
+            row.was_drafted[buffer] = 1
+    _cut_drafts(record, rows, buffer, costs, outcomes)
+    for b in range(record.num_rows):
+        if needs_draft[b] == 1:
             row = row_at(rows[b])
-            row.num_fruitless = 0 if row.verified[turn].size > 0 else row.num_fruitless + 1
-    _measure(frame, rows, turn)
-    return num_wrong
+            row.num_empty_drafts = 0 if row.drafts[buffer].size > 0 else row.num_empty_drafts + 1
+    _update_width(record, rows, buffer)
+    return num_invalid
 
 
 @kernel
-def plan_ahead(batch: int, turn: int, limit: int) -> None:
-    """Want a draft behind what is under way for the rows whose last draft came true; not where there is one."""
-    frame = frame_at(batch)
-    rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    drafted, accepted = int64_array(frame.drafted, frame.num_rows), int64_array(frame.accepted, frame.num_rows)
-    for b in range(frame.num_rows):
+def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
+    """Mark the rows whose last draft was accepted completely, to draft beyond the pass in flight.
+
+    Rows that still have enough prepared tokens are not marked.
+    """
+    record = batch_record_at(batch)
+    rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
+    num_drafted, num_accepted = (
+        int64_array(record.num_drafted, record.num_rows),
+        int64_array(record.num_accepted, record.num_rows),
+    )
+    for b in range(record.num_rows):
         row = row_at(rows[b])
-        size, begin = row.verified[turn].size, row.used_begin
-        wanted[b] = 0 < drafted[b] == accepted[b] and size > 0 and row.verified[turn].is_tree == 0
-        if wanted[b] == 1 and begin > 0 and begin + size + 1 + limit <= row.prepared.size:
-            wanted[b] = 0
-            row.prepared_verified, row.prepared_begin = begin, begin + size + 1
-            row.prepared_at = row.length + size + 1
+        size, begin = row.drafts[buffer].size, row.used_offset
+        needs_draft[b] = 0 < num_drafted[b] == num_accepted[b] and size > 0 and row.drafts[buffer].is_tree == 0
+        if needs_draft[b] == 1 and begin > 0 and begin + size + 1 + limit <= row.prepared.size:
+            needs_draft[b] = 0
+            row.prepared_offset, row.prepared_begin = begin, begin + size + 1
+            row.prepared_length = row.length + size + 1
 
 
 @kernel
-def take_ahead(batch: int, turn: int, vocab_size: int) -> int:
-    """Keep the drafts of the rows that were wanted until what is before them is said; how many of them were none."""
-    frame, num_wrong = frame_at(batch), 0
-    rows, wanted = int64_array(frame.rows, frame.num_rows), int64_array(frame.wanted, frame.num_rows)
-    for b in range(frame.num_rows):
-        if wanted[b] == 0:
+def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
+    """Store the drafts made beyond the pass in flight until its output is known.
+
+    Returns:
+        The number of drafts that were discarded because they had invalid tokens.
+    """
+    record, num_invalid = batch_record_at(batch), 0
+    rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
+    for b in range(record.num_rows):
+        if needs_draft[b] == 0:
             continue
         row = row_at(rows[b])
-        found, draft, common = row.drafting.draft, row.verified[turn], 0
-        if not _is_of_vocabulary(found, vocab_size):
-            num_wrong += 1
+        found, draft, common = row.draft_row.draft, row.drafts[buffer], 0
+        if not _is_in_vocabulary(found, vocab_size):
+            num_invalid += 1
             clear_draft(found)
-        _copy(found, 0, found.size, row.prepared)
+        _copy_draft(found, 0, found.size, row.prepared)
         while common < min(draft.size, found.size) and found.tokens[common] == draft.tokens[common]:
             common += 1
-        row.prepared_verified, row.prepared_begin = 0, common + 1
-        row.prepared_at = row.length + draft.size + 1 if common == draft.size else -1
-    return num_wrong
+        row.prepared_offset, row.prepared_begin = 0, common + 1
+        row.prepared_length = row.length + draft.size + 1 if common == draft.size else -1
+    return num_invalid
 
 
 @inlined
-def _promise_tested(draft: DraftRecord, path: Int64s, num_right: int) -> float:
-    """How many tokens of a draft should have come of those that were tested, on the path that was and beside it.
+def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> float:
+    """Return the expected number of accepted tokens among the draft tokens that were tested.
 
-    ``path`` : the positions that were right, the context's end first. Of a draft that is wrong at once that is its
-    first token's chance, however long it is.
+    Those are the tokens of the accepted path and their siblings. If the first token is rejected, the result is its
+    probability, however long the draft is.
+
+    Args:
+        draft: The draft.
+        path: The accepted positions, the first of which is the context's last token.
+        num_accepted: The number of accepted draft tokens.
     """
-    promised = 0.0
+    expected = 0.0
     if draft.is_tree == 0:
-        for i in range(min(draft.size, num_right + 1)):
-            promised += draft.probabilities[i]
-        return promised
+        for i in range(min(draft.size, num_accepted + 1)):
+            expected += draft.probabilities[i]
+        return expected
     for i in range(draft.size):
-        for depth in range(num_right + 1):
+        for depth in range(num_accepted + 1):
             if draft.parents[i] + 1 == path[depth]:
-                promised += draft.probabilities[i]
-    return promised
+                expected += draft.probabilities[i]
+    return expected
 
 
 @kernel
-def count_promises(batch: int, turn: int, shares: int, sizes: Int64s, paths: Int64s) -> None:
-    """Learn how far what the drafts of a pass promised came true: ``sizes`` and ``paths`` are those of `accept_drafts`.
+def record_draft_outcomes(batch: int, buffer: int, calibration: int, sizes: Int64s, paths: Int64s) -> None:
+    """Update the acceptance calibration with a pass; ``sizes`` and ``paths`` are those of `accept_drafts`.
 
-    Nothing of rows that were not drafted for: what was distrusted has not been tried again.
+    Rows without a draft are skipped: a draft that was not verified says nothing about its estimates.
     """
-    frame, kept = frame_at(batch), calibration_at(shares)
-    rows, taken = int64_array(frame.rows, len(sizes)), int64_array(frame.taken, len(sizes))
+    record, outcomes = batch_record_at(batch), calibration_at(calibration)
+    rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
     for b in range(len(sizes)):
         row = row_at(rows[b])
-        draft = row.verified[turn]
-        if row.was_asked[turn] == 1 and taken[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
-            promised = _promise_tested(draft, paths[b], sizes[b] - 1)
-            record_outcome(kept, row.kind, promised, sizes[b] - 1)
+        draft = row.drafts[buffer]
+        if row.was_drafted[buffer] == 1 and committed[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
+            expected = _expected_accepted(draft, paths[b], sizes[b] - 1)
+            record_outcome(outcomes, row.temperature_bucket, expected, sizes[b] - 1)
 
 
 def warm_up_drafts() -> None:
-    """Compile what is done for the drafts of all rows, with none."""
-    batch, prices, shares = Batch(()), CostModel(), AcceptanceCalibration()
-    prices.calibrate(1, 1.0, is_wide=False)
-    prices.begin()
-    ask_drafts(batch.address, 0, prices.address, shares.address, 0, 0.0, CHAIN)
-    take_drafts(batch.address, 0, prices.address, shares.address, 0)
-    plan_ahead(batch.address, 0, 0)
-    take_ahead(batch.address, 0, 0)
-    count_promises(batch.address, 0, shares.address, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
+    """Compile the kernels of this file by calling them with an empty batch."""
+    batch, cost_model, calibration = Batch(()), CostModel(), AcceptanceCalibration()
+    cost_model.calibrate(1, 1.0, is_wide=False)
+    cost_model.begin()
+    fill_draft_params(batch.address, 0, cost_model.address, calibration.address, 0, 0.0, CHAIN)
+    collect_drafts(batch.address, 0, cost_model.address, calibration.address, 0)
+    plan_prepared_drafts(batch.address, 0, 0)
+    store_prepared_drafts(batch.address, 0, 0)
+    record_draft_outcomes(batch.address, 0, calibration.address, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))

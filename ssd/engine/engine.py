@@ -16,15 +16,17 @@ import torch
 from ssd.config import DraftConfig, EngineConfig, SamplingParams
 from ssd.drafting import HybridDrafter, make_drafter
 from ssd.drafting.protocol import Drafter
-from ssd.engine.batch import LEFT, Batch, append_said, warm_up_rows
-from ssd.engine.isolation import Isolation, settle, violations
+from ssd.engine.batch import NEEDS_SLOW_PATH, Batch, append_output_ids, warm_up_rows
+from ssd.engine.forward_pass import CommittedPass, ForwardPass, warm_up_verification
+from ssd.engine.isolation import FaultIsolation, find_violations, handle_violations
 from ssd.engine.metrics import BestEffort, EngineMetrics
-from ssd.engine.passes import Passes
-from ssd.engine.proposals import Proposals, SpeculationStatus
+from ssd.engine.pipeline import Pipeline
+from ssd.engine.prefill import Prefill
+from ssd.engine.prefix_cache import PrefixCache
 from ssd.engine.request import FinishReason, Request, RequestOutput
-from ssd.engine.schedule import Prefill, PrefixReuse, Scheduler
+from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Coupling, Sequence, open_sequence
-from ssd.engine.verify import Pass, Taken, warm_up_verification
+from ssd.engine.speculation import SpeculationManager, SpeculationStatus
 from ssd.errors import ConfigError, EngineError, EngineStopped, QueueFull
 from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
@@ -36,14 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over the slots of one target model, drafting from a retrieval cache.
+    """Continuous batching over the slots of one target model, with drafts from a retrieval cache.
 
-    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. What a
-    request raises inside a step ends that request; the others go on with the output that they have without it. None of
-    them reads a file: a namespace's cache is opened beside them, and its requests draft from it once it is open.
-    ``caches`` and ``codec`` may be None: then nothing is learned, or only token ids are handled.
-    ``draw_seed`` gives the seed of a request that brings none; None draws it at random. ``noise_root`` gives what the
-    secrets of coupled noise are made of, see `Coupling`.
+    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. An
+    exception that a request causes inside a step ends only that request. No step reads a file: the cache of a namespace
+    is opened in the background, and its requests get drafts once it is open.
     """
 
     def __init__(
@@ -59,6 +58,19 @@ class Engine:
         draw_seed: Callable[[], int] | None = None,
         noise_root: Callable[[], bytes] | None = None,
     ) -> None:
+        """Create an engine.
+
+        Args:
+            target: The served model.
+            drafter: The drafter.
+            codec: The tokenizer; None handles token ids only.
+            caches: The retrieval caches; None learns nothing.
+            config: The settings of the engine.
+            draft: The settings of drafts.
+            eos_token_ids: The end-of-text ids; None takes those of ``codec``.
+            draw_seed: Returns the seed of a request that has none; None draws it at random.
+            noise_root: Returns the secret from which the secrets of shared noise are derived, see `Coupling`.
+        """
         self.target = target
         self.codec = codec
         self.caches = caches
@@ -75,14 +87,14 @@ class Engine:
             GrammarCompiler(codec, vocab_size=target.vocab_size, eos_token_ids=self._eos_token_ids) if codec else None
         )
         self._best_effort = BestEffort()
-        self._proposals = Proposals(target, drafter, draft, self._best_effort)
+        self._speculation = SpeculationManager(target, drafter, draft, self._best_effort)
         self._batch = Batch(())
         self._is_calibrated = False
-        self._reuse = PrefixReuse(target, enabled=self.config.enable_prefix_caching)
-        self._scheduler = Scheduler(target.num_slots, self._reuse)
-        self._isolation = Isolation(target, self._scheduler, self._reuse, self._proposals)
-        self._passes = Passes(target, self._proposals, self._isolation)
-        self._prefill = Prefill(target, self._reuse, self.config.prefill_chunk_tokens, self._isolation.fail_alone)
+        self._prefix_cache = PrefixCache(target, enabled=self.config.enable_prefix_caching)
+        self._scheduler = Scheduler(target.num_slots, self._prefix_cache)
+        self._isolation = FaultIsolation(target, self._scheduler, self._prefix_cache, self._speculation)
+        self._pipeline = Pipeline(target, self._speculation, self._isolation)
+        self._prefill = Prefill(target, self._prefix_cache, self.config.prefill_chunk_tokens, self._isolation.fail_one)
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
         self._lock = threading.Lock()
@@ -110,26 +122,40 @@ class Engine:
         noise_root: Callable[[], bytes] | None = None,
         report: Callable[[str], None] = lambda _stage: None,
     ) -> Engine:
-        """Load a Hugging Face model directory or id and everything around it.
+        """Load a Hugging Face model, given by directory or id, and everything that an engine needs.
 
-        draft_model : a smaller model with the same tokenizer, asked where what it brings beyond retrieval is worth more
-        than it costs. draft_head : a head trained for this model, see ``docs/heads.md``, likewise asked; both may be
-        given, beside the drafter "ssd" alone. Without speculation neither is read.
-        adapters : directories or ids of LoRA adapters by their names, which requests may then give.
-        hub, draft_hub : where their ids are fetched from. draw_seed, noise_root : as for the engine.
-        report : called with what is being done, in words, before each part that may take long.
-        Raises ConfigError for a drafter that judges no offers beside a draft model or head; ModelError when a model
-        cannot be loaded, does not fit, or the two do not share a tokenizer.
+        Args:
+            model: The model.
+            dtype: The data type of the weights.
+            device: The device of the model.
+            caches: The retrieval caches; None learns nothing.
+            codec: The tokenizer; None loads the model's own.
+            config: The settings of the engine.
+            draft: The settings of drafts.
+            drafter: The name of the drafter.
+            draft_model: A smaller model with the same tokenizer, which drafts if its expected gain exceeds its cost. It
+                requires the drafter "ssd", and is not loaded without speculation.
+            draft_head: A draft head trained for this model, see ``docs/heads.md``, under the same conditions.
+            adapters: Directories or ids of LoRA adapters by the names that requests use.
+            hub: How ``model`` is fetched from the Hub.
+            draft_hub: How the draft model and the draft head are fetched from the Hub.
+            draw_seed: See ``__init__``.
+            noise_root: See ``__init__``.
+            report: Called with a description of each stage that may take long, before it starts.
+
+        Raises:
+            ConfigError: Another drafter is combined with a draft model or head.
+            ModelError: A model cannot be loaded or does not fit, or the two models do not share a tokenizer.
         """
         if drafter != "ssd" and (draft_model is not None or draft_head is not None):
             raise ConfigError(
-                f'a draft model or head needs the drafter "ssd", which judges its drafts, not {drafter!r}'
+                f'a draft model or head requires the drafter "ssd", which scores its drafts, not {drafter!r}'
             )
         config, draft = config or EngineConfig(), draft or DraftConfig()
-        if not draft.num_speculative_tokens:  # nobody would ask them
+        if not draft.num_speculative_tokens:  # they would never be used
             draft_model = draft_head = None
         codec = codec or TextCodec.load(str(model), hub)
-        # These modules import the whole of transformers, which takes longer than everything else together.
+        # Imported late: these modules import all of transformers, which takes longer than everything else together.
         from ssd.model.draft.drafter import HeadDrafter, feature_spec, load_draft_model
         from ssd.model.heads.layouts import load_head
         from ssd.model.loading.adapters import load_adapters
@@ -139,7 +165,7 @@ class Engine:
 
         report(f"reading the weights of {model}")
         loaded = load_model(model, dtype=dtype, device=device, hub=hub)
-        _compare_tokenizer(codec, loaded.config.get_text_config().vocab_size)
+        _warn_about_tokenizer(codec, loaded.config.get_text_config().vocab_size)
         if adapters:
             report(f"reading adapters {', '.join(adapters)}")
         adapted = load_adapters(loaded, adapters or {})
@@ -147,16 +173,16 @@ class Engine:
         if draft_head is not None:
             report(f"reading the draft head {draft_head}")
             head = load_head(draft_head, loaded, draft_hub)
-        report(f"trying how to drive {type(loaded).__name__}")
+        report(f"selecting the runner for {type(loaded).__name__}")
         target = open_target(
             loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
-            exact="off",  # until the threads are known that will make the passes
+            exact="off",  # verified below, when the number of threads is known
             adapters=adapted, tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )  # fmt: skip
-        report("trying numbers of threads, and whether passes agree to the bit")
+        report("tuning the number of threads, and checking whether passes are bit-identical")
         tune_threads(target)
         verify_batch_invariance(target, config.exact)
         log.info("%s", target.batch_invariance)
@@ -181,7 +207,10 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; it ends with exactly one output that has a finish reason.
 
-        Raises RequestError (ContextTooLong among them), QueueFull or EngineStopped; then nothing was queued.
+        Raises:
+            RequestError: The request is invalid; ContextTooLong is one of these errors.
+            QueueFull: Too many requests are waiting.
+            EngineStopped: The engine has been closed.
         """
         sequence = open_sequence(
             request,
@@ -192,8 +221,8 @@ class Engine:
             adapters=self.target.adapter_names,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
-            noise=self._coupling.noise_of(request, self._draw_seed()),
-            takes_priority=self.config.scheduling_policy == "priority",
+            noise=self._coupling.make_noise(request, self._draw_seed()),
+            allows_priority=self.config.scheduling_policy == "priority",
         )
         with self._lock:
             if self._stopped:
@@ -204,128 +233,133 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Numbers for the ``noise_stream`` of ``count`` requests of one prompt, no two the same. O(count)."""
-        return self._coupling.different_streams(count, self._draw_seed())
+        """Return distinct numbers for the ``noise_stream`` of ``count`` requests with the same prompt. O(count)."""
+        return self._coupling.distinct_streams(count, self._draw_seed())
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the next step; unknown or finished ids are ignored."""
+        """End a request at the next step; unknown and finished ids are ignored."""
         with self._lock:
             self._cancelled.add(request_id)
         self._work.set()
 
     def has_work(self) -> bool:
-        """True when a step would do something."""
-        return bool(self._cancelled or self._num_unfinished() or self._isolation.has_ended)
+        """Return whether a step would do something."""
+        return bool(self._cancelled or self._num_unfinished() or self._isolation.has_outputs)
 
     def _num_unfinished(self) -> int:
         return len(self._inbox) + self._scheduler.num_waiting + len(self._scheduler.running)
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Sleep until there is work or the time is over; returns ``has_work()``."""
+        """Sleep until there is work or the timeout has passed; return ``has_work()``."""
         if not self.has_work():
             self._work.wait(timeout_s)
         self._work.clear()
         return self.has_work()
 
     def close(self) -> None:
-        """Take no more requests and close the caches, which keeps what they learned. Requests in flight are dropped.
+        """Reject further requests and close the caches, which keep what they learned. Requests in flight are dropped.
 
-        To be called by the thread that steps, or after it.
+        It must be called by the thread that steps, or after that thread has ended.
         """
         with self._lock:
             self._stopped = True
         self._work.set()
         if self.caches is not None:
-            self._proposals.publish()
+            self._speculation.publish()
             self.caches.close()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advance every running sequence by one forward pass of the target.
+        """Advance every running sequence by one forward pass of the target, and return the new outputs.
 
-        A device that computes beside the host changes the order: the pass that the step before began is verified and
-        committed first; it is counted and learned from, the text of its tokens is made and what comes next is drafted
-        while the next pass runs. Where no draft was found for a while, and no request comes or goes, that one has begun
-        already: it takes the tokens of the one before where they are, and the device waits for nobody.
-        Raises EngineBroken where nothing can be computed any more. What tells the program to end (KeyboardInterrupt)
-        cancels all that run; the others go on at the next step.
+        If the device computes concurrently with the host, the order differs: the pass launched by the previous step is
+        verified and committed first. Counting, learning, detokenization and drafting then happen while the next pass
+        runs. If no draft was found for a while and no request starts or ends, the next pass is launched even earlier,
+        with the tokens of the current pass still on the device, so that the device is never idle.
+
+        An exception that ends the program, e.g. KeyboardInterrupt, cancels all running requests and is raised again;
+        the other requests continue at the next step.
+
+        Raises:
+            EngineBroken: The target cannot compute anything any more.
         """
         begun = list(self._scheduler.running)
         try:
             return self._step()
         except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            self._passes.drop()
-            self._isolation.give_up(dict.fromkeys([*begun, *self._scheduler.running]))
+            self._pipeline.drop()
+            self._isolation.abort(dict.fromkeys([*begun, *self._scheduler.running]))
             raise
 
     def _step(self) -> list[RequestOutput]:
-        if self._passes.first is not None and self._passes.behind is None:  # only beside the host
-            self._proposals.prepare(self._passes.first)
-        taken = self._commit(self._passes.verify())
+        if self._pipeline.current is not None and self._pipeline.next is None:  # only on a concurrent device
+            self._speculation.prepare_drafts(self._pipeline.current)
+        committed = self._commit(self._pipeline.verify())
         cancelled = list[Sequence]()
-        if self._passes.first is None:  # else what comes or goes waits for a pass
+        if self._pipeline.current is None:  # else admission and cancellation wait for a pass
             cancelled = self._admit_and_cancel()
             batch = self._prefill_prompts()
-            self._passes.begin(batch, self._proposals.propose(batch))
+            self._pipeline.launch(batch, self._speculation.propose(batch))
         if not self.target.is_asynchronous:
-            taken = self._commit(self._passes.verify())
-        num_tokens = self._prefill.take_count() + self._count(taken)
-        outputs = self._spell(taken)
+            committed = self._commit(self._pipeline.verify())
+        num_tokens = self._prefill.pop_num_computed() + self._update_counts(committed)
+        outputs = self._make_outputs(committed)
         outputs += [self._finish(sequence, sequence.end(FinishReason.CANCELLED)) for sequence in cancelled]
-        outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect()]
+        outputs += [self._finish(sequence, output) for sequence, output in self._isolation.collect_outputs()]
         if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
-        if self.target.is_asynchronous and not (self._inbox or self._cancelled or self._scheduler.has_next()):
-            self._passes.run_ahead(self._scheduler.running)
-        self._observe_load()
+        if self.target.is_asynchronous and not (self._inbox or self._cancelled or self._scheduler.can_admit()):
+            self._pipeline.launch_speculatively(self._scheduler.running)
+        self._update_gauges()
         return outputs
 
     def check(self) -> list[str]:
-        """What is wrong in the bookkeeping of slots and requests, a sentence each; between steps only.
+        """Return the inconsistencies in the state of slots and requests, one sentence each; only between steps.
 
-        Sequences of a pass that is under way are not looked at.
+        The sequences of a pass in flight are not checked.
         """
         with self._lock:
             arriving = list(self._inbox)
-        return violations(
-            self.target, self._scheduler, self._reuse, arriving, is_under_way=self._passes.first is not None
+        return find_violations(
+            self.target, self._scheduler, self._prefix_cache, arriving, is_in_flight=self._pipeline.current is not None
         )
 
     @property
     def is_drafting(self) -> bool:
-        """Whether drafts are made by now: False while their kernels are compiled beside the passes, see ``warm_up``."""
-        return self._proposals.is_ready
+        """Whether drafts are made; False while their kernels are compiled in the background, see ``warm_up``."""
+        return self._speculation.is_ready
 
     @property
     def speculation(self) -> SpeculationStatus:
-        """Whether drafts are verified now, and why or why not."""
-        return self._proposals.status
+        """Whether drafts are verified now, and the reason."""
+        return self._speculation.status
 
     @property
     def is_speculating(self) -> bool:
         """Whether drafts are ever made; constant for the life of the engine."""
-        return self._proposals.is_enabled
+        return self._speculation.is_enabled
 
     def relative_pass_cost(self, width: int) -> float:
         """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
-        return self._proposals.relative_cost(width)
+        return self._speculation.relative_cost(width)
 
     def warm_up(self, patience_s: float | None = None) -> None:
         """Compile every kernel and run every kind of pass once, so that the first request compiles nothing.
 
-        patience_s : the kernels that draft take most of that, once on each machine. After so many seconds they are
-        compiled on a thread of their own, and requests are answered meanwhile, each token by a pass of its own.
+        Args:
+            patience_s: The seconds after which the drafting kernels are compiled in a background thread. Requests are
+                then served without drafts until they are ready. None waits for all kernels.
         """
         self._coupling.warm_up()
         warm_up_verification()
         warm_up_rows()
         self.target.warm_up()
-        if patience_s is not None:  # one kernel is compiled at a time: first those without which nothing is answered
-            self._proposals.wait()
+        if patience_s is not None:  # kernels are compiled one at a time: the necessary ones first
+            self._speculation.defer_drafting()
             if not self.is_drafting:
                 self._warm_up_passes()
-        self._proposals.warm_up(patience_s)
+        self._speculation.warm_up(patience_s)
         if self.is_drafting:
             self._warm_up_passes()
         else:
@@ -343,26 +377,35 @@ class Engine:
             self.step()
 
     def calibrate(self) -> None:
-        """Time passes, where that has not been done and drafts are made; between requests, by the thread that steps."""
-        if not self._is_calibrated and self.is_drafting and not self.has_work() and self._passes.first is None:
-            self._reuse.forget_all()
-            self._best_effort(self._proposals.calibrate)  # it may be while serving
-            self._reuse.forget_all()
+        """Measure the latency of passes once, if drafts are made and no request runs.
+
+        It must be called by the thread that steps.
+        """
+        if not self._is_calibrated and self.is_drafting and not self.has_work() and self._pipeline.current is None:
+            self._prefix_cache.clear_all()
+            self._best_effort(self._speculation.calibrate)  # requests may already be served
+            self._prefix_cache.clear_all()
             self._is_calibrated = True
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go on with other weights of the same model, as between steps of its training; by the thread that steps.
+        """Replace the weights by others of the same model, e.g. after a training step; called by the thread that steps.
 
-        weights : a ``state_dict``, see `replace_weights`. Outputs from now on are those of an engine opened with them:
-        keys and values that slots kept are dropped. What was learned of texts, drafts and times stays; a draft head or
-        a draft model does too, and accepts less the further the weights move from what it was trained for.
-        Raises EngineError while requests run or wait, and ModelError, nothing changed, for weights that do not fit.
+        From now on outputs equal those of an engine opened with these weights; the KV cache of all slots is cleared.
+        Texts, drafting statistics and latencies are kept. So are draft heads and draft models, whose acceptance drops
+        as the weights move away from those that they were trained for.
+
+        Args:
+            weights: A ``state_dict``, see `replace_weights`.
+
+        Raises:
+            EngineError: Requests are running or waiting.
+            ModelError: The weights do not fit; nothing was changed.
         """
         from ssd.model.loading.replace_weights import replace_weights
 
-        if self.has_work() or self._passes.first is not None:
-            raise EngineError("requests run or wait, and would go on with other weights: let them end, or cancel them")
-        self._reuse.forget_all()
+        if self.has_work() or self._pipeline.current is not None:
+            raise EngineError("requests are running or waiting: wait for their end, or cancel them")
+        self._prefix_cache.clear_all()
         replace_weights(self.target.model, weights)
 
     def generate(
@@ -372,19 +415,19 @@ class Engine:
         *,
         namespace: str | None = "default",
     ) -> Iterator[RequestOutput]:
-        """Complete prompts of token ids and yield every output as it comes; for scripts, on the calling thread.
+        """Complete prompts of token ids on the calling thread and yield every output when it is generated.
 
-        What it has not ended is cancelled where it is not read to its end, or a prompt is refused.
+        Meant for scripts. Unfinished requests are cancelled if the iteration is abandoned or a prompt is rejected.
         """
-        asked = list[str]()
+        request_ids = list[str]()
         try:
             for index, prompt in enumerate(prompts):
                 while self._num_unfinished() >= self.config.max_waiting + self.target.num_slots:
                     yield from self.step()
-                asked.append(f"generate-{id(prompts)}-{index}")
+                request_ids.append(f"generate-{id(prompts)}-{index}")
                 self.submit(
                     Request(
-                        request_id=asked[-1],
+                        request_id=request_ids[-1],
                         prompt_token_ids=tuple(prompt),
                         sampling=sampling or SamplingParams(),
                         namespace=namespace,
@@ -393,145 +436,145 @@ class Engine:
             while self.has_work():
                 yield from self.step()
         except BaseException:
-            for name in asked:
+            for name in request_ids:
                 self.cancel(name)
             raise
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _admit_and_cancel(self) -> list[Sequence]:
-        """Fill free slots; those that were cancelled, off their slots."""
+        """Admit waiting requests to free slots, and return the cancelled sequences, removed from their slots."""
         with self._lock:
             self._scheduler.enqueue(self._inbox)
             self._inbox.clear()
             cancelled, self._cancelled = self._cancelled, set()
-        ended = self._scheduler.remove(cancelled) if cancelled else []
+        removed = self._scheduler.remove(cancelled) if cancelled else []
         preempted = self._scheduler.admit()
         self.metrics.num_preemptions += len(preempted)
-        for sequence in (*ended, *preempted):  # what was preempted comes back as if it were new
-            self._proposals.forget(sequence)
-        return ended
+        for sequence in (*removed, *preempted):  # a preempted request starts again like a new one
+            self._speculation.drop_request(sequence)
+        return removed
 
     def _prefill_prompts(self) -> Batch:
-        """Compute prompts: the sequences that are ready for the pass, or one suspect alone."""
+        """Run prefill and return the sequences that are ready for the pass, or a single one that needs a solo retry."""
         ready = self._prefill.run(self._scheduler.running)
-        ready = next(([sequence] for sequence in ready if sequence.is_suspect), ready)
-        if not self._batch.is_of(ready):
+        ready = next(([sequence] for sequence in ready if sequence.needs_solo_retry), ready)
+        if not self._batch.has_sequences(ready):
             self._batch = Batch(ready)
         return self._batch
 
-    def _commit(self, ended: Pass | None) -> Taken | None:
-        """Append to every sequence what was accepted of its draft and the target's own token.
+    def _commit(self, forward_pass: ForwardPass | None) -> CommittedPass | None:
+        """Append the accepted draft tokens and the target's own token to every sequence.
 
-        Done here is what the next pass needs, no more: for that a device waits.
+        Only what the next pass needs is done here, because the device waits for it.
         """
-        if ended is None:
+        if forward_pass is None:
             return None
-        self._proposals.observe_scores(ended)
-        batch, taken = ended.batch, Taken(ended, {})
-        append_said(batch.address, ended.said, ended.sizes)
-        num_rows, num_left = len(batch.slots), batch.frame.num_left
-        if num_left < num_rows:
-            if self._passes.first is None:  # else a pass has gone on from what was said, all of it
-                goes_on = slice(None) if not num_left else np.flatnonzero(batch.taken != LEFT)
-                self.target.truncate(batch.slots[goes_on], batch.lengths[goes_on] - 1)
-            self._proposals.observe(ended)
-            batch.sequences[0].is_suspect &= num_rows > 1
-        if num_left:
-            for b in np.flatnonzero(batch.taken == LEFT).tolist():
-                self._commit_left(taken, b, batch.sequences[b])
-            if (batch.taken <= 0).all() and not ended.is_late:
-                self._isolation.require_a_target()
-        return taken
+        self._speculation.observe_scores(forward_pass)
+        batch, committed = forward_pass.batch, CommittedPass(forward_pass, {})
+        append_output_ids(batch.address, forward_pass.output_ids, forward_pass.sizes)
+        num_rows, num_slow_rows = len(batch.slots), batch.record.num_slow_rows
+        if num_slow_rows < num_rows:
+            if self._pipeline.current is None:  # else the next pass already continues from all of the output
+                fast_rows = slice(None) if not num_slow_rows else np.flatnonzero(batch.committed != NEEDS_SLOW_PATH)
+                self.target.truncate(batch.slots[fast_rows], batch.lengths[fast_rows] - 1)
+            self._speculation.observe(forward_pass)
+            batch.sequences[0].needs_solo_retry &= num_rows > 1
+        if num_slow_rows:
+            for b in np.flatnonzero(batch.committed == NEEDS_SLOW_PATH).tolist():
+                self._commit_slow(committed, b, batch.sequences[b])
+            if (batch.committed <= 0).all() and not forward_pass.has_late_grammar:
+                self._isolation.check_target()
+        return committed
 
-    def _commit_left(self, taken: Taken, b: int, sequence: Sequence) -> None:
-        """Append what was said to a row about which something is special, and give its slot back at its end."""
-        ended, size = taken.ended, int(taken.ended.sizes[b])
-        if sequence.finish_reason is not None:  # its text failed while the pass ran
+    def _commit_slow(self, committed: CommittedPass, b: int, sequence: Sequence) -> None:
+        """Append the output to one row on the slow path, and free its slot if the request has ended."""
+        forward_pass, size = committed.forward_pass, int(committed.forward_pass.sizes[b])
+        if sequence.finish_reason is not None:  # detokenization failed while the pass ran
             self._isolation.drop(sequence)
-        elif b in ended.failed:
-            self._isolation.fail(sequence, "choosing a token", ended.failed[b])
-        elif not size:  # its grammar is late: the same pass again, behind the text read anew where none can be kept
-            self._proposals.observe_one(ended, b, 0)
+        elif b in forward_pass.failed:
+            self._isolation.fail(sequence, "sampling", forward_pass.failed[b])
+        elif not size:  # the grammar mask is late: repeat the pass, after another prefill if prefixes cannot be kept
+            self._speculation.observe_row(forward_pass, b, 0)
             self.target.rollback(sequence.slot, sequence.num_tokens - 1 if self.target.can_copy_prefixes else 0)
         else:
             try:
-                token_ids = ended.said[b, :size].tolist()
-                found = sequence.take(token_ids, ended.logits(b) if sequence.asks_logprobs else None)
-                sequence.is_suspect = False
-                self._proposals.observe_one(ended, b, min(size - 1, len(found.token_ids)))
+                token_ids = forward_pass.output_ids[b, :size].tolist()
+                found = sequence.append_tokens(token_ids, forward_pass.logits(b) if sequence.needs_logprobs else None)
+                sequence.needs_solo_retry = False
+                self._speculation.observe_row(forward_pass, b, min(size - 1, len(found.token_ids)))
                 if found.finish_reason is not None:
-                    # Before the next pass is drafted for: a drafter may have as many slots as the target.
+                    # Dropped before the next drafts are made, as a drafter may have only as many slots as the target.
                     self._scheduler.release(sequence)
-                    self._proposals.forget(sequence)
-                elif self._passes.first is None:
+                    self._speculation.drop_request(sequence)
+                elif self._pipeline.current is None:
                     self.target.truncate([sequence.slot], [sequence.num_tokens - 1])
-                ended.batch.taken[b], taken.special[b] = len(found.token_ids), found
+                forward_pass.batch.committed[b], committed.slow_path[b] = len(found.token_ids), found
             except BaseException as error:
-                self._isolation.fail(sequence, "taking tokens", error)
+                self._isolation.fail(sequence, "appending tokens", error)
 
-    def _count(self, taken: Taken | None) -> int:
-        """Count what a pass brought and learn from it; how many tokens it gave."""
-        if taken is None:
+    def _update_counts(self, committed: CommittedPass | None) -> int:
+        """Update counters and learn from a committed pass; return the number of its tokens."""
+        if committed is None:
             return 0
-        ended, batch = taken.ended, taken.ended.batch
-        taken.count()
-        self.metrics.count_rows(batch)
-        for b in [b for b in batch.unseen if batch.taken[b] > 0]:
+        forward_pass, batch = committed.forward_pass, committed.forward_pass.batch
+        committed.update_counts()
+        self.metrics.count_pass(batch)
+        for b in [b for b in batch.first_token_pending if batch.committed[b] > 0]:
             sequence = batch.sequences[b]
-            self.metrics.count_prompt(sequence.stats, queried=self._reuse.serves(sequence))
-            batch.unseen.remove(b)
-        self._proposals.count(ended)
-        self._proposals.observe_pass(ended, batch.frame.num_tokens)
-        return batch.frame.num_tokens
+            self.metrics.count_prompt(sequence.stats, queried=self._prefix_cache.can_reuse(sequence))
+            batch.first_token_pending.remove(b)
+        self._speculation.record_outcomes(forward_pass)
+        self._speculation.observe_pass(forward_pass, batch.record.num_tokens)
+        return batch.record.num_tokens
 
-    def _spell(self, taken: Taken | None) -> list[RequestOutput]:
-        """Make text of what was taken; learn from sequences that have ended. Nothing of one where that failed."""
-        if taken is None:
+    def _make_outputs(self, committed: CommittedPass | None) -> list[RequestOutput]:
+        """Detokenize the committed tokens, and append the text of finished sequences to the cache."""
+        if committed is None:
             return []
         outputs = list[RequestOutput]()
-        for sequence, found in taken.by_row():
+        for sequence, found in committed.by_row():
             try:
-                output = sequence.output(found)
+                output = sequence.make_output(found)
             except BaseException as error:
-                under_way = () if self._passes.first is None else self._passes.first.batch.sequences
-                self._isolation.fail(sequence, "making text", error, is_under_way=sequence in under_way)
+                in_flight = () if self._pipeline.current is None else self._pipeline.current.batch.sequences
+                self._isolation.fail(sequence, "detokenization", error, is_in_flight=sequence in in_flight)
             else:
                 outputs.append(output if output.finish_reason is None else self._finish(sequence, output))
         return outputs
 
     def _finish(self, sequence: Sequence, output: RequestOutput) -> RequestOutput:
-        self.metrics.histograms.count_ended(sequence.request, sequence.stats)
+        self.metrics.histograms.observe_finished(sequence.request, sequence.stats)
         self.metrics.num_coupled_requests += sequence.stats.is_coupled
         reason = str(output.finish_reason)
         self.metrics.num_requests_finished[reason] = self.metrics.num_requests_finished.get(reason, 0) + 1
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._learn(sequence)
+            self._append_to_cache(sequence)
         return output
 
-    def _learn(self, sequence: Sequence) -> None:
+    def _append_to_cache(self, sequence: Sequence) -> None:
         if (namespace := sequence.namespace) is not None and sequence.request.learn:
             self._best_effort(
                 lambda: namespace.append(sequence.context.copy(), prompt_length=sequence.num_prompt_tokens)
             )
 
-    def _observe_load(self) -> None:
+    def _update_gauges(self) -> None:
         scheduler = self._scheduler
         num_unopened = 0 if self.caches is None else self.caches.num_failed_openings
-        self.metrics.drafter_failures = self._proposals.num_failures + num_unopened
+        self.metrics.drafter_failures = self._speculation.num_failures + num_unopened
         self.metrics.num_failed_passes = self._isolation.num_failed_passes
         self.metrics.num_running = len(scheduler.running)
         self.metrics.num_waiting = scheduler.num_waiting
-        held = sum(sequence.row.length for sequence in scheduler.running)
-        self.metrics.kv_usage = held / (self.target.num_slots * self.max_model_len)
+        num_cached = sum(sequence.row.length for sequence in scheduler.running)
+        self.metrics.kv_usage = num_cached / (self.target.num_slots * self.max_model_len)
         if not scheduler.running:
-            self._batch = Batch(())  # it holds sequences
-            self._passes.drop()
+            self._batch = Batch(())  # the old one would keep sequences alive
+            self._pipeline.drop()
         if not scheduler.running and not scheduler.num_waiting:
-            self._best_effort(lambda: settle(self.check(), self.metrics, scheduler, self._reuse))
+            self._best_effort(lambda: handle_violations(self.check(), self.metrics, scheduler, self._prefix_cache))
 
 
-def _compare_tokenizer(codec: TextCodec, num_logits: int) -> None:
+def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
     """Warn of a tokenizer that does not belong to the model, and of outputs that only ``max_tokens`` can end."""
     if codec.vocab_size > num_logits:
         log.warning(

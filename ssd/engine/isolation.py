@@ -1,4 +1,4 @@
-"""What fails inside a step ends the request it belongs to, and nothing else; when idle, the books are compared."""
+"""Fault isolation: an exception inside a step ends only the request that caused it. Consistency check when idle."""
 
 from __future__ import annotations
 
@@ -9,165 +9,185 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 
-from ssd.engine.metrics import EngineMetrics, Faults
-from ssd.engine.proposals import Proposals
+from ssd.engine.metrics import EngineMetrics, FaultLog
+from ssd.engine.prefix_cache import PrefixCache
 from ssd.engine.request import FinishReason, RequestOutput
-from ssd.engine.schedule import PrefixReuse, Scheduler
+from ssd.engine.scheduler import Scheduler
 from ssd.engine.sequence import Sequence
-from ssd.errors import EngineBroken, RequestError, first_line, require_fault
+from ssd.engine.speculation import SpeculationManager
+from ssd.errors import EngineBroken, RequestError, first_line, reraise_exits
 from ssd.model.target import Target
 
 
-class Isolation:
+class FaultIsolation:
     """Ends sequences that fail. Owned by the thread that steps the engine.
 
-    Where a failure belongs to one sequence (its prompt, its rules, its text) that one ends. Where a pass over several
-    fails, nobody knows whose fault it is nor what the pass left in the slots: all of them are emptied, each sequence is
-    computed again from its tokens, as one that was preempted is, and then passed alone once. One that fails alone is at
-    fault. They are not drafted for any more. Outputs stay what they are.
+    An error of one sequence (its prompt, its sampling rules, its text) ends that sequence. If a batched pass fails, its
+    cause and the state of the slots are unknown. Then all its slots are cleared, and each sequence is recomputed from
+    its tokens, as after a preemption, and run alone once, without drafts from then on. A sequence that fails alone is
+    the cause. Outputs are not affected.
 
-    All methods that take an error raise it again where it is no fault but tells the program to end.
+    Every method that takes an error raises it again if it is meant to end the program.
+
+    Attributes:
+        num_failed_passes: The number of batched passes that failed.
     """
 
-    def __init__(self, target: Target, scheduler: Scheduler, reuse: PrefixReuse, proposals: Proposals) -> None:
+    def __init__(
+        self, target: Target, scheduler: Scheduler, prefix_cache: PrefixCache, speculation: SpeculationManager
+    ) -> None:
         self.num_failed_passes = 0
-        """Passes of several sequences that failed."""
         self._target = target
         self._scheduler = scheduler
-        self._reuse = reuse
-        self._proposals = proposals
-        self._faults = Faults()
+        self._prefix_cache = prefix_cache
+        self._speculation = speculation
+        self._faults = FaultLog()
         self._ended: list[tuple[Sequence, RequestOutput]] = []
 
     @property
-    def has_ended(self) -> bool:
-        """Whether there is something to collect."""
+    def has_outputs(self) -> bool:
+        """Whether there are outputs to collect."""
         return bool(self._ended)
 
-    def collect(self) -> list[tuple[Sequence, RequestOutput]]:
-        """The sequences that failed since this was last asked, each with its last output."""
+    def collect_outputs(self) -> list[tuple[Sequence, RequestOutput]]:
+        """Return the sequences that failed since the last call, each with its last output."""
         ended, self._ended = self._ended, []
         return ended
 
-    def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_under_way: bool = False) -> None:
-        """End a sequence by what it raised; one that ``is_under_way`` keeps its slot until it is dropped.
+    def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_in_flight: bool = False) -> None:
+        """End a sequence because of an error.
 
-        A RequestError is the request's own fault, which its client is told and no log.
+        Args:
+            sequence: The sequence.
+            where: What failed, for the log.
+            error: The exception. A RequestError is the request's own fault: it is sent to the client and not logged.
+            is_in_flight: Whether the sequence is in a pass in flight; then it keeps its slot until it is dropped.
         """
-        require_fault(error)
+        reraise_exits(error)
         refusal = error if isinstance(error, RequestError) else None
         if refusal is None:
-            self._faults.note(where, error, "one request ends with an error")
+            self._faults.record(where, error, "one request ends with an error")
         if sequence.finish_reason is not FinishReason.ERROR:
             message = str(refusal or f"{where} failed")
             self._ended.append((sequence, sequence.end(FinishReason.ERROR, message, refusal)))
-        if not is_under_way:
+        if not is_in_flight:
             self.drop(sequence)
 
-    def give_up(self, sequences: Iterable[Sequence]) -> None:
-        """Cancel them: the program was told to end inside a step, and what was said, and slots hold, is not known."""
-        told = [sequence for sequence, _ in self._ended]
+    def abort(self, sequences: Iterable[Sequence]) -> None:
+        """Cancel sequences because the program was told to end inside a step; the state of their slots is unknown."""
+        reported = [sequence for sequence, _ in self._ended]
         for sequence in sequences:
-            if sequence not in told:
+            if sequence not in reported:
                 self._ended.append((sequence, sequence.end(FinishReason.CANCELLED)))
             self.drop(sequence)
 
-    def fail_alone(self, sequence: Sequence, error: BaseException) -> None:
-        """A pass over one sequence failed: end it, and see whether there is a target at all."""
+    def fail_one(self, sequence: Sequence, error: BaseException) -> None:
+        """End a sequence whose forward pass failed alone, and check that the target still works."""
         self.fail(sequence, "a forward pass", error)
-        self.require_a_target()
+        self.check_target()
 
-    def lose(self, batch: Rows[Sequence], error: BaseException) -> None:
-        """A pass failed, and with it what the slots of its rows hold."""
-        require_fault(error)
-        living = [sequence for sequence in batch if sequence.finish_reason is None]
+    def fail_batch(self, batch: Rows[Sequence], error: BaseException) -> None:
+        """Handle a failed pass: clear the slots of its rows and retry each sequence alone."""
+        reraise_exits(error)
+        unfinished = [sequence for sequence in batch if sequence.finish_reason is None]
         for sequence in batch:
             if sequence.finish_reason is not None:
                 self.drop(sequence)
-        if len(living) == 1:
-            self.fail_alone(living[0], error)
+        if len(unfinished) == 1:
+            self.fail_one(unfinished[0], error)
             return
         self.num_failed_passes += 1
-        self._faults.note("a pass of several requests", error, "each is computed alone to find the one at fault")
-        for sequence in living:
+        self._faults.record("a batched forward pass", error, "each request is retried alone to find the cause")
+        for sequence in unfinished:
             self._target.rollback(sequence.slot, 0)
-            self._proposals.forget(sequence)
-            sequence.is_suspect = True
-            sequence.row.most_drafted = 0  # a draft may have been why
+            self._speculation.drop_request(sequence)
+            sequence.needs_solo_retry = True
+            sequence.row.max_draft_length = 0  # a draft may have been the cause
 
     def drop(self, sequence: Sequence) -> None:
-        """Nothing of a sequence that failed stays."""
+        """Remove a failed sequence and everything that is stored about it."""
         self._scheduler.discard(sequence)
-        self._proposals.forget(sequence)
+        self._speculation.drop_request(sequence)
 
-    def require_a_target(self) -> None:
-        """Raise EngineBroken unless the target computes a token about which nothing is special."""
+    def check_target(self) -> None:
+        """Raise EngineBroken unless the target can run a minimal forward pass."""
         slot = min(self._scheduler.free_slots, default=None)
-        if slot is None:  # others hold all slots: their passes will show it
+        if slot is None:  # all slots are in use: their passes will show it
             return
-        self._reuse.forget(slot)
+        self._prefix_cache.clear_slot(slot)
         try:
             self._target.forward([slot], np.zeros((1, 1), np.int64), [1]).logits[0, 0, 0].item()
         except BaseException as error:
-            require_fault(error)
+            reraise_exits(error)
             raise EngineBroken(f"the model computes nothing any more: {first_line(error)}") from error
-        self._reuse.forget(slot)
+        self._prefix_cache.clear_slot(slot)
 
 
 log = logging.getLogger(__name__)
 
 
-def violations(
+def find_violations(
     target: Target,
     scheduler: Scheduler,
-    reuse: PrefixReuse,
+    prefix_cache: PrefixCache,
     arriving: Iterable[Sequence] = (),
     *,
-    is_under_way: bool = False,
+    is_in_flight: bool = False,
 ) -> list[str]:
-    """Everything that is wrong, a sentence each; empty when all is well.
+    """Return all inconsistencies, one sentence each.
 
-    Between two steps must hold: every slot is free or has one sequence; no request is in two places; a slot holds the
-    beginning of its sequence's context, all but the last token at most; a free slot holds what it is said to keep. What
-    a slot holds is the target's own record of the tokens it was fed. Where a pass ``is_under_way``, slots hold drafts
-    too: what sequences hold is not looked at. O(tokens held).
+    Between two steps, every slot must be free or have one sequence, no request may occur twice, a slot must hold a
+    prefix of its sequence's context (at most all but the last token), and a free slot must hold the prefix that is
+    cached for it. The content of a slot is taken from the target's own record of its inputs. O(cached tokens).
+
+    Args:
+        target: The target.
+        scheduler: The scheduler.
+        prefix_cache: The prefix cache.
+        arriving: The sequences that have been submitted and are not scheduled yet.
+        is_in_flight: Whether a pass is in flight. Then slots hold drafts too, and running sequences are not checked.
     """
     return [
-        *_slots(target, scheduler),
-        *_places([*arriving, *scheduler.waiting, *scheduler.running]),
-        *_running(target, [] if is_under_way else scheduler.running),
-        *_waiting(scheduler),
-        *_kept(target, scheduler, reuse),
+        *_slot_violations(target, scheduler),
+        *_duplicate_violations([*arriving, *scheduler.waiting, *scheduler.running]),
+        *_running_violations(target, [] if is_in_flight else scheduler.running),
+        *_waiting_violations(scheduler),
+        *_cached_prefix_violations(target, scheduler, prefix_cache),
     ]
 
 
-def settle(found: list[str], metrics: EngineMetrics, scheduler: Scheduler, reuse: PrefixReuse) -> None:
-    """Log and count violations. After any, what the free slots keep is not trusted any more."""
+def handle_violations(
+    found: list[str], metrics: EngineMetrics, scheduler: Scheduler, prefix_cache: PrefixCache
+) -> None:
+    """Log and count violations.
+
+    After any violation all free slots are cleared, because their cached prefixes are not reliable.
+    """
     for violation in found:
         metrics.integrity_violations += 1
-        log.error("a fault of this program, please report it: %s", violation)
+        log.error("internal inconsistency, please report it: %s", violation)
     if found:
         for slot in scheduler.free_slots:
-            reuse.forget(slot)
+            prefix_cache.clear_slot(slot)
 
 
-def _slots(target: Target, scheduler: Scheduler) -> Iterator[str]:
-    taken = Counter(sequence.slot for sequence in scheduler.running)
+def _slot_violations(target: Target, scheduler: Scheduler) -> Iterator[str]:
+    num_owners = Counter(sequence.slot for sequence in scheduler.running)
     for slot in range(target.num_slots):
-        owners = taken.pop(slot, 0) + (slot in scheduler.free_slots)
+        owners = num_owners.pop(slot, 0) + (slot in scheduler.free_slots)
         if owners != 1:
             yield f"slot {slot} has {owners} owners"
-    for slot in taken:
+    for slot in num_owners:
         yield f"a sequence runs in slot {slot} of {target.num_slots}"
 
 
-def _places(sequences: list[Sequence]) -> Iterator[str]:
+def _duplicate_violations(sequences: list[Sequence]) -> Iterator[str]:
     for name, number in Counter(sequence.request.request_id for sequence in sequences).items():
         if number > 1:
-            yield f"request {name} is in {number} places"
+            yield f"request {name} occurs {number} times"
 
 
-def _running(target: Target, running: list[Sequence]) -> Iterator[str]:
+def _running_violations(target: Target, running: list[Sequence]) -> Iterator[str]:
     for sequence in running:
         name, length = sequence.request.request_id, target.length(sequence.slot)
         if length >= sequence.num_tokens:
@@ -178,29 +198,29 @@ def _running(target: Target, running: list[Sequence]) -> Iterator[str]:
             yield f"request {name} has ended and still has slot {sequence.slot}"
 
 
-def _waiting(scheduler: Scheduler) -> Iterator[str]:
+def _waiting_violations(scheduler: Scheduler) -> Iterator[str]:
     waiting = scheduler.waiting
     if len(waiting) != scheduler.num_waiting:
-        yield f"{len(waiting)} requests wait, and {scheduler.num_waiting} are counted"
+        yield f"{len(waiting)} requests wait, but {scheduler.num_waiting} are counted"
     for sequence in waiting:
         if sequence.slot >= 0:
             yield f"request {sequence.request.request_id} waits and has slot {sequence.slot}"
-    turns: dict[str | None, list[tuple[int, int]]] = {}
+    queue_keys: dict[str | None, list[tuple[int, int]]] = {}
     for sequence in waiting:
-        turns.setdefault(sequence.request.tenant, []).append(sequence.turn)
-    if any(of_one != sorted(of_one) for of_one in turns.values()):
-        yield "the waiting requests of a tenant are not in the order of their turns"
+        queue_keys.setdefault(sequence.request.tenant, []).append(sequence.queue_key)
+    if any(of_one != sorted(of_one) for of_one in queue_keys.values()):
+        yield "the waiting requests of a tenant are not in queue order"
 
 
-def _kept(target: Target, scheduler: Scheduler, reuse: PrefixReuse) -> Iterator[str]:
+def _cached_prefix_violations(target: Target, scheduler: Scheduler, prefix_cache: PrefixCache) -> Iterator[str]:
     for slot in range(target.num_slots):
-        kept = reuse.kept_text(slot)
+        cached = prefix_cache.cached_prefix(slot)
         if slot not in scheduler.free_slots:
-            if kept is not None:
-                yield f"slot {slot} is taken and said to keep {len(kept.tokens)} tokens"
+            if cached is not None:
+                yield f"slot {slot} is in use and has a cached prefix of {len(cached.tokens)} tokens"
             continue
-        tokens = kept.tokens if kept is not None else np.empty(0, np.int32)
+        tokens = cached.tokens if cached is not None else np.empty(0, np.int32)
         if target.length(slot) != len(tokens):
-            yield f"slot {slot} holds {target.length(slot)} tokens and is said to keep {len(tokens)}"
+            yield f"slot {slot} holds {target.length(slot)} tokens, and its cached prefix has {len(tokens)}"
         elif not np.array_equal(target.cached_tokens(slot), tokens):
-            yield f"slot {slot} keeps other tokens than it was fed"
+            yield f"slot {slot} holds other tokens than its cached prefix"

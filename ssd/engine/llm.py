@@ -1,4 +1,4 @@
-"""``LLM``: a model, its drafts and its cache in one object, for programs that want text from prompts."""
+"""``LLM``: offline inference for programs that complete prompts; it owns the model, the drafter and the cache."""
 
 from __future__ import annotations
 
@@ -30,14 +30,24 @@ from ssd.text.codec import TextCodec
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-"""Text, or token ids."""
+"""Text or token ids."""
 
-_PATIENCE_S = 5.0
+_LOG_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One output of a prompt. ``stats`` : its passes, drafts and times."""
+    """One output of a prompt.
+
+    Attributes:
+        index: Its number among the outputs of the prompt.
+        text: The text.
+        token_ids: The token ids.
+        finish_reason: Why it ended.
+        stop_reason: The stop string or stop token id that ended it; None for end of text.
+        logprobs: The log-probabilities of the tokens; None if they were not requested.
+        stats: Its forward passes, drafts and times.
+    """
 
     index: int
     text: str
@@ -50,31 +60,37 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt was answered. ``outputs`` : as many as were asked for; ``text``, ``stats`` : of the first."""
+    """The outputs of one prompt.
+
+    Attributes:
+        prompt_token_ids: The prompt.
+        outputs: As many outputs as were requested.
+    """
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Choice, ...]
 
     @property
     def text(self) -> str:
-        """Of the first output."""
+        """The text of the first output."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first output."""
+        """The token ids of the first output."""
         return self.outputs[0].token_ids
 
     @property
     def stats(self) -> RequestStats:
-        """Of the first output."""
+        """The statistics of the first output."""
         return self.outputs[0].stats
 
 
 class LLM:
-    """Completes prompts on the calling thread, and learns from every answer: what comes again takes fewer passes.
+    """Completes prompts on the calling thread and adds every output to its cache.
 
-    Outputs never depend on what was learned. Not thread-safe. Close it, or use it as a context manager.
+    Repeated text then needs fewer passes, but outputs never depend on the content of the cache. Not thread-safe. Close
+    it, or use it as a context manager.
     """
 
     def __init__(
@@ -86,18 +102,27 @@ class LLM:
         learn: bool = True,
         **options: Any,
     ) -> None:
-        """``model`` : a Hugging Face directory or id; the bundled one where none is given.
+        """Load a model; a terminal shows the current stage unless ``report`` is given.
 
-        ``cache_dir`` : keeps what is learned; None: in memory, until it is closed. Where another process writes to the
-        directory, this one drafts from what is there now and keeps what it learns itself in memory. ``warm`` :
-        directories of ``ssd-cache build`` to draft from as well. ``learn`` : whether answers are learned from.
-        ``options`` : further arguments of `Engine.from_pretrained`. Kernels are compiled once on each machine, for a
-        minute or so. A terminal shows the current stage of the load, unless ``report`` is given.
-        Raises ModelError, ConfigError, and CacheError for a directory that cannot be used.
+        Kernels are compiled once on each machine, which takes a minute or two.
+
+        Args:
+            model: A Hugging Face directory or id; the bundled model by default.
+            cache_dir: The directory in which the cache is stored; None keeps it in memory until the LLM is closed. If
+                another process writes to the directory, this one drafts from the text that is there now and keeps its
+                own text in memory.
+            warm: Directories made by ``ssd-cache build``, from which it drafts too.
+            learn: Whether outputs are added to the cache.
+            **options: Further arguments of `Engine.from_pretrained`.
+
+        Raises:
+            ModelError: The model cannot be loaded.
+            ConfigError: An argument is invalid.
+            CacheError: A directory cannot be used.
         """
         self._learn = learn
         self._numbers = itertools.count()
-        self._arrived: dict[str, deque[RequestOutput]] = {}
+        self._outputs: dict[str, deque[RequestOutput]] = {}
         self._progress = _Progress([], use_tqdm=False)
         stage = tqdm(desc=f"loading {model}", bar_format="{desc}", leave=False, disable=None)
         with stage, ExitStack() as opened:
@@ -109,7 +134,7 @@ class LLM:
             self.engine = Engine.from_pretrained(model, caches=self.caches, codec=self.codec, **options)
             opened.callback(self.engine.close)
             stage.close()
-            _said_if_long(self.engine.warm_up)
+            _log_if_slow(self.engine.warm_up)
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -121,22 +146,26 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Keep what was learned, where there is a directory, and free everything."""
+        """Store what was learned, if there is a directory, and free all resources."""
         self._opened.close()
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *, n: int = 1, use_tqdm: bool = True,
     ) -> list[Completion]:  # fmt: skip
-        """One `Completion` a prompt, in order; all are decoded together.
+        """Complete all prompts together, and return one `Completion` for each, in order.
 
-        ``prompts`` : a text, token ids, or a list of either. ``sampling`` : for all, or one for each. ``n`` : outputs
-        of each prompt. ``use_tqdm`` : show a progress bar if several outputs are requested and stderr is a terminal, or
-        in a notebook.
-        Raises RequestError for a prompt or a setting that cannot be used, with nothing computed.
+        Args:
+            prompts: A text, token ids, or a list of either.
+            sampling: The sampling parameters of all prompts, or a list with those of each.
+            n: The number of outputs of each prompt.
+            use_tqdm: Whether to show a progress bar. It is shown only for several outputs, in a terminal or a notebook.
+
+        Raises:
+            RequestError: A prompt or a parameter is invalid; nothing was computed.
         """
-        ids = [self._ids_of(prompt) for prompt in _as_list(prompts)]
-        return self._complete(ids, sampling, n, goes_on=True, use_tqdm=use_tqdm)
+        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._complete(ids, sampling, n, continues_prompt=True, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -147,65 +176,72 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[Completion]:
-        """As `generate`, for a conversation as OpenAI's API has it, or a list of them, by the model's chat template.
+        """Complete conversations like `generate`, with the model's chat template.
 
-        ``template`` : further variables of the template, ``tools`` among them.
+        Args:
+            messages: A list of messages in the format of the OpenAI API, or a list of such lists.
+            sampling: See `generate`.
+            n: See `generate`.
+            use_tqdm: See `generate`.
+            **template: Further variables of the template, e.g. ``tools``.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.codec.encode_chat(each, template_kwargs=template) for each in conversations]
         ids = [tuple(prompt) for prompt in prompts]
-        return self._complete(ids, sampling, n, goes_on=False, use_tqdm=use_tqdm)
+        return self._complete(ids, sampling, n, continues_prompt=False, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The pieces of one prompt's output as they come; one that is begun and not read to its end is cancelled.
+        """Yield the output of one prompt while it is generated; it is cancelled if the iteration is abandoned.
 
-        Several may be read by turns: they are decoded together. Raises RequestError, at the first piece where the
-        engine refuses it.
+        Several streams can be read alternately: their prompts are decoded together.
+
+        Raises:
+            RequestError: The prompt or a parameter is invalid; some are detected only when the first output is read.
         """
-        (request,) = self._requests([self._ids_of(prompt)], [_settings(sampling)], 1, goes_on=True)
+        (request,) = self._requests([self._encode(prompt)], [_check_sampling(sampling)], 1, continues_prompt=True)
 
-        def begun() -> Iterator[RequestOutput]:  # not before it is read: nobody would cancel it
+        def start_when_read() -> Iterator[RequestOutput]:  # an unread stream would never be cancelled
             self._submit(request)
-            yield from self._pieces(request.request_id)
+            yield from self._stream_outputs(request.request_id)
 
-        return begun()
+        return start_when_read()
 
     def _complete(
         self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int,
-        *, goes_on: bool, use_tqdm: bool,
+        *, continues_prompt: bool, use_tqdm: bool,
     ) -> list[Completion]:  # fmt: skip
         if isinstance(sampling, Sequence):
-            settings = [_settings(each) for each in sampling]
+            settings = [_check_sampling(each) for each in sampling]
             if len(settings) != len(prompts):
                 raise RequestError(f"{len(settings)} sampling settings for {len(prompts)} prompts", param="sampling")
         else:
-            settings = [_settings(sampling)] * len(prompts)
+            settings = [_check_sampling(sampling)] * len(prompts)
         if not isinstance(n, Integral) or n < 1:
             raise RequestError(f"n must be a whole number from 1 on, got {n!r}", param="n")
-        requests = self._requests(prompts, settings, int(n), goes_on=goes_on)
-        names, said = [request.request_id for request in requests], list[Choice]()
+        requests = self._requests(prompts, settings, int(n), continues_prompt=continues_prompt)
+        names, choices = [request.request_id for request in requests], list[Choice]()
         with _Progress(requests, use_tqdm=use_tqdm) as self._progress:
             try:
                 for request in requests:
                     self._submit(request)
                 for place, name in enumerate(names):
-                    said.append(_joined(place % n, list(self._pieces(name))))
+                    choices.append(_join_outputs(place % n, list(self._stream_outputs(name))))
             except BaseException:
                 for name in names:
-                    self._drop(name)
+                    self._cancel(name)
                 raise
-        return [Completion(prompt, tuple(said[n * place : n * place + n])) for place, prompt in enumerate(prompts)]
+        return [Completion(prompt, tuple(choices[n * place : n * place + n])) for place, prompt in enumerate(prompts)]
 
     def _requests(
-        self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, goes_on: bool
+        self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, continues_prompt: bool
     ) -> list[Request]:
-        """``goes_on`` : outputs continue the prompts' text."""
+        """Create the requests; ``continues_prompt`` is True if outputs continue the prompts' text."""
         is_shared = n > 1 and self.engine.config.coupled_streams
         return [
             Request(
                 request_id=f"llm-{next(self._numbers)}",
                 prompt_token_ids=prompt,
-                sampling=replace(each, continues_prompt=True) if goes_on else each,
+                sampling=replace(each, continues_prompt=True) if continues_prompt else each,
                 choice_index=choice,
                 noise_stream=stream,
                 learn=self._learn,
@@ -214,7 +250,7 @@ class LLM:
             for choice, stream in enumerate(self.engine.draw_streams(n) if is_shared else [None] * n)
         ]
 
-    def _ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.codec.encode_prompt(prompt))
         if not _is_list(prompt) or not all(isinstance(each, Integral) for each in prompt):
@@ -228,24 +264,24 @@ class LLM:
             except QueueFull:
                 self._step()
             else:
-                self._arrived[request.request_id] = deque()
+                self._outputs[request.request_id] = deque()
                 return
 
     def _step(self) -> None:
         outputs = self.engine.step()
         self._progress.update(outputs)
         for output in outputs:
-            if (arrived := self._arrived.get(output.request_id)) is not None:
-                arrived.append(output)
+            if (queue := self._outputs.get(output.request_id)) is not None:
+                queue.append(output)
 
-    def _pieces(self, name: str) -> Iterator[RequestOutput]:
+    def _stream_outputs(self, name: str) -> Iterator[RequestOutput]:
         try:
             while True:
-                while not self._arrived[name]:
+                while not self._outputs[name]:
                     self._step()
-                output = self._arrived[name].popleft()
+                output = self._outputs[name].popleft()
                 if output.finish_reason is not None:
-                    del self._arrived[name]  # it has ended: there is nothing to cancel
+                    del self._outputs[name]  # it has ended, so there is nothing to cancel
                 if output.refusal is not None:
                     raise output.refusal
                 if output.error is not None:
@@ -254,10 +290,10 @@ class LLM:
                 if output.finish_reason is not None:
                     return
         finally:
-            self._drop(name)
+            self._cancel(name)
 
-    def _drop(self, name: str) -> None:
-        if self._arrived.pop(name, None) is not None:
+    def _cancel(self, name: str) -> None:
+        if self._outputs.pop(name, None) is not None:
             self.engine.cancel(name)
 
 
@@ -267,7 +303,7 @@ class _Progress:
     def __init__(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
         self._request_ids = {request.request_id for request in requests}
         self._num_prompt_tokens = self._num_output_tokens = 0
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._bar = tqdm(
             total=len(requests), desc="Processed prompts", dynamic_ncols=True, miniters=0,
             disable=None if use_tqdm and len(requests) > 1 else True,
@@ -290,7 +326,7 @@ class _Progress:
                 if output.finish_reason is not None:
                     self._num_prompt_tokens += output.stats.num_prompt_tokens
                     num_ended += 1
-        seconds = time.monotonic() - self._began
+        seconds = time.monotonic() - self._started
         read, generated = self._num_prompt_tokens / seconds, self._num_output_tokens / seconds
         self._bar.set_postfix_str(f"est. speed input: {read:.2f} toks/s, output: {generated:.2f} toks/s", refresh=False)
         self._bar.update(num_ended)
@@ -312,14 +348,14 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
     return caches
 
 
-def _said_if_long(work: Callable[[], None]) -> None:
-    """Do the work; log that kernels are being compiled if they are and it takes long."""
+def _log_if_slow(work: Callable[[], None]) -> None:
+    """Run ``work``; if it takes long and kernels are being compiled, log that."""
 
-    def say() -> None:
+    def log_compilation() -> None:
         if kernel_counts().compiled:
             log.warning("compiling kernels, once on each machine and version: a minute or two")
 
-    timer = Timer(_PATIENCE_S, say)
+    timer = Timer(_LOG_AFTER_S, log_compilation)
     timer.daemon = True
     timer.start()
     try:
@@ -338,11 +374,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_list(given: object) -> bool:
-    """Of whatever kind; the keys of an object and the bytes of a text are no prompt."""
+    """Return whether an argument is a list of any type; mappings and bytes are not prompts."""
     return isinstance(given, Iterable) and not isinstance(given, Mapping | bytes | bytearray | memoryview)
 
 
-def _settings(sampling: object) -> SamplingParams:
+def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
@@ -350,7 +386,7 @@ def _settings(sampling: object) -> SamplingParams:
     return sampling
 
 
-def _joined(index: int, outputs: list[RequestOutput]) -> Choice:
+def _join_outputs(index: int, outputs: list[RequestOutput]) -> Choice:
     last = outputs[-1]
     assert last.finish_reason is not None
     logprobs = [each for output in outputs for each in output.logprobs or ()]

@@ -1,4 +1,4 @@
-"""How long passes of several sizes take, measured at start-up before any request has been served."""
+"""Latency of forward passes of several sizes, measured before any request has been served."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from ssd.model.target import Target
 
 Size = tuple[int, int]
-"""Rows of a pass, and positions of each row."""
+"""The number of rows of a pass, and the number of positions of each row."""
 
 _ROWS = 8
 _WIDTHS = (1, 2, 5)
 _SAMPLES = 3
-"""The least number of samples of each size, unless passes are very long."""
+"""The minimum number of samples of each size, unless passes take very long."""
 _USUAL_SAMPLES = 5
 _USUAL_S = 2.0
-"""The time after which no more than `_SAMPLES` are taken."""
+"""The time after which no more than `_SAMPLES` samples are taken."""
 _LONGEST_S = 10.0
-"""The time after which no size is measured again: an interruption is short beside passes that take seconds."""
+"""The time after which no size is measured again; an interruption is short compared with passes that take seconds."""
 
 
 def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
@@ -33,13 +33,13 @@ def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
     """
     sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
     fastest = dict.fromkeys(sizes, math.inf)
-    began = time.perf_counter()
+    started = time.perf_counter()
     for sample in range(1 + _USUAL_SAMPLES):
         for num_rows, width in sizes:
             seconds = _time_pass(target, num_rows, width)
             if sample:  # the first one allocates
                 fastest[num_rows, width] = min(fastest[num_rows, width], seconds)
-        passed = time.perf_counter() - began
+        passed = time.perf_counter() - started
         if sample and passed > (_USUAL_S if sample >= _SAMPLES else _LONGEST_S):
             break
     return plausible_times(fastest)
@@ -56,7 +56,7 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Return the times without what cannot be: a pass never takes longer than larger or several smaller passes do.
+    """Return the times bounded by the fact that a pass never takes longer than a larger pass or several smaller passes.
 
     So a size of which every sample was interrupted is bounded by the other sizes. O(sizes squared).
     """

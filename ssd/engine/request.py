@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""Inputs and outputs of the engine, and the records of a request that kernels update."""
 
 from __future__ import annotations
 
@@ -21,38 +21,43 @@ N = TypeVar("N", int, float)
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended; the values are OpenAI's."""
+    """The reason why a completion ended; the values are OpenAI's."""
 
     STOP = "stop"
-    """End of text, a stop token or a stop string."""
+    """The end of text, a stop token or a stop string was generated."""
     LENGTH = "length"
-    """``max_tokens`` or the model's context is used up."""
+    """``max_tokens`` or the model's context length was reached."""
     CANCELLED = "cancelled"
-    """The client went away."""
+    """The client disconnected or cancelled the request."""
     ERROR = "error"
-    """The engine failed on this step, or the request cannot be followed further; ``RequestOutput.error`` says why."""
+    """The engine failed on this request; ``RequestOutput.error`` has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to compute.
 
-    ``request_id`` : unique for the life of the engine.
-    ``choice_index`` : part of the sampling noise's key, so that ``n`` choices of one seed differ.
-    ``noise_stream`` : where sampling is coupled, which stream of noise it draws with, >= 0; None draws one.
-    ``namespace`` : which cache drafts come from and learns; None neither drafts from a cache nor learns.
-    ``prediction_token_ids`` : what the client expects most of the output to equal; only this request drafts from it.
-    ``priority`` : lower is earlier, 0 is usual; -100..100.
-    ``namespace_policy`` : its size, and what is read beside it; the last request of a namespace says.
-    ``cache_salt``, ``tenant`` : keys and values are reused among requests of one namespace, one salt and one tenant
-        only; ``tenant`` is opaque, None for requests that belong to nobody in particular. Tenants take turns.
-    ``max_running`` : most requests of the tenant that run at once; None: as many as there are slots.
-    ``prefix_scope`` : where given, keys and values are reused among requests of one scope and salt, whatever their
-        namespace and tenant.
-    ``adapter`` : the adapter that it is computed with; None: the model as it is. Drafts are apart by namespace alone.
-    ``num_speculative_tokens`` : most draft tokens per step, where that is less than the engine's; 0 drafts nothing.
-    ``keeps_steps`` : its statistics shall say what every draft came to.
-    ``learn`` : whether its text is added to the cache of its namespace; it is drafted for either way.
+    Attributes:
+        request_id: The id, unique for the life of the engine.
+        prompt_token_ids: The prompt.
+        sampling: The sampling parameters.
+        choice_index: The number of the choice; part of the sampling noise's key, so that ``n`` choices of one seed
+            differ.
+        noise_stream: The noise stream, >= 0, if sampling is coupled; None draws one at random.
+        namespace: The namespace of the cache that drafts come from and text is added to; None uses no cache.
+        prediction_token_ids: The client's prediction of the output; only this request drafts from it.
+        priority: The priority, -100..100; lower is more urgent, 0 is the default.
+        namespace_policy: The size of the namespace's cache and its prebuilt caches; the last request of a namespace
+            decides.
+        cache_salt: Reuse of the KV cache is limited to requests with the same salt, namespace and tenant.
+        tenant: An opaque name of the tenant, None for requests without one. Tenants take turns.
+        max_running: The maximum number of running requests of the tenant; None means the number of slots.
+        prefix_scope: If given, the KV cache is reused among requests with the same scope and salt, whatever their
+            namespace and tenant.
+        num_speculative_tokens: The maximum draft length, if lower than the engine's; 0 disables drafts.
+        record_steps: Whether the statistics list every draft.
+        learn: Whether the text is added to the namespace's cache; the request gets drafts in any case.
+        adapter: The LoRA adapter; None is the model itself. Caches are separated only by namespace.
     """
 
     request_id: str
@@ -69,19 +74,22 @@ class Request:
     max_running: int | None = None
     prefix_scope: str | None = None
     num_speculative_tokens: int | None = None
-    keeps_steps: bool = False
+    record_steps: bool = False
     learn: bool = True
     adapter: str | None = None
 
 
-def by_source_name(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
-    """Of each source with drafted tokens its name, these, and those accepted; both are given by its number."""
+def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
+    """Return (name, drafted tokens, accepted tokens) of each source with drafted tokens.
+
+    Both arguments are indexed by the number of the source.
+    """
     rows = zip(range(NUM_SOURCES), drafted, accepted, strict=True)
     return [(source_name(number), int(of_all), int(right)) for number, of_all, right in rows if of_all]
 
 
 class RowCounts(Record):
-    """The counts of a `RequestStats` that every pass changes, as kernels find them."""
+    """The counters of a `RequestStats` that every pass updates, as kernels see them."""
 
     num_output_tokens: Int64
     num_verify_steps: Int64
@@ -94,46 +102,61 @@ class RowCounts(Record):
 
 
 class Row(Record):
-    """What kernels find of a sequence, at one address for its life.
+    """The record of a sequence that kernels update, at one address for its life.
 
-    ``tokens`` : int32[end], prompt and output so far are the first ``length``. ``endings`` : int32[num_endings], the
-    ids that end the output. ``is_simple`` : whether tokens that end nothing need only to be appended.
+    One long prepared draft may serve several passes: it consists of the draft in flight, the target's next token and
+    the next draft, and so on.
 
-    ``most_drafted`` : for a pass. ``may_branch`` : into a tree. ``kind`` : of its temperature, see
-    `calibration.kind_of`. ``num_fruitless`` : times in a row that it was asked for and got no draft.
-    ``drafting`` : what it is drafted for with. ``verified``, ``was_asked`` : what a pass is given, and whether it was
-    drafted for at all; by the pass's turn, as the next one is drafted for before the last is counted.
-
-    ``prepared`` : a draft that began before the one under way. ``prepared_at`` : the context's length at which it is to
-    be used, from its token ``prepared_begin`` on; less than 0 where it says something else before, 0 for none.
-    ``prepared_verified`` : where in it the draft under way begins. ``used_begin`` : where that begins, if it was
-    prepared, else 0.
+    Attributes:
+        tokens: The address of prompt and output, int32[end], of which the first ``length`` tokens exist.
+        length: The number of tokens.
+        end: The maximum number of tokens.
+        prompt_length: The number of prompt tokens.
+        stop_ids: The address of the token ids that end the output, int32[num_stop_ids].
+        num_stop_ids: The number of these ids.
+        uses_fast_path: Whether tokens that do not end the output only need to be appended.
+        counts: The counters of the request.
+        max_draft_length: The maximum draft length of a pass.
+        allow_tree: Whether drafts may be trees.
+        temperature_bucket: The bucket of the temperature, see `temperature_bucket_of`.
+        num_empty_drafts: The number of empty drafts in a row.
+        draft_row: The drafting state.
+        drafts: The drafts to verify, in two buffers, because the next pass's draft is made before the last one is
+            counted.
+        was_drafted: Whether a draft was requested, for each buffer.
+        prepared: The prepared draft.
+        prepared_length: The number of tokens of the context at which the next part of ``prepared`` fits; 0 if nothing
+            is prepared, -1 if ``prepared`` differs from the draft in flight.
+        prepared_begin: The index in ``prepared`` of the next part; the token before it must be the last token of the
+            context.
+        prepared_offset: The index in ``prepared`` of the draft in flight.
+        used_offset: The index in ``prepared`` of the current draft if it comes from there, else 0.
     """
 
     tokens: Address
     length: Int64
     end: Int64
     prompt_length: Int64
-    endings: Address
-    num_endings: Int64
-    is_simple: Int64
+    stop_ids: Address
+    num_stop_ids: Int64
+    uses_fast_path: Int64
     counts: RowCounts
-    most_drafted: Int64
-    may_branch: Int64
-    kind: Int64
-    num_fruitless: Int64
-    drafting: DraftRow
-    verified: Annotated[Sequence[DraftRecord], DraftRecord, 2]
-    was_asked: Annotated[Int64s, np.int64, 2]
+    max_draft_length: Int64
+    allow_tree: Int64
+    temperature_bucket: Int64
+    num_empty_drafts: Int64
+    draft_row: DraftRow
+    drafts: Annotated[Sequence[DraftRecord], DraftRecord, 2]
+    was_drafted: Annotated[Int64s, np.int64, 2]
     prepared: DraftRecord
-    prepared_at: Int64
+    prepared_length: Int64
     prepared_begin: Int64
-    prepared_verified: Int64
-    used_begin: Int64
+    prepared_offset: Int64
+    used_offset: Int64
 
 
-class _Count(Generic[N]):
-    """An attribute that lies in ``counts``."""
+class _RecordField(Generic[N]):
+    """An attribute that is stored in ``counts``."""
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self._name = name
@@ -147,27 +170,33 @@ class _Count(Generic[N]):
 
 
 class RequestStats:
-    """Counts of one request; accepted tokens are those that were emitted.
+    """Statistics of one request; accepted tokens are draft tokens that were emitted.
 
-    ``num_cached_tokens`` : tokens of the prompt whose keys and values were there already. ``steps`` : of every draft
-    its tokens and how many were accepted, where the request asks for that. ``is_coupled`` : whether it is drawn with
-    noise that other requests share. ``started_s`` : when it was first given a slot. Times are those of
-    ``time.perf_counter``, 0 while it has not come to that.
+    Times are those of ``time.perf_counter``, 0 if the event has not happened yet.
+
+    Attributes:
+        num_cached_tokens: The number of prompt tokens whose KV cache was reused.
+        steps: The drafted and the accepted tokens of every draft, if the request records them.
+        is_coupled: Whether the request is sampled with shared noise.
+        submitted_s: The time of submission.
+        started_s: The time of the first admission.
+        first_token_s: The time of the first token.
+        last_token_s: The time of the last token.
     """
 
     __slots__ = (
         "counts", "is_coupled", "num_cached_tokens", "num_prompt_tokens", "started_s", "steps", "submitted_s",
     )  # fmt: skip
-    num_output_tokens = _Count[int]()
-    num_verify_steps = _Count[int]()
-    num_drafts = _Count[int]()
-    num_draft_tokens = _Count[int]()
-    num_accepted_tokens = _Count[int]()
-    first_token_s = _Count[float]()
-    last_token_s = _Count[float]()
+    num_output_tokens = _RecordField[int]()
+    num_verify_steps = _RecordField[int]()
+    num_drafts = _RecordField[int]()
+    num_draft_tokens = _RecordField[int]()
+    num_accepted_tokens = _RecordField[int]()
+    first_token_s = _RecordField[float]()
+    last_token_s = _RecordField[float]()
 
     def __init__(self, num_prompt_tokens: int = 0, counts: RowCounts | None = None) -> None:
-        """``counts`` : where those are that passes change, memory of its own where None."""
+        """Create statistics; ``counts`` is the record that passes update, or None for a new one."""
         self.counts = Records(RowCounts)[0] if counts is None else counts
         self.num_prompt_tokens, self.num_cached_tokens = num_prompt_tokens, 0
         self.steps: list[tuple[int, int]] | None = None
@@ -176,16 +205,19 @@ class RequestStats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """Of the accepted tokens, how many by ``Draft.source``."""
-        found = by_source_name(self.counts.by_source, self.counts.by_source)
+        """The number of accepted tokens of each ``Draft.source``."""
+        found = counts_by_source(self.counts.by_source, self.counts.by_source)
         return {name: accepted for name, _, accepted in found}
 
 
 class VerifiedDraft(NamedTuple):
-    """What a pass said to a request's draft.
+    """The result of verifying a request's draft.
 
-    ``number`` : of the pass, from 1, among those of the request. ``source`` : as in ``Draft.source``.
-    ``num_drafted`` : tokens proposed. ``num_accepted`` : the first so many tokens of the output were drafted.
+    Attributes:
+        number: The number of the pass among those of the request, from 1.
+        source: The source, as in ``Draft.source``.
+        num_drafted: The number of draft tokens.
+        num_accepted: The number of accepted draft tokens, which are the first tokens of the output.
     """
 
     number: int
@@ -194,19 +226,24 @@ class VerifiedDraft(NamedTuple):
     num_accepted: int
 
 
-@dataclass(slots=True, kw_only=True)  # not frozen: one is made for a row at every step
+@dataclass(slots=True, kw_only=True)  # not frozen, because one is created per row and step
 class RequestOutput:
-    """What one step produced for one request.
+    """The output of one request in one step.
 
-    ``token_ids`` : new tokens of this step, the end-of-text or stop token included.
-    ``text`` : new text that is safe to send: whole characters, and nothing that may yet become a stop string.
-        Special tokens and (unless asked for) the stop string are left out. The last output flushes the rest.
-    ``finish_reason`` : None while the request goes on.
-    ``stop_reason`` : the stop string or stop token id that ended it, None for end of text.
-    ``refusal`` : the same where it is the request's own fault.
-    ``logprobs`` : one for each of ``token_ids``; None where the request asks for none.
-    ``prompt_logprobs`` : with the first output, where asked for: one for each prompt token, None for the first.
-    ``draft`` : what was drafted for the pass that gave the tokens; None where no pass did.
+    Attributes:
+        request_id: The id of the request.
+        token_ids: The new tokens, the end-of-text or stop token included.
+        text: The new text that is safe to send: complete characters without a possible beginning of a stop string.
+            Special tokens and, by default, the stop string are left out. The last output has the rest of the text.
+        finish_reason: Why the request ended; None while it runs.
+        stop_reason: The stop string or stop token id that ended it; None for end of text.
+        error: The reason of a failure.
+        refusal: The exception, if the failure is the request's own fault.
+        logprobs: The log-probabilities of ``token_ids``; None if they were not requested.
+        prompt_logprobs: In the first output, the log-probability of each prompt token (None for the first one), if
+            requested.
+        draft: The draft of the pass that produced the tokens; None if no pass did.
+        stats: The statistics of the request.
     """
 
     request_id: str

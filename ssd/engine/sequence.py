@@ -1,4 +1,4 @@
-"""One request while the engine works on it, from its checks and its noise to the text that it says."""
+"""The state of one request in the engine: validation, sampling noise, tokens, stop conditions and text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import RequestRow
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
-from ssd.errors import ContextTooLong, RequestError, shown
+from ssd.errors import ContextTooLong, RequestError, quote_value
 from ssd.jit.addresses import Records, address
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
 from ssd.model.sampling.target_tokens import depends_on_prefix, has_only_temperature, sampling_scores
@@ -33,34 +33,41 @@ from ssd.text.stream import TextStream
 
 
 class Coupling:
-    """The noise of an engine's requests: of their seeds, or of ``num_streams`` streams that they share.
+    """Creates the sampling noise of an engine's requests: from their seeds, or from ``num_streams`` shared streams.
 
-    Streams are those of a namespace: what a request says depends on the secret of its namespace, on its stream and on
-    its own text, and on nothing that another request said. Safe from any thread.
+    Streams belong to a namespace: an output depends on the secret of its namespace, its stream and its own text, and
+    not on other requests. Thread-safe.
     """
 
     def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
-        """``root`` : what the secrets of all namespaces are made of, asked at each request; None: drawn at random."""
+        """Create the noise source.
+
+        Args:
+            num_streams: The number of shared streams; 0 disables them.
+            window: The number of tokens before a token that its noise depends on.
+            root: Returns the secret from which the namespaces' secrets are derived, called for each request; None draws
+                one at random.
+        """
         self.num_streams = num_streams
         self._window = window
         drawn = secrets.token_bytes(32)
         self._root = root or (lambda: drawn)
 
     def warm_up(self) -> None:
-        """Compile what asks for noise in a pass, and what only coupled requests run, where there can be any."""
+        """Compile the kernels that compute noise, those of shared noise only if it is enabled."""
         SequenceNoise.seeded_keys([SequenceNoise.seeded(0)], [1], 1)
         if self.num_streams:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
-    def different_streams(self, count: int, seed: int) -> list[int]:
-        """Streams for ``count`` outputs of one prompt, no two the same; all of the engine's where there are as many.
+    def distinct_streams(self, count: int, seed: int) -> list[int]:
+        """Return distinct streams for ``count`` outputs of one prompt, drawn with ``seed``. O(count).
 
-        ``seed`` : what they are drawn with. O(count).
+        They are streams of the engine if it has as many.
         """
         return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
-    def noise_of(self, request: Request, seed: int) -> SequenceNoise:
-        """What a request is sampled with. ``seed`` : drawn for it; its stream, too, where it names none."""
+    def make_noise(self, request: Request, seed: int) -> SequenceNoise:
+        """Return the noise of a request; ``seed`` is used for what it does not name: its seed or its stream."""
         sampling = request.sampling
         if sampling.seed is not None:
             return SequenceNoise.seeded(sampling.seed, request.choice_index)
@@ -69,24 +76,29 @@ class Coupling:
         stream = request.noise_stream
         if stream is None:
             stream = request_key(seed, request.choice_index) % self.num_streams
-        secret, prompt_length = secret_of(self._root(), request.namespace), len(request.prompt_token_ids)
+        secret, prompt_length = namespace_secret(self._root(), request.namespace), len(request.prompt_token_ids)
         return SequenceNoise.coupled(secret, stream, self._window, prompt_length=prompt_length)
 
 
-def secret_of(root: bytes, namespace: str) -> int:
-    """The secret of a namespace: 64 bits that say nothing of the root or of another's (HMAC, RFC 2104)."""
+def namespace_secret(root: bytes, namespace: str) -> int:
+    """Derive the secret of a namespace: 64 bits that reveal neither the root nor other secrets (HMAC, RFC 2104)."""
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 
 class Committed(NamedTuple):
-    """What one pass added to a sequence.
+    """The tokens that one pass added to a sequence.
 
-    ``spelled`` : the tokens of which text is still to be made. ``text`` : what was made already. The rest as in
-    `RequestOutput`.
+    Attributes:
+        token_ids: The tokens.
+        pending_ids: The tokens that are not detokenized yet.
+        text: The text of the other tokens.
+        finish_reason: See `RequestOutput`.
+        stop_reason: See `RequestOutput`.
+        logprobs: See `RequestOutput`.
     """
 
     token_ids: tuple[int, ...]
-    spelled: list[int]
+    pending_ids: list[int]
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -94,13 +106,27 @@ class Committed(NamedTuple):
 
 
 class Sequence:
-    """Prompt, output and everything that decides when the output ends.
+    """Prompt, output and stop conditions of one request.
 
-    ``tokens[:num_tokens]`` is the context. ``stop_token_ids`` and ``eos_token_ids`` end the output. The slot's KV cache
-    holds all of the context but its last token, which the next pass feeds.
-    ``slot`` : -1 while it waits. ``turn`` : lower goes first; the scheduler sets it.
-    ``noise`` : what it is sampled with. ``grammar`` : at its beginning.
-    ``namespace`` : what it is drafted for from and teaches; None where it does neither.
+    The slot's KV cache holds the context without its last token, which the next pass feeds.
+
+    Attributes:
+        request: The request.
+        row: The record that kernels update; ``address`` is its address.
+        tokens: Prompt and output, int32[max_length]; the first ``num_tokens`` are the context.
+        max_length: The maximum number of tokens.
+        num_prompt_tokens: The number of prompt tokens.
+        prediction: The client's prediction of the output, int32[n], or None.
+        namespace: The namespace of the cache that it uses; None uses no cache.
+        sampling: The sampling parameters and noise.
+        eos_token_ids: The end-of-text ids that end the output.
+        stop_token_ids: The stop tokens that end the output.
+        slot: The slot; -1 while it waits.
+        queue_key: Lower keys are admitted first; set by the scheduler.
+        num_preemptions: The number of preemptions.
+        stats: The statistics.
+        finish_reason: Why it ended; None while it runs.
+        grammar: The state of its structured output, or None.
     """
 
     def __init__(
@@ -122,59 +148,63 @@ class Sequence:
         self.num_prompt_tokens = len(prompt)
         self._memory = Records(Row)
         self.row, self.address = self._memory[0], self._memory.address
-        asked = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
-        self.max_length = self.row.end = min(max_length, asked)
+        max_length_of_request = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        self.max_length = self.row.end = min(max_length, max_length_of_request)
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
         self.row.tokens, self.row.length, self.row.prompt_length = address(self.tokens), len(prompt), len(prompt)
-        self.row.drafting.params.context = self.row.tokens
-        most = request.num_speculative_tokens
-        self.row.most_drafted = MAX_SPECULATIVE_TOKENS if most is None else most
-        self.row.may_branch, self.row.kind = (
+        self.row.draft_row.params.context = self.row.tokens
+        max_draft_length = request.num_speculative_tokens
+        self.row.max_draft_length = MAX_SPECULATIVE_TOKENS if max_draft_length is None else max_draft_length
+        self.row.allow_tree, self.row.temperature_bucket = (
             sampling.structured_output is None,
             temperature_bucket_of(sampling.temperature),
         )
         self.eos_token_ids = frozenset(() if sampling.ignore_eos else eos_token_ids)
         self.stop_token_ids = frozenset(sampling.stop_token_ids)
         self._is_coupled = noise.is_coupled
-        self._endings = np.array(sorted(self.eos_token_ids | self.stop_token_ids), np.int32)
-        self.row.endings, self.row.num_endings = address(self._endings), len(self._endings)
+        self._stop_ids = np.array(sorted(self.eos_token_ids | self.stop_token_ids), np.int32)
+        self.row.stop_ids, self.row.num_stop_ids = address(self._stop_ids), len(self._stop_ids)
         self.sampling = SamplingRow(
             params=sampling,
             noise=noise,
             forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         is_free = grammar is None and not depends_on_prefix(sampling)
-        self.is_plain = sampling.greedy and is_free
-        """Whether its tokens are the most probable ones, whatever its text."""
-        self.is_drawn_by_position = is_free and not noise.is_coupled and has_only_temperature(self.sampling)
-        """Whether its tokens are the most probable ones with noise of their positions, whatever its text."""
+        self.is_greedy = sampling.greedy and is_free
+        """Whether its tokens are the argmax of the logits, whatever the text is."""
+        self.is_sampled_by_position = is_free and not noise.is_coupled and has_only_temperature(self.sampling)
+        """Whether its tokens are the argmax of the logits with the noise of their positions, whatever the text is."""
         self.slot = -1
-        self.turn = (0, 0)
+        self.queue_key = (0, 0)
         self.num_preemptions = 0
-        self.is_suspect = False
-        """It was in a pass that failed, and is yet to be computed alone: only then is it known whose fault that was."""
-        self.may_copy = True
-        """Whether keys and values of others may be copied: not any more once that failed."""
+        self.needs_solo_retry = False
+        """Whether it was in a batched pass that failed and has not run alone since, which shows whether it is the
+        cause.
+        """
+        self.allow_prefix_copy = True
+        """Whether the KV cache of other slots may be copied; False after a copy failed."""
         self.stats = RequestStats(len(prompt), self.row.counts)
-        self.stats.steps = [] if request.keeps_steps else None
+        self.stats.steps = [] if request.record_steps else None
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
-        self.asking: DraftRequest | None = None
-        """What the drafter is asked, the same object at every step."""
-        self.kept: RequestRow | None = None
-        """What the suffix drafter keeps of it, once it was asked."""
+        self.draft_request: DraftRequest | None = None
+        """The request to the drafter, the same object at every step."""
+        self.request_row: RequestRow | None = None
+        """The suffix drafter's state of the sequence, after its first draft."""
         self.draft: VerifiedDraft | None = None
-        """What was drafted for the last pass, until its output is made."""
+        """The draft of the last pass, until its output is made."""
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self.grammar = grammar
-        self.row.is_simple = grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
+        self.row.uses_fast_path = (
+            grammar is None and sampling.logprobs is None and (stream is None or not stream.may_stop)
+        )
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
         self._prompt_logprobs_sent = sampling.prompt_logprobs is None
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """The number of tokens of prompt and output."""
         return self.row.length
 
     @property
@@ -184,23 +214,27 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """The number of tokens that may still be generated."""
         return self.max_length - self.num_tokens
 
-    def forget_drafts(self) -> None:
-        """Nothing was drafted for it: it is not drafted for any more, or as if it were new."""
-        self.asking = self.kept = None
-        self.row.prepared_at = self.row.used_begin = 0
+    def drop_drafts(self) -> None:
+        """Drop the drafting state, as if no draft had been made yet."""
+        self.draft_request = self.request_row = None
+        self.row.prepared_length = self.row.used_offset = 0
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's passes must be scored, see ``score_prompt``: all of them, from the first token on."""
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether all passes of the prompt must be scored from the first token on, see ``score_prompt``."""
         return self.request.sampling.prompt_logprobs is not None
 
     def score_prompt(self, logits: torch.Tensor, first: int) -> None:
-        """Note what the model says after prompt tokens ``first``, ``first + 1``, ...: [n, V]. Comes in order.
+        """Record the log-probabilities of prompt tokens; must be called in order.
 
-        What is scored again, because it had to be computed again, changes nothing.
+        Tokens that are computed again, e.g. after a failure, are ignored.
+
+        Args:
+            logits: The logits [n, V] after the prompt tokens ``first``, ``first + 1``, ...
+            first: The index of the first of these tokens.
         """
         num_top = self.request.sampling.prompt_logprobs
         start = len(self._prompt_logprobs)
@@ -208,30 +242,33 @@ class Sequence:
         following = self.tokens[start : min(first + len(logits) + 1, self.num_prompt_tokens)].tolist()
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
-    def note_context(self) -> None:
-        """Have the noise take note of the context: nothing of it is taken back."""
+    def advance_noise(self) -> None:
+        """Advance the noise state over the context, which is append-only."""
         if self._is_coupled:
             self.sampling.noise.advance(self.context)
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
-        """What choosing this sequence's next tokens needs."""
-        self.note_context()
+        """Return the input for sampling this sequence's next tokens."""
+        self.advance_noise()
         return self.sampling.with_text(self.context, self.num_prompt_tokens, draft, self.grammar)
 
     @property
-    def asks_logprobs(self) -> bool:
-        """Whether `take` needs logits."""
+    def needs_logprobs(self) -> bool:
+        """Whether `append_tokens` needs logits."""
         return self.request.sampling.logprobs is not None
 
-    def take(self, token_ids: list[int], logits: torch.Tensor | None) -> Committed:
-        """Append verified tokens up to the first that ends the output; nothing after it is sent, counted or kept.
+    def append_tokens(self, token_ids: list[int], logits: torch.Tensor | None) -> Committed:
+        """Append output tokens up to the first one that ends the output; the tokens after it are dropped.
 
-        logits : [>= n, V], the model's own, row i for token i; may be None where it ``asks_logprobs`` not. Text is made
-        here only as far as it may end the output: `output` must follow, for one after the other.
+        Text is made only as far as it may end the output; `make_output` must be called for each result, in order.
+
+        Args:
+            token_ids: The output tokens of a pass.
+            logits: The model's logits, [>= n, V], row i for token i; needed only if ``needs_logprobs``.
         """
         before = self.num_tokens
         emitted: list[int] = []
-        spelled: list[int] = []
+        pending_ids: list[int] = []
         stop_reason: str | int | None = None
         stopping = self._stream if self._stream is not None and self._stream.may_stop else None
         text: list[str] = []
@@ -247,7 +284,7 @@ class Sequence:
             if self.finish_reason is not None and hides_ending:
                 break
             if stopping is None:
-                spelled.append(token_id)
+                pending_ids.append(token_id)
             else:
                 text.append(stopping.push_token(token_id))
                 if stopping.stop_hit is not None and self.finish_reason is None:
@@ -273,44 +310,44 @@ class Sequence:
             logprobs = token_logprobs(logits, emitted, num_top)
         if self.grammar is not None:
             self.grammar.advance(emitted)
-        return Committed(tuple(emitted), spelled, "".join(text), self.finish_reason, stop_reason, logprobs)
+        return Committed(tuple(emitted), pending_ids, "".join(text), self.finish_reason, stop_reason, logprobs)
 
-    def output(self, taken: Committed) -> RequestOutput:
-        """The output of a pass: what was taken, with its text."""
-        text, stream = taken.text, self._stream
+    def make_output(self, committed: Committed) -> RequestOutput:
+        """Return the output of a pass with its text."""
+        text, stream = committed.text, self._stream
         if stream is not None and not stream.may_stop:
-            text = stream.push(taken.spelled)
-            if taken.finish_reason is not None:
+            text = stream.push(committed.pending_ids)
+            if committed.finish_reason is not None:
                 text += stream.finish()
-        return self._output(taken, text)
+        return self._output(committed, text)
 
     def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
-        """Close the output without another token."""
-        self.finish_reason, self.row.is_simple = reason, 0
+        """End the output without another token, and return the last output."""
+        self.finish_reason, self.row.uses_fast_path = reason, 0
         return self._output(Committed((), [], finish_reason=reason), "", error, refusal)
 
     def _output(
-        self, taken: Committed, text: str, error: str | None = None, refusal: RequestError | None = None
+        self, committed: Committed, text: str, error: str | None = None, refusal: RequestError | None = None
     ) -> RequestOutput:
         prompt_logprobs = None if self._prompt_logprobs_sent else tuple(self._prompt_logprobs)
         self._prompt_logprobs_sent = True
         draft, self.draft = self.draft, None
         return RequestOutput(
             request_id=self.request.request_id,
-            token_ids=taken.token_ids,
+            token_ids=committed.token_ids,
             text=text,
-            finish_reason=taken.finish_reason,
-            stop_reason=taken.stop_reason,
+            finish_reason=committed.finish_reason,
+            stop_reason=committed.stop_reason,
             error=error,
             refusal=refusal,
-            logprobs=taken.logprobs,
+            logprobs=committed.logprobs,
             prompt_logprobs=prompt_logprobs,
             draft=draft,
             stats=self.stats,
         )
 
 
-_MOST_PRIORITY = 100
+_MAX_PRIORITY = 100
 
 
 def open_sequence(
@@ -324,20 +361,21 @@ def open_sequence(
     max_length: int,
     eos_token_ids: tuple[int, ...],
     noise: SequenceNoise,
-    takes_priority: bool,
+    allows_priority: bool,
 ) -> Sequence:
-    """The sequence of a request, before its first step.
+    """Validate a request and create its sequence.
 
-    Raises RequestError, which names the field and says what to do, where it cannot be served.
+    Raises:
+        RequestError: The request is invalid; the error names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
-        raise RequestError(f"there is no adapter {shown(request.adapter)} here", param="model")
+        raise RequestError(f"there is no adapter {quote_value(request.adapter)} here", param="model")
     _check(
         request,
         vocab_size=vocab_size,
         max_model_len=max_length,
         has_tokenizer=codec is not None,
-        takes_priority=takes_priority,
+        allows_priority=allows_priority,
     )
     sampling = request.sampling
     stream = None if codec is None else TextStream.following(codec, sampling, request.prompt_token_ids)
@@ -352,7 +390,9 @@ def open_sequence(
     )
 
 
-def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokenizer: bool, takes_priority: bool) -> None:
+def _check(
+    request: Request, *, vocab_size: int, max_model_len: int, has_tokenizer: bool, allows_priority: bool
+) -> None:
     sampling = request.sampling
     num_prompt = len(request.prompt_token_ids)
     if num_prompt == 0:
@@ -361,7 +401,7 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
         ("prompt", request.prompt_token_ids),
         ("prediction", request.prediction_token_ids),
         ("stop_token_ids", sampling.stop_token_ids),
-        *sampling.rules.greatest_ids(),  # at hand, however many there are: each choice of a request is checked
+        *sampling.rules.greatest_ids(),  # precomputed, because every choice of a request is checked
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
@@ -373,23 +413,23 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
         )
     room = max_model_len - num_prompt
     if room < (sampling.max_tokens or 1):
-        wanted = f" and {sampling.max_tokens} to generate" if sampling.max_tokens else ""
+        requested = f" and {sampling.max_tokens} to generate" if sampling.max_tokens else ""
         raise ContextTooLong(
             f"this model's maximum context length is {max_model_len} tokens, but the request has "
-            f"{num_prompt} prompt tokens{wanted}: shorten the prompt or lower max_tokens",
+            f"{num_prompt} prompt tokens{requested}: shorten the prompt or lower max_tokens",
             param="prompt" if room < 1 else "max_tokens",
         )
     stream = request.noise_stream
     if stream is not None and not 0 <= stream < MAX_COUPLED_STREAMS:
         raise RequestError(
-            f"noise_stream must be within 0..{MAX_COUPLED_STREAMS - 1}, got {shown(stream)}", param="noise_stream"
+            f"noise_stream must be within 0..{MAX_COUPLED_STREAMS - 1}, got {quote_value(stream)}", param="noise_stream"
         )
-    if abs(request.priority) > _MOST_PRIORITY:
+    if abs(request.priority) > _MAX_PRIORITY:
         raise RequestError(
-            f"priority must be within -{_MOST_PRIORITY}..{_MOST_PRIORITY}, got {shown(request.priority)}",
+            f"priority must be within -{_MAX_PRIORITY}..{_MAX_PRIORITY}, got {quote_value(request.priority)}",
             param="priority",
         )
-    if request.priority and not takes_priority:
+    if request.priority and not allows_priority:
         raise RequestError(
             'priorities are off here: leave priority out or 0 (the scheduling policy "priority" takes them)',
             param="priority",
@@ -397,7 +437,7 @@ def _check(request: Request, *, vocab_size: int, max_model_len: int, has_tokeniz
     limit = request.num_speculative_tokens
     if limit is not None and not 0 <= limit <= MAX_SPECULATIVE_TOKENS:
         raise RequestError(
-            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {shown(limit)}",
+            f"num_speculative_tokens must be within 0..{MAX_SPECULATIVE_TOKENS}, got {quote_value(limit)}",
             param="num_speculative_tokens",
         )
     if sampling.stop and not has_tokenizer:

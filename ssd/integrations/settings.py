@@ -1,4 +1,4 @@
-"""Settings of the drafter inside another engine: from the environment, and from that engine's own configuration."""
+"""Settings of the drafter inside another engine, from the environment and from that engine's own configuration."""
 
 from __future__ import annotations
 
@@ -18,65 +18,70 @@ ENVIRONMENT_PREFIX = "SSD_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrationSettings:
-    """Each field is read from ``SSD_<NAME>``, then from the engine's configuration, which wins."""
+    """Settings; each is read from the engine's configuration or, if it is not set there, from ``SSD_<NAME>``."""
 
     cache_dir: Path | None = None
-    """Keep the cache here; None keeps nothing beyond the process."""
+    """The directory in which the cache is stored; None keeps it in memory."""
 
     redis_url: str | None = None
-    """Learn from every server with the same URL, tokenizer and namespace, and they from this one."""
+    """The Redis server through which servers with the same tokenizer and namespace share text."""
 
     namespace: str = DEFAULT_NAMESPACE
-    """What the cache of this server is called."""
+    """The name of the cache of this server."""
 
     capacity_tokens: int = IndexConfig().capacity_tokens
-    """Most tokens kept."""
+    """The maximum number of cached tokens."""
 
     rebuild_interval_s: float = IndexConfig().rebuild_interval_s
-    """A non-empty tail is sealed at the latest this many seconds after the last seal."""
+    """The maximum number of seconds between two seals of a non-empty tail."""
 
     warm_dirs: tuple[Path, ...] = ()
-    """Directories made by ``ssd-cache build``; in the environment separated as ``PATH`` is."""
+    """Directories made by ``ssd-cache build``; in the environment they are separated like the entries of ``PATH``."""
 
     max_match_length: int = 32
-    """Longest tail of the context that is looked up, in tokens."""
+    """The maximum number of tokens at the end of the context that are looked up."""
 
     tokenizer: str | None = None
-    """Whose token ids the cache holds: a directory, a ``tokenizer.json`` or a model id; None is the model's own."""
+    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id; None is the model's own.
+    """
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
 
     @property
     def is_shared(self) -> bool:
-        """Whether anything outside this process is read or written, so that ids must mean the same there."""
+        """Whether text is exchanged with anything outside this process, so that token ids must mean the same there."""
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
     def cache_config(self) -> CacheConfig:
-        """The cache's part. Raises ConfigError for values it cannot use."""
+        """Return the settings of the cache; raise ConfigError for invalid values."""
         index = IndexConfig(capacity_tokens=self.capacity_tokens, rebuild_interval_s=self.rebuild_interval_s)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis_url)
 
 
 def read_settings(vllm_config: Any) -> IntegrationSettings:
-    """The environment's, but for those of the engine's ``additional_config``. Raises ConfigError for an unknown key or
-    a bad value."""
+    """Return the settings from the environment, overridden by those of the engine's ``additional_config``.
+
+    Raises:
+        ConfigError: A setting is unknown or has an invalid value.
+    """
     additional = getattr(vllm_config, "additional_config", None)
     given = additional.get("ssd") if isinstance(additional, dict) else None
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise ConfigError(f'additional_config["ssd"] must be an object of settings, got {given!r}')
-    if unknown := sorted(map(str, given.keys() - _KINDS.keys())):
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; settings are {', '.join(sorted(_KINDS))}")
+    if unknown := sorted(map(str, given.keys() - _SETTING_TYPES.keys())):
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; settings are {', '.join(sorted(_SETTING_TYPES))}")
     values: dict[str, Any] = {}
-    for name, kind in sorted(_KINDS.items()):
+    for name, kind in sorted(_SETTING_TYPES.items()):
         variable = ENVIRONMENT_PREFIX + name.upper()
         if given.get(name) is not None:
             values[name] = kind.read(name, given[name])
         elif value := os.environ.get(variable):
             values[name] = kind.read(variable, value)
     parallel = getattr(vllm_config, "parallel_config", None)
-    # A directory has one writer. Engines of a group that share no weights each think that they are alone, of rank 0.
+    # A directory has one writer, so each engine of a data-parallel group gets its own. Without expert parallelism each
+    # engine believes that it is alone and has rank 0; only its index differs.
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     sizes = [getattr(parallel, name, None) or 1 for name in ("data_parallel_size", "elastic_ep_max_dp_size")]
     if "cache_dir" in values and max(index + 1, *sizes) > 1:
@@ -84,15 +89,21 @@ def read_settings(vllm_config: Any) -> IntegrationSettings:
     return IntegrationSettings(**values)
 
 
-class _Kind(NamedTuple):
-    """What a value may be, what that is called, and what it is made to."""
+class _SettingType(NamedTuple):
+    """The type of a setting.
+
+    Attributes:
+        name: The description of valid values.
+        types: The types of values that are accepted.
+        make: Converts a value.
+    """
 
     name: str
     types: tuple[type, ...]
     make: Callable[[Any], Any]
 
     def read(self, name: str, value: Any) -> Any:
-        """Raises ConfigError."""
+        """Convert the value of the setting ``name``; raise ConfigError if it is invalid."""
         try:
             if isinstance(value, self.types) and not isinstance(value, bool):
                 return self.make(value)
@@ -109,15 +120,15 @@ def _paths(value: str | Sequence[Any]) -> tuple[Path, ...]:
     return tuple(map(_path, [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value))
 
 
-_TEXT = _Kind("a string", (str,), str)
-_INTEGER = _Kind("a whole number", (str, int), int)
-_KINDS: Mapping[str, _Kind] = {
-    "cache_dir": _Kind("a path", (str, Path), _path),
+_TEXT = _SettingType("a string", (str,), str)
+_INTEGER = _SettingType("a whole number", (str, int), int)
+_SETTING_TYPES: Mapping[str, _SettingType] = {
+    "cache_dir": _SettingType("a path", (str, Path), _path),
     "redis_url": _TEXT,
     "namespace": _TEXT,
     "capacity_tokens": _INTEGER,
-    "rebuild_interval_s": _Kind("a number", (str, int, float), float),
-    "warm_dirs": _Kind("a list of paths", (str, Sequence), _paths),
+    "rebuild_interval_s": _SettingType("a number", (str, int, float), float),
+    "warm_dirs": _SettingType("a list of paths", (str, Sequence), _paths),
     "max_match_length": _INTEGER,
     "tokenizer": _TEXT,
 }

@@ -1,18 +1,20 @@
-"""Our drafter in plain ``model.generate``::
+"""The drafter in plain ``model.generate``.
+
+::
 
     from ssd.integrations.transformers import generate
 
     with CacheManager(CacheConfig(), TextCodec.load(path).fingerprint) as caches:
         output = generate(model, input_ids, cache=caches.get(), max_new_tokens=128)
 
-transformers verifies the drafts, in its own assisted decoding. Logits processors are called and tokens are drawn as in
-``model.generate``: once for each token of the output, in order, and never behind a rejected draft token. So processors
-may keep state, and greedy and sampled output is that of ``model.generate``, for a seed too, up to the rounding of
-passes of another width.
+transformers verifies the drafts in its own assisted decoding. Logits processors are called and tokens are sampled as in
+``model.generate``: once for each token of the output, in order, and never after a rejected draft token. So processors
+may keep state, and greedy and sampled outputs equal those of ``model.generate``, also with a seed, up to the rounding
+of passes of a different width.
 
-With ``coupled=CoupledSampling(secret, stream)`` a sampled token is drawn with noise that all calls of one secret and
-stream share, see `ssd.drafting.noise`: its law is the same, but a text that was said before comes again where
-the same is asked again, and so it is drafted nearly whole. Drafts are judged by that noise too.
+With ``coupled=CoupledSampling(secret, stream)`` a token is sampled with noise that is shared by all calls with the same
+secret and stream, see `ssd.drafting.noise`. Its distribution does not change, but a repeated request generates nearly
+the same text, which is then drafted almost completely. The acceptance of drafts is predicted with this noise too.
 """
 
 from __future__ import annotations
@@ -49,19 +51,31 @@ from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.retrieval.cache_manager import NamespaceCache
 
-_NOT_OURS = ("custom_generate", "assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
+_OTHER_ASSISTANTS = (
+    "custom_generate",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+)
 _ids = itertools.count()
-_MOST_WINDOW = 64
+_MAX_WINDOW = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledSampling:
-    """Noise to draw with that other calls share; each token has the model's law all the same.
+    """Sampling noise that is shared with other calls; each token still has the model's distribution.
 
-    ``secret`` : any 64 bits; who knows them can foresee the noise. ``stream`` : below 2^32, of the same secret; texts
-    of different streams are independent, those of one are alike where the contexts are. ``window`` : tokens before a
-    token that its noise depends on, 1 to 64. An engine of ours says the same, up to rounding, where these three are
-    those of a request. Raises RequestError for other numbers.
+    An engine of SSD generates the same text, up to rounding, for a request with the same three values.
+
+    Attributes:
+        secret: 64 secret bits; whoever knows them can predict the noise.
+        stream: The noise stream, below 2^32. Texts of different streams are independent; those of one stream are alike
+            where their contexts are.
+        window: The number of tokens before a token that its noise depends on, 1 to 64.
+
+    Raises:
+        RequestError: A value is out of range.
     """
 
     secret: int
@@ -69,13 +83,13 @@ class CoupledSampling:
     window: int = WINDOW
 
     def __post_init__(self) -> None:
-        for name, most in (("secret", (1 << 64) - 1), ("stream", (1 << 32) - 1), ("window", _MOST_WINDOW)):
+        for name, limit in (("secret", (1 << 64) - 1), ("stream", (1 << 32) - 1), ("window", _MAX_WINDOW)):
             least = int(name == "window")
-            if not least <= getattr(self, name) <= most:
-                raise RequestError(f"{name} must be within {least}..{most}, got {getattr(self, name)}", param=name)
+            if not least <= getattr(self, name) <= limit:
+                raise RequestError(f"{name} must be within {least}..{limit}, got {getattr(self, name)}", param=name)
 
     def noise(self, prompt_length: int) -> SequenceNoise:
-        """That of one sequence, whose prompt has so many tokens."""
+        """Return the noise of a sequence whose prompt has ``prompt_length`` tokens."""
         return SequenceNoise.coupled(self.secret, self.stream, self.window, prompt_length=prompt_length)
 
 
@@ -90,20 +104,27 @@ def generate(
     coupled: CoupledSampling | None = None,
     **generate_kwargs: Any,
 ) -> Any:
-    """What ``model.generate(input_ids, **generate_kwargs)`` returns, with drafts of ours.
+    """Return the result of ``model.generate(input_ids, **generate_kwargs)``, computed with drafts.
 
-    ``input_ids`` : int64[1, n]. ``cache`` : drafted from, and unless ``learn`` is False the finished text is appended
-    to it; None drafts from the prompt and the output alone. ``drafter`` : to keep what it learned between calls; None
-    makes a new one. ``num_speculative_tokens`` : draft limit. ``coupled`` : noise to draw with instead of the global
-    generator's. None: as ``model.generate`` does.
-    Stopping criteria are asked about drafted text too, without scores: they should look at the text alone.
+    Stopping criteria are also called with drafted text, without scores, so they should depend on the text alone.
 
-    Raises RequestError for more than one row, beams, several returned sequences or another assistant, for ``coupled``
-    without sampling, for encoder-decoders, for models and KV caches that cannot take tokens back (Mamba and hybrids;
-    static and quantized caches, ``use_cache=False``); and whatever ``model.generate`` raises.
+    Args:
+        model: The model.
+        input_ids: The prompt, int64[1, n].
+        cache: The cache to draft from, to which the finished text is added; None drafts from prompt and output alone.
+        drafter: A drafter that is used for several calls and keeps what it learned; None makes a new one.
+        num_speculative_tokens: The maximum draft length.
+        learn: Whether the finished text is added to the cache.
+        coupled: The noise to sample with; None uses the global generator, as ``model.generate`` does.
+        **generate_kwargs: The arguments of ``model.generate``.
+
+    Raises:
+        RequestError: The call has more than one row, beams, several returned sequences, another assistant, or
+            ``coupled`` without sampling; or the model is an encoder-decoder; or the model or its KV cache cannot remove
+            tokens (Mamba and hybrid models, static and quantized caches, ``use_cache=False``).
     """
     config = DraftConfig(num_speculative_tokens=num_speculative_tokens)
-    _check(model, input_ids, generate_kwargs)
+    _check_supported(model, input_ids, generate_kwargs)
     streamer = generate_kwargs.get("streamer")
     proposer = SuffixCandidateGenerator(
         drafter or make_drafter("ssd", config),
@@ -115,29 +136,31 @@ def generate(
     proposer.allow_caching = learn
 
     def decode(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
-        if prepared.get("streamer") is None:  # transformers keeps it from functions like this one
+        if prepared.get("streamer") is None:  # transformers does not pass it to custom functions
             prepared["streamer"] = streamer
         _check_cache(prepared)
         config = prepared["generation_config"]
         proposer.stopping_criteria = prepared["stopping_criteria"]
-        choose: Choose = _draw if config.do_sample else _take_best
+        sample: SampleToken = _sample_multinomial if config.do_sample else _argmax
         if coupled is not None:
             if not config.do_sample:
-                raise RequestError("coupled says how tokens are drawn: pass do_sample=True too", param="coupled")
+                raise RequestError("coupled applies to sampling: pass do_sample=True too", param="coupled")
             noise = coupled.noise(input_ids.shape[1])
-            proposer.sampling = SamplingRow(params=_params_of(config), noise=noise)
-            choose = partial(_draw_with, noise)
+            proposer.sampling = SamplingRow(params=_sampling_params_of(config), noise=noise)
+            sample = partial(_sample_with_noise, noise)
         if config.do_sample or prepared["logits_processor"]:
-            proposer.choices = _Choices(prepared["logits_processor"], choose, keep_scores=config.output_scores)
-            prepared["logits_processor"] = LogitsProcessorList([proposer.choices])
+            proposer.token_sampler = _TokenSampler(
+                prepared["logits_processor"], sample, keep_scores=config.output_scores
+            )
+            prepared["logits_processor"] = LogitsProcessorList([proposer.token_sampler])
             prepared["generation_config"] = config = copy.copy(config)
             config.do_sample = False
-        return GenerationMixin._assisted_decoding(cast(Any, _Assisted(model, proposer)), input_ids, **prepared)
+        return GenerationMixin._assisted_decoding(cast(Any, _AssistedModel(model, proposer)), input_ids, **prepared)
 
     try:
-        output = model.generate(input_ids, custom_generate=decode, **_with_stop_strings(model, generate_kwargs))
+        output = model.generate(input_ids, custom_generate=decode, **_with_stop_criteria(model, generate_kwargs))
         sequence = output if isinstance(output, torch.Tensor) else output.sequences
-        proposer.note(sequence)
+        proposer.read_context(sequence)
     finally:
         proposer.close()
     if learn and cache is not None:
@@ -146,23 +169,33 @@ def generate(
 
 
 class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # transformers is not typed
-    """Drafts for one sequence; made for each call of ``generate``. A drafter that fails proposes nothing."""
+    """The candidate generator of one call of ``generate``. If the drafter fails, it proposes nothing."""
 
     def __init__(
         self, drafter: Drafter, cache: NamespaceCache | None, *, prompt_length: int, limit: int, vocab_size: int
     ) -> None:
-        """``prompt_length`` : tokens of the context that are the prompt. ``limit`` : most tokens of a draft.
-        ``vocab_size`` : of the model; a draft with an id beyond it is none."""
+        """Create a candidate generator.
+
+        Args:
+            drafter: The drafter.
+            cache: The cache to draft from, or None.
+            prompt_length: The number of prompt tokens.
+            limit: The maximum draft length.
+            vocab_size: The vocabulary size of the model; drafts with larger ids are discarded.
+        """
         self.num_failures = 0
         self.stopping_criteria = StoppingCriteriaList()
-        """What ends the output. transformers asks them about the end of what it accepted and not about what is within
-        that, so drafts end one token before they would hold: that one is left to the model."""
+        """The criteria that end the output.
+
+        transformers checks them only at the end of the accepted tokens, and not within them. So drafts end one token
+        before the criteria would hold, and the model generates that token.
+        """
         self.sampling: SamplingRow | None = None
-        """How tokens are drawn, where drafters can know: with coupled noise."""
+        """The sampling parameters and noise, if drafters can know them: with coupled noise."""
         self.allow_caching = False
-        """Whether what is said may reach other calls."""
-        self.choices: _Choices | None = None
-        """The chooser of tokens, if transformers' own argmax of the logits does not choose them."""
+        """Whether the generated text may be used in other calls."""
+        self.token_sampler: _TokenSampler | None = None
+        """The sampler of tokens, unless they are transformers' own argmax of the logits."""
         self._drafter = drafter
         self._cache = cache
         self._prompt_length = prompt_length
@@ -174,12 +207,15 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """``input_ids``, int64[1, n], with the draft behind it; no scores, so transformers samples and compares."""
-        context = self.note(input_ids)
+        """Return ``input_ids``, int64[1, n], followed by the draft.
+
+        There are no scores, so transformers samples a token at every position and compares it with the draft.
+        """
+        context = self.read_context(input_ids)
         try:
             draft = self._propose(context)
             tokens = torch.from_numpy(draft.token_ids.astype(np.int64)).to(input_ids.device)
-            candidates = self._before_end(torch.cat([input_ids, tokens[None]], dim=-1), len(context))
+            candidates = self._cut_before_stop(torch.cat([input_ids, tokens[None]], dim=-1), len(context))
             self._draft = draft.cut(candidates.shape[1] - len(context))
         except Exception:  # a drafter must not fail the request
             self.num_failures += 1
@@ -187,18 +223,23 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._drafted_at = time.perf_counter()
         return candidates, None
 
-    def note(self, input_ids: torch.Tensor) -> TokenIds:
-        """The text so far, of which nothing is taken back: int32[n] of int64[1, n]."""
+    def read_context(self, input_ids: torch.Tensor) -> TokenIds:
+        """Return the context as int32[n], and advance the noise over it; the context is append-only."""
         context = _on_host(input_ids)
         if self.sampling is not None:
             self.sampling.noise.advance(context)
         return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """``input_ids`` : int64[1, m], with what this step gave. ``scores`` : [1, k, V], which transformers returns
-        where they are asked for. ``num_matches`` : of the draft, accepted."""
-        if self.choices is not None:
-            self.choices.restore_scores(scores)
+        """Learn from the verification of the last draft.
+
+        Args:
+            input_ids: The context after this step, int64[1, m].
+            scores: The scores [1, k, V], which transformers returns if they are requested.
+            num_matches: The number of accepted draft tokens.
+        """
+        if self.token_sampler is not None:
+            self.token_sampler.restore_scores(scores)
         num_positions = len(self._draft.token_ids) + 1
         seconds = time.perf_counter() - self._drafted_at
         self._cost_model.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
@@ -208,22 +249,25 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             self.num_failures += 1
 
     def close(self) -> None:
-        """The sequence has ended."""
+        """Tell the drafter that the sequence has ended."""
         try:
             self._drafter.finish(self._request_id)
             getattr(self._drafter, "publish", lambda: None)()
         except Exception:
             self.num_failures += 1
 
-    def _before_end(self, candidates: torch.Tensor, length: int) -> torch.Tensor:
-        """int64[1, m], the first ``length`` of them the context, cut before the first drafted one that would end it."""
+    def _cut_before_stop(self, candidates: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the candidates, int64[1, m], cut before the first draft token that would end the output.
+
+        The first ``length`` tokens are the context.
+        """
         for size in range(length, candidates.shape[1]):
             if self.stopping_criteria(candidates[:, : size + 1], None).all():
                 return candidates[:, :size]
         return candidates
 
     def _propose(self, context: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Draft:
-        price = self._cost_model.token_cost(1)
+        token_cost = self._cost_model.token_cost(1)
         request = DraftRequest(
             request_id=self._request_id,
             context=context,
@@ -231,7 +275,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             snapshot=None if self._cache is None else self._cache.snapshot(),
             learned=None if self._cache is None else self._cache.learned,
             limit=self._limit,
-            token_costs=np.array([price]) if price else None,
+            token_costs=np.array([token_cost]) if token_cost else None,
             sampling=self.sampling,
             allow_caching=self.allow_caching,
         )
@@ -243,53 +287,58 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         )
 
 
-Choose = Callable[[torch.Tensor, torch.Tensor], int]
-"""Gives the token that follows ``input_ids``, int64[1, n], by the processed scores [1, V]."""
+SampleToken = Callable[[torch.Tensor, torch.Tensor], int]
+"""Samples the token that follows ``input_ids``, int64[1, n], from the processed scores [1, V]."""
 
 
-class _Choices(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """Takes the place of all processors: calls them and chooses a token, of which alone the score is left finite.
+class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
+    """Replaces all logits processors: calls them, samples a token, and leaves only the score of this token finite.
 
-    transformers asks about every position of a draft. One that follows a rejected draft token is passed over, so the
-    processors see the calls that ``model.generate`` makes, whatever state they keep and whatever is drafted.
+    transformers calls it for every position of a draft. Positions after a rejected draft token are skipped, so the
+    processors see the same calls as in ``model.generate``, whatever state they keep and whatever is drafted.
     """
 
-    def __init__(self, processors: LogitsProcessorList, choose: Choose, *, keep_scores: bool) -> None:
-        self._processors, self._choose, self._keep_scores = processors, choose, keep_scores
+    def __init__(self, processors: LogitsProcessorList, sample: SampleToken, *, keep_scores: bool) -> None:
+        self._processors, self._sample, self._keep_scores = processors, sample, keep_scores
         self._length = 0
         self._token: int | None = None
         self._scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
-        """``input_ids`` : int64[1, n], the text before the position, as far as it is drafted. ``scores`` : [1, V]."""
+        """Return the scores for the next token.
+
+        Args:
+            input_ids: The text before the position, drafted tokens included, int64[1, n].
+            scores: The scores, [1, V].
+        """
         length = input_ids.shape[1]
         if self._token is not None and (length != self._length + 1 or int(input_ids[0, -1]) != self._token):
             return scores
         scores = self._processors(input_ids, scores)
         if self._keep_scores:
             self._scores.append(scores.clone())
-        self._length, self._token = length, self._choose(input_ids, scores)
-        chosen = torch.full_like(scores, float("-inf"))
-        chosen[0, self._token] = 0
-        return chosen
+        self._length, self._token = length, self._sample(input_ids, scores)
+        one_hot = torch.full_like(scores, float("-inf"))
+        one_hot[0, self._token] = 0
+        return one_hot
 
     def restore_scores(self, scores: torch.Tensor) -> None:
-        """Write the processed scores of the pass that has ended into [1, k, V], for who asked for them."""
+        """Write the processed scores of the last pass to ``scores``, [1, k, V], which the caller requested."""
         for position, row in enumerate(self._scores):
             scores[:, position] = row
         self._scores.clear()
 
 
-def _take_best(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+def _argmax(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
     return int(scores.argmax(dim=-1))
 
 
-def _draw(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-    """Draw as ``model.generate`` does, with as many numbers of the global generator."""
+def _sample_multinomial(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+    """Sample as ``model.generate`` does, consuming the same number of values of the global generator."""
     return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
 
 
-def _draw_with(noise: SequenceNoise, input_ids: torch.Tensor, scores: torch.Tensor) -> int:
+def _sample_with_noise(noise: SequenceNoise, input_ids: torch.Tensor, scores: torch.Tensor) -> int:
     return int(argmax_with_noise(scores, noise.keys(_on_host(input_ids)))[0])
 
 
@@ -298,8 +347,8 @@ def _on_host(input_ids: torch.Tensor) -> TokenIds:
     return ids
 
 
-def _params_of(config: GenerationConfig) -> SamplingParams:
-    """What a drafter may know of the law: nothing that depends on the text."""
+def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
+    """Return the parameters of the distribution that a drafter can know: those that do not depend on the text."""
     return SamplingParams(
         temperature=min(config.temperature or 1.0, 2.0),
         top_k=config.top_k or 0,
@@ -308,8 +357,8 @@ def _params_of(config: GenerationConfig) -> SamplingParams:
     )
 
 
-class _Assisted:
-    """A model as assisted decoding sees it: all its own, but for the candidates. The model itself is not changed."""
+class _AssistedModel:
+    """The model as seen by assisted decoding, with another candidate generator. The model itself is not changed."""
 
     def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
         self._model = model
@@ -325,8 +374,11 @@ class _Assisted:
         return getattr(self._model, name)
 
 
-def _with_stop_strings(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Stop strings as a criterion of one's own: a function like ours is not given the tokenizer they are made with."""
+def _with_stop_criteria(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with stop strings as a criterion.
+
+    transformers does not give custom generate functions the tokenizer that it needs for stop strings.
+    """
     configs = (kwargs.get("generation_config"), model.generation_config)
     strings = kwargs.get("stop_strings") or next((c.stop_strings for c in configs if c and c.stop_strings), None)
     if not strings or kwargs.get("tokenizer") is None:
@@ -335,16 +387,16 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dic
     return {**kwargs, "stop_strings": None, "stopping_criteria": StoppingCriteriaList(criteria)}
 
 
-def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
+def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> None:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise RequestError(
             f"input_ids must be one prompt of shape [1, n], got {list(input_ids.shape)}: assisted decoding in "
             "transformers takes one sequence at a time; ssd.Engine takes batches",
             param="input_ids",
         )
-    for name in _NOT_OURS:
+    for name in _OTHER_ASSISTANTS:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise RequestError(f"{name} makes drafts of its own: leave it out, or call model.generate", param=name)
+            raise RequestError(f"{name} drafts by itself: leave it out, or call model.generate", param=name)
     config = kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
@@ -352,11 +404,11 @@ def _check(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Mapping[str,
     if model.config.is_encoder_decoder:
         raise RequestError(f"{type(model).__name__} is an encoder-decoder: drafts continue the prompt, so it needs one")
     if getattr(model, "_is_stateful", False):
-        raise RequestError(f"{type(model).__name__} cannot take tokens back, so it cannot verify drafts")
+        raise RequestError(f"{type(model).__name__} cannot remove tokens from its state, so it cannot verify drafts")
 
 
 def _check_cache(prepared: Mapping[str, Any]) -> None:
-    """Refuse what transformers is about to decode with where drafts cannot be taken back."""
+    """Raise RequestError if transformers would decode with a KV cache from which rejected tokens cannot be removed."""
     cache = prepared.get("past_key_values")
     if not prepared["use_cache"]:
         found, param = "use_cache=False", "use_cache"
@@ -365,5 +417,6 @@ def _check_cache(prepared: Mapping[str, Any]) -> None:
     else:
         return
     raise RequestError(
-        f"{found} cannot take drafts back: leave {param} out (or past_key_values), or call model.generate", param=param
+        f"{found} cannot remove rejected draft tokens: leave {param} out (or past_key_values), or call model.generate",
+        param=param,
     )

@@ -1,25 +1,27 @@
-"""Rollouts of TRL's GRPO through our engine::
+"""Rollouts of TRL's GRPO with the SSD engine.
+
+::
 
     from ssd.integrations.trl import Rollouts
 
     with Rollouts() as rollouts:
         GRPOTrainer(model, rollout_func=rollouts, args=GRPOConfig(...), ...).train()
 
-The engine computes with a copy of the policy, which takes over the trainer's weights in place whenever a step has
-changed them. Every sample is drawn from the policy as it is then, with the temperature and the truncation of the
-trainer's settings. What all epochs have said is drafted from, and noise is coupled (``docs/coupled-sampling.md``):
-sample i of a prompt draws with the noise of stream i in every epoch, so it says again what it said in the last one as
-far as the policy has not moved, and what it says again costs few passes. Samples of one prompt are of different streams
-and independent of each other.
+The engine has a copy of the policy, whose weights are updated in place whenever a training step has changed the
+trainer's. Every sample is drawn from the current policy with the temperature and the truncation of the trainer's
+settings. Drafts come from the outputs of all epochs, and noise is shared (``docs/coupled-sampling.md``): sample i of a
+prompt is drawn with noise stream i in every epoch. So it repeats the output of the previous epoch as far as the policy
+has not changed, and the repeated part takes few passes. Samples of one prompt have different streams and are
+independent.
 
-What is given up: noise that comes again is not fresh. The first time a prompt is asked its samples have the policy's
-law, independent of all that was trained on before. When it is asked again with the same noise, the weights are a
-function of what this noise has already given: given the weights, the samples are no longer exactly of the policy's law,
-and a gradient made of them is not unbiased. Training then improves the mean over a fixed set of scenarios, as PEGASUS
-does on purpose (Ng and Jordan 2000, arXiv 1301.3878): as with a fixed set of prompts, reward may be found that does not
-hold beyond it, the less the more scenarios there are. ``fresh_noise_every`` says after how many epochs noise is drawn
-anew: 1 is the usual law at every step, and drafts are then what other texts give. Evaluation always draws with noise of
-its own, so what it measures holds. ``docs/rollouts.md`` has what was measured.
+The price is that repeated noise is not fresh. When a prompt is sampled for the first time, its samples have the
+policy's distribution, independent of all training data so far. When it is sampled again with the same noise, the
+weights already depend on what this noise has generated. Given the weights, the samples then do not follow the policy's
+distribution exactly, and a gradient estimated from them is biased. Training then improves the mean over a fixed set of
+scenarios, as PEGASUS does on purpose (Ng and Jordan 2000, arXiv 1301.3878). As with a fixed set of prompts, it may find
+reward that does not hold beyond this set; the more scenarios, the less. ``fresh_noise_every`` is the number of epochs
+after which the noise changes: 1 gives the usual distribution at every step, and drafts then depend on other texts.
+Evaluation always uses fresh noise, so its results hold. ``docs/rollouts.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -44,16 +46,21 @@ from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _NAMESPACE = "rollouts"
-_ALMOST = 1e-6
-"""Epochs are counted in fractions, which round."""
+_EPSILON = 1e-6
+"""A tolerance for the trainer's epoch, which is a rounded fraction."""
 
 
 @dataclass(slots=True)
 class RolloutTotals:
-    """What generating took so far.
+    """Totals of all rollouts so far.
 
-    ``passes`` : of the target, over as many rows as ran. ``row_passes`` : the same counted by row. Seconds by the
-    clock: of generating, prompts included, and of taking weights over.
+    Attributes:
+        samples: The number of samples.
+        tokens: The number of generated tokens.
+        passes: The number of forward passes of the target.
+        row_passes: The number of rows of all passes.
+        generating_s: The wall-clock seconds of generation, prefill included.
+        loading_s: The wall-clock seconds of weight updates.
     """
 
     samples: int = 0
@@ -65,10 +72,10 @@ class RolloutTotals:
 
 
 class Rollouts:
-    """A ``rollout_func`` of ``trl.GRPOTrainer`` (1.16), for one trainer; closed when the training has ended.
+    """A ``rollout_func`` of ``trl.GRPOTrainer`` (1.16) for one trainer; close it after the training.
 
-    One process generates for itself: in a distributed run each has an engine, and weights that are sharded over
-    processes are refused, as are adapters (peft), images and ``generation_kwargs``.
+    In a distributed run each process has an engine. Weights that are sharded over processes are not supported, nor are
+    adapters (peft), images and ``generation_kwargs``.
     """
 
     def __init__(
@@ -81,12 +88,19 @@ class Rollouts:
         secret: bytes | None = None,
         fresh_noise_every: int = 0,
     ) -> None:
-        """Nothing is opened before the first call, or `open`.
+        """Create rollouts; the engine is opened by the first call or by `open`.
 
-        config, draft, cache : of the engine; ``cache`` with a directory keeps what was said for another run.
-        coupled : False gives every sample noise of its own, as plain sampling does. secret : what noise is made of;
-        None takes the trainer's seed, so that a run can be repeated. fresh_noise_every : epochs after which other noise
-        is drawn with; 0 keeps it. Raises ConfigError.
+        Args:
+            config: The settings of the engine.
+            draft: The settings of drafts.
+            cache: The settings of the cache; with a directory, another run can use the generated text.
+            coupled: Whether samples of different epochs share noise; False samples independently.
+            secret: The secret from which noise is derived; None takes the trainer's seed, so that a run can be
+                repeated.
+            fresh_noise_every: The number of epochs after which the noise changes; 0 never changes it.
+
+        Raises:
+            ConfigError: An argument is invalid.
         """
         if fresh_noise_every < 0:
             raise ConfigError(f"fresh_noise_every must be a number of epochs, or 0 for never, got {fresh_noise_every}")
@@ -97,9 +111,9 @@ class Rollouts:
         self._coupled = coupled
         self._secret = secret
         self._fresh_noise_every = fresh_noise_every
-        self._root = b""
+        self._noise_root = b""
         self._engine: Engine | None = None
-        self._loaded_at = -1
+        self._loaded_step = -1
         self._num_calls = 0
 
     def __enter__(self) -> Self:
@@ -109,60 +123,72 @@ class Rollouts:
         self.close()
 
     def close(self) -> None:
-        """Let go of the engine and its caches; a directory keeps what was learned. May be called twice."""
+        """Close the engine and its caches; a directory keeps the learned text. May be called twice."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
 
     def open(self, trainer: Any) -> None:
-        """Copy the trainer's model and make everything ready now, which may take minutes where kernels are compiled.
+        """Copy the trainer's model and open the engine now, which may take minutes if kernels are compiled.
 
-        Raises ConfigError for a training that is not supported, and ModelError.
+        Raises:
+            ConfigError: The training is not supported.
+            ModelError: The model cannot be used.
         """
-        _check(trainer)
+        _check_supported(trainer)
         self._engine_with_weights(trainer)
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """One completion for each of ``prompts``: what TRL hands over has each of them ``num_generations`` times.
+        """Generate one completion for each prompt; TRL passes each prompt ``num_generations`` times.
 
-        prompts : texts or lists of messages. Returns ``prompt_ids``, ``completion_ids`` and ``logprobs``, a list of n
-        numbers for each: those that the tokens were drawn with, after temperature and truncation, which is what TRL
-        takes of other engines. Raises ConfigError for what is not supported, ModelError, EngineError.
+        Args:
+            prompts: Texts or lists of messages.
+            trainer: The trainer.
+
+        Returns:
+            ``prompt_ids``, ``completion_ids`` and ``logprobs``, each a list with one list per prompt. The
+            log-probabilities are those of the distribution that was sampled from, after temperature and truncation, as
+            TRL gets from other engines.
+
+        Raises:
+            ConfigError: The training is not supported.
+            ModelError: The model cannot be used.
+            EngineError: A sample failed.
         """
-        _check(trainer)
-        self._root = self._root_of(trainer)
+        _check_supported(trainer)
+        self._noise_root = self._noise_root_of(trainer)
         engine = self._engine_with_weights(trainer)
-        began = perf_counter()
-        prompt_ids = _token_ids(prompts, trainer)
+        started = perf_counter()
+        prompt_ids = _encode_prompts(prompts, trainer)
         requests = list(self._requests(prompt_ids, trainer))
-        self._num_calls += 1  # first: ids of a call that fails do not come again
-        said = self._run(engine, requests)
-        self.totals.generating_s += perf_counter() - began
+        self._num_calls += 1  # before the run, so that the ids of a failed call are not used again
+        samples = self._generate(engine, requests)
+        self.totals.generating_s += perf_counter() - started
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": [said[request.request_id][0] for request in requests],
-            "logprobs": [said[request.request_id][1] for request in requests],
+            "completion_ids": [samples[request.request_id][0] for request in requests],
+            "logprobs": [samples[request.request_id][1] for request in requests],
         }
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _engine_with_weights(self, trainer: Any) -> Engine:
-        """The engine, which computes with the trainer's weights of this step."""
+        """Return the engine with the trainer's current weights."""
         policy = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
         if self._engine is None:
-            self._engine = self._opened(policy, trainer)
-        elif step != self._loaded_at:
-            began = perf_counter()
+            self._engine = self._open_engine(policy, trainer)
+        elif step != self._loaded_step:
+            started = perf_counter()
             self._engine.load_weights(policy.state_dict())
-            self.totals.loading_s += perf_counter() - began
-        self._loaded_at = step
+            self.totals.loading_s += perf_counter() - started
+        self._loaded_step = step
         return self._engine
 
-    def _opened(self, policy: PreTrainedModel, trainer: Any) -> Engine:
+    def _open_engine(self, policy: PreTrainedModel, trainer: Any) -> Engine:
         config, draft = replace(self._config, coupled_streams=max(1, trainer.num_generations)), self._draft
         codec = TextCodec(trainer.processing_class, tuple(trainer.eos_token_ids))
-        model = _copy_of(policy)
+        model = _copy_model(policy)
         target = open_target(
             model,
             num_slots=config.max_num_seqs,
@@ -181,22 +207,22 @@ class Rollouts:
             config=config,
             draft=draft,
             eos_token_ids=codec.eos_token_ids,
-            noise_root=lambda: self._root,
+            noise_root=lambda: self._noise_root,
         )
         engine.warm_up()
         return engine
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def _root_of(self, trainer: Any) -> bytes:
-        """What noise is made of now: of the secret, and of which time it is drawn anew."""
+    def _noise_root_of(self, trainer: Any) -> bytes:
+        """Derive the current root of the noise from the secret and the number of times that the noise has changed."""
         secret = self._secret or b"rollouts %d" % trainer.args.seed
         every = self._fresh_noise_every
-        period = int(((trainer.state.epoch or 0.0) + _ALMOST) // every) if every else 0
+        period = int(((trainer.state.epoch or 0.0) + _EPSILON) // every) if every else 0
         return hmac.digest(secret, b"period %d" % period, hashlib.sha256)
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
-        """Of every prompt one, with the noise of its number in the group of those with the same prompt."""
+        """Yield one request per prompt, with the noise stream of its number in the group of equal prompts."""
         from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
 
         args = trainer.args
@@ -212,59 +238,59 @@ class Rollouts:
             logprobs=0,
             drawn_logprobs=True,
         )
-        own = self._coupled and is_training
+        is_coupled = self._coupled and is_training
         first = trainer.accelerator.process_index * len(prompt_ids)
-        everywhere = gather_object(prompt_ids)  # a group may be on two processes, and its prompt's other one elsewhere
+        all_prompts = gather_object(prompt_ids)  # a group may be split over two processes
         groups: Counter[tuple[int, ...]] = Counter()
-        for index, prompt in enumerate(map(tuple, everywhere[: first + len(prompt_ids)])):
+        for index, prompt in enumerate(map(tuple, all_prompts[: first + len(prompt_ids)])):
             sample = index % group_size
             if sample == 0:
-                groups[prompt] += 1  # a prompt that is there twice has two groups, of other streams each
+                groups[prompt] += 1  # a prompt that occurs twice has two groups with different streams
             if index < first:
                 continue
             stream = (groups[prompt] - 1) * group_size + sample
             yield Request(
                 request_id=f"{self._num_calls}-{index}",
                 prompt_token_ids=prompt,
-                sampling=sampling if own else replace(sampling, seed=self._seed(index)),
-                noise_stream=stream if own else None,
+                sampling=sampling if is_coupled else replace(sampling, seed=self._seed(index)),
+                noise_stream=stream if is_coupled else None,
                 namespace=_NAMESPACE,
                 learn=is_training,
             )
 
     def _seed(self, index: int) -> int:
-        """Of noise that nothing else is drawn with."""
-        digest = hmac.digest(self._root, b"call %d, sample %d" % (self._num_calls, index), hashlib.sha256)
+        """Return a seed that is used for no other sample."""
+        digest = hmac.digest(self._noise_root, b"call %d, sample %d" % (self._num_calls, index), hashlib.sha256)
         return int.from_bytes(digest[:8], "little") >> 1
 
-    def _run(self, engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
-        """Tokens and their log-probabilities, by request."""
-        said: dict[str, tuple[list[int], list[float]]] = {request.request_id: ([], []) for request in requests}
+    def _generate(self, engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
+        """Return the tokens and their log-probabilities, by request."""
+        samples: dict[str, tuple[list[int], list[float]]] = {request.request_id: ([], []) for request in requests}
         pending, before = deque(requests), engine.metrics.num_verify_steps
         try:
             while pending or engine.has_work():
-                _submit(engine, pending)
+                _submit_pending(engine, pending)
                 for output in engine.step():
                     if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                         raise EngineError(f"sample {output.request_id} failed: {output.error or output.finish_reason}")
-                    tokens, logprobs = said[output.request_id]
+                    tokens, logprobs = samples[output.request_id]
                     tokens += output.token_ids
                     logprobs += [entry.logprob for entry in output.logprobs or ()]
                 self.totals.passes += 1
-        except BaseException:  # a notebook goes on after an interrupt, with the same engine
+        except BaseException:  # after an interrupt, a notebook continues with the same engine
             for request in requests:
                 engine.cancel(request.request_id)
             while engine.has_work():
                 engine.step()
             raise
         self.totals.samples += len(requests)
-        self.totals.tokens += sum(len(tokens) for tokens, _ in said.values())
+        self.totals.tokens += sum(len(tokens) for tokens, _ in samples.values())
         self.totals.row_passes += engine.metrics.num_verify_steps - before
-        return said
+        return samples
 
 
-def _submit(engine: Engine, pending: deque[Request]) -> None:
-    """As many as the engine takes."""
+def _submit_pending(engine: Engine, pending: deque[Request]) -> None:
+    """Submit as many requests as the engine accepts."""
     while pending:
         try:
             engine.submit(pending[0])
@@ -273,8 +299,8 @@ def _submit(engine: Engine, pending: deque[Request]) -> None:
         pending.popleft()
 
 
-def _copy_of(policy: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same weights that nobody has wrapped or patched, in evaluation mode; twice the memory."""
+def _copy_model(policy: PreTrainedModel) -> PreTrainedModel:
+    """Return a model with the same weights, not wrapped or patched, in evaluation mode; this doubles the memory."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=policy.dtype).to(policy.device)
@@ -282,8 +308,8 @@ def _copy_of(policy: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Prompts as the trainer itself would have them."""
+def _encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
+    """Encode prompts as the trainer does."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return list(tokenizer(text=list(prompts))["input_ids"])
@@ -299,12 +325,12 @@ def _token_ids(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
     return list(encoded["input_ids"])
 
 
-def _check(trainer: Any) -> None:
+def _check_supported(trainer: Any) -> None:
     """Raise ConfigError for a training that is not supported."""
     if hasattr(trainer.processing_class, "tokenizer"):
-        raise ConfigError("rollouts take texts only: train models of images and sound without this rollout_func")
+        raise ConfigError("rollouts support text only: train models with images or audio without this rollout_func")
     if getattr(trainer.args, "generation_kwargs", None):
-        raise ConfigError("generation_kwargs are not honoured here: give temperature, top_p, top_k, min_p and "
+        raise ConfigError("generation_kwargs are not supported: set temperature, top_p, top_k, min_p and "
                           "repetition_penalty")  # fmt: skip
     if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
-        raise ConfigError("rollouts take a policy's own weights over, not adapters: train the model without peft")
+        raise ConfigError("rollouts copy the policy's own weights, not adapters: train the model without peft")

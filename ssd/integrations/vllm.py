@@ -1,20 +1,22 @@
-"""Our drafter inside vLLM's V1 model runner, as a proposer class of its own (V2: ``ssd.integrations.vllm_v2``)::
+r"""The drafter inside vLLM's V1 model runner, as a custom proposer class (for V2 see ``ssd.integrations.vllm_v2``).
 
-    VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --speculative-config \\
+::
+
+    VLLM_USE_V2_MODEL_RUNNER=0 vllm serve MODEL --speculative-config \
       '{"method": "custom_class", "model": "ssd.integrations.vllm.SuffixProposer", "num_speculative_tokens": 16}'
 
 Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDIS_URL``, ``SSD_NAMESPACE`` and so on, or
-from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up directories and a Redis log are shared
-with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
+from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up directories and a Redis log can be
+shared with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
 
-vLLM hands over rows of tokens and nothing else: which requests they are, when these end and what their clients got is
-heard from its runner, which is watched for that. vLLM calls its interface for such classes experimental.
+vLLM passes only rows of tokens to a proposer. The ids of requests, their ends and the length of the answers that were
+sent to clients are obtained by wrapping methods of its runner. vLLM calls its interface for such classes experimental.
 
-vLLM verifies: an accepted token is one that the target chose, so drafts change no output. It gives up its asynchronous
-scheduling for classes like this one, and where the longest request of a step leaves no room for a full draft before
-``max_model_len`` it asks for no drafts at all in that step. A server that is told to stop kills its workers at once
-unless it runs with ``--shutdown-timeout``: then all is kept, otherwise what was not sealed yet is lost, the last
-``rebuild_interval_s``.
+vLLM verifies the drafts: an accepted token is one that the target chose, so drafts do not change outputs. With a custom
+class vLLM disables its asynchronous scheduling, and if the longest request of a step leaves no room for a full draft
+before ``max_model_len``, it requests no drafts at all in that step. A server that is told to stop kills its workers at
+once, unless it runs with ``--shutdown-timeout``; then all text is kept. Otherwise the text that was not sealed yet is
+lost, which is that of the last ``rebuild_interval_s`` seconds.
 """
 
 from __future__ import annotations
@@ -30,35 +32,41 @@ import numpy.typing as npt
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, Tokens
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations import vllm_plugin
-from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of
-from ssd.integrations.vllm_hooks import lengths_of
+from ssd.integrations.vllm_core import DrafterCore, VllmDrafter, VllmRequest, stop_rules_of
+from ssd.integrations.vllm_hooks import finished_lengths
 from ssd.jit.addresses import address, int32_array, int64_array, kernel
 
 
 class SuffixProposer(VllmDrafter):
-    """Drafts for every running request of a vLLM engine from a namespace of the cache, and learns what completes.
+    """Drafts for every running request of a vLLM engine from a namespace of the cache, and adds completed text to it.
 
-    Made and called by vLLM, on one thread. Of the ranks of a tensor-parallel group only the first one drafts: vLLM
-    takes its drafts. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
-    ``cache_dir``; they share through Redis.
+    Created and called by vLLM, on one thread. In a tensor-parallel group only the first rank drafts: vLLM uses its
+    drafts. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
+    ``cache_dir``; they share text through Redis.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """``vllm_config`` : vLLM's. Raises what `Core` does, and ConfigError for models whose state vLLM corrupts."""
+        """Open the drafter for the configuration of vLLM.
+
+        Raises:
+            ConfigError: A setting is invalid, or vLLM corrupts the state of this model.
+            CacheError: The cache cannot be opened.
+            ModelError: Text is shared and the tokenizer cannot be loaded.
+        """
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
-        self._names: list[str] | None = None  # ids of the rows as they are seated
-        self._texts: list[Request | None] = []
-        self._ended = 0.0  # the last call
+        self._row_ids: list[str] | None = None  # request ids of the drafter's rows
+        self._row_requests: list[VllmRequest | None] = []
+        self._last_call_ended = 0.0  # the time of the end of the last call
         self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
-        self._limit = self._longest  # of this step
+        self._limit = self._longest  # the draft limit of this step
         super().__init__(vllm_config, longest=self._longest)
         if self._core is not None:
-            self._make_words(16)
-            if not vllm_plugin.watch_v1():
+            self._allocate_buffers(16)
+            if not vllm_plugin.wrap_v1_runner():
                 self.close()
 
     def load_model(self, target_model: object) -> None:
-        """There is no model to load."""
+        """Do nothing: there is no model to load."""
 
     def propose(
         self,
@@ -67,11 +75,14 @@ class SuffixProposer(VllmDrafter):
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """One draft for each row of the batch, empty where nothing is known. Never raises.
+        """Return one draft for each row of the batch, empty if nothing is known. Never raises.
 
-        ``sampled_token_ids`` : what this step gave each row; empty for a row that is still prefilling.
-        ``num_tokens_no_spec`` : int32[rows or more], tokens of each row, these included. ``token_ids_cpu`` :
-        int32[rows or more, max_model_len], row i has its text in ``[i, :num_tokens_no_spec[i]]``.
+        Args:
+            sampled_token_ids: The tokens that this step sampled for each row; empty for a row in prefill.
+            num_tokens_no_spec: The number of tokens of each row, the sampled ones included, int32[rows or more].
+            token_ids_cpu: The text of each row i in ``[i, :num_tokens_no_spec[i]]``, int32[rows or more,
+                max_model_len].
+            slot_mappings: Not used.
         """
         core, drafts = self._core, list[list[int]]()
         try:
@@ -79,94 +90,104 @@ class SuffixProposer(VllmDrafter):
             if core is not None and batch is not None and batch.token_ids_cpu is token_ids_cpu:
                 drafts = self._draft(core, batch, sampled_token_ids, num_tokens_no_spec)
         except Exception:
-            self._note_failure("drafting")
+            self._record_failure("drafting")
         return drafts + [[] for _ in range(len(sampled_token_ids) - len(drafts))]
 
-    def on_step(self, runner: Any, scheduler_output: Any) -> None:
-        """vLLM's runner begins a step, and requests have ended. Never raises."""
+    def on_finished(self, runner: Any, scheduler_output: Any) -> None:
+        """Handle finished requests at the start of a step of vLLM's runner, and read the draft limit. Never raises."""
         try:
             self._limit = min(self._longest, scheduler_output.num_spec_tokens_to_schedule)
             if self._runner is None or self._runner() is not runner:
                 self._runner = weakref.ref(runner)
             names, core = list(scheduler_output.finished_req_ids), self._core
             if names and core is not None:
-                states, lengths = getattr(runner, "requests", {}), lengths_of(scheduler_output)
+                states, lengths = getattr(runner, "requests", {}), finished_lengths(scheduler_output)
                 for name in names:
                     request, state = core.requests.get(name), states.get(name)
                     if request is not None:
-                        _catch_up(request, state)
-                        request.end = lengths.get(name)
-                        request.stop = stop_rules_of(getattr(state, "sampling_params", None))
-                self._names = None
-                core.end(core.forget(names))
+                        _append_missing(request, state)
+                        request.num_sent = lengths.get(name)
+                        request.stop_rules = stop_rules_of(getattr(state, "sampling_params", None))
+                self._row_ids = None
+                core.finish_requests(core.pop_requests(names))
         except Exception:
-            self._note_failure("learning")
+            self._record_failure("learning")
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _make_words(self, count: int) -> None:
+    def _allocate_buffers(self, count: int) -> None:
         assert self._core is not None
-        self._words = self._core.drafter.new_words(count)
-        self._new = np.zeros((count, NUM_HEADER_WORDS + self._longest + 1), np.int32)
+        self._draft_words = self._core.drafter.new_words(count)
+        self._new_words = np.zeros((count, NUM_HEADER_WORDS + self._longest + 1), np.int32)
 
     def _draft(
-        self, core: Core, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
+        self, core: DrafterCore, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
         matrix: Tokens = batch.token_ids_cpu
         count = min(len(sampled), len(batch.req_ids), len(lengths), len(matrix))
-        seconds = time.perf_counter() - self._ended
+        seconds = time.perf_counter() - self._last_call_ended
         sizes = np.fromiter(map(len, sampled), np.int64, len(sampled))[:count]
         lengths = lengths[:count]
-        if self._names != batch.req_ids or count != len(self._texts):
-            self._seat(core, batch, lengths - sizes)
-        if count > len(self._words):
-            self._make_words(2 * count)
-        wanted = sizes > 0 if self._limit > 0 else np.zeros(count, bool)
-        if unsound := self._take(core, matrix, lengths, sizes):
-            wanted[unsound] = False
-        core.drafter.draft(wanted, core.cache.snapshot(), self._words, self._limit, seconds)
-        drafted = self._words[:count, 1].tolist()
-        tokens = self._words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(drafted, default=0)].tolist()
-        self._ended = time.perf_counter()
+        if self._row_ids != batch.req_ids or count != len(self._row_requests):
+            self._assign_rows(core, batch, lengths - sizes)
+        if count > len(self._draft_words):
+            self._allocate_buffers(2 * count)
+        needs_draft = sizes > 0 if self._limit > 0 else np.zeros(count, bool)
+        if inconsistent := self._append_new_tokens(core, matrix, lengths, sizes):
+            needs_draft[inconsistent] = False
+        core.drafter.draft(needs_draft, core.cache.snapshot(), self._draft_words, self._limit, seconds)
+        drafted = self._draft_words[:count, 1].tolist()
+        tokens = self._draft_words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(drafted, default=0)].tolist()
+        self._last_call_ended = time.perf_counter()
         return [row[:size] for row, size in zip(tokens, drafted, strict=True)]
 
-    def _seat(self, core: Core, batch: Any, known: npt.NDArray[np.int64]) -> None:
-        """Tell the drafter which requests the rows are; new ones begin with the tokens that were known before."""
-        self._texts, width = [], batch.token_ids_cpu.shape[1]
-        for row, (name, length) in enumerate(zip(batch.req_ids, known.tolist(), strict=False)):
+    def _assign_rows(self, core: DrafterCore, batch: Any, previous_lengths: npt.NDArray[np.int64]) -> None:
+        """Assign the requests to the drafter's rows; new requests start with the tokens before this step."""
+        self._row_requests, width = [], batch.token_ids_cpu.shape[1]
+        for row, (name, length) in enumerate(zip(batch.req_ids, previous_lengths.tolist(), strict=False)):
             request = core.requests.get(name)
-            # A prompt of embeddings is no text.
+            # A prompt of embeddings has no token ids.
             if request is None and 0 <= length <= width and row not in batch.req_prompt_embeds:
                 tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
-                request = core.begin(name, tokens, prompt_length)
-            self._texts.append(request)
-        core.drafter.assign(self._texts)
-        self._names = list(batch.req_ids)
+                request = core.start_request(name, tokens, prompt_length)
+            self._row_requests.append(request)
+        core.drafter.assign(self._row_requests)
+        self._row_ids = list(batch.req_ids)
 
-    def _take(
-        self, core: Core, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
+    def _append_new_tokens(
+        self, core: DrafterCore, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
     ) -> list[int]:
-        """Take over what the step gave; the rows that hold what cannot be."""
+        """Append the new tokens of the step to the requests, and return the rows with inconsistent lengths."""
         assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
-        unsound, width, words = [], matrix.shape[1], self._new
-        _gather(address(matrix), width, address(lengths), address(sizes), len(sizes), address(words), words.shape[1])
-        for row in core.drafter.append(self._texts, words):
-            request, length, size = self._texts[row], int(lengths[row]), int(sizes[row])
-            if request is not None and size <= length <= width:  # steps went by without a call
+        inconsistent, width, words = [], matrix.shape[1], self._new_words
+        _gather_new_tokens(
+            address(matrix), width, address(lengths), address(sizes), len(sizes), address(words), words.shape[1]
+        )
+        for row in core.drafter.append(self._row_requests, words):
+            request, length, size = self._row_requests[row], int(lengths[row]), int(sizes[row])
+            if request is not None and size <= length <= width:  # some steps had no call
                 request.replace(matrix[row, :length], size)
             else:
-                unsound.append(row)
-        return unsound
+                inconsistent.append(row)
+        return inconsistent
 
 
 @kernel
-def _gather(
+def _gather_new_tokens(
     matrix_at: int, width: int, lengths_at: int, sizes_at: int, num_rows: int, words_at: int, num_words: int
 ) -> None:
-    """Of each row its length, how many tokens are new and, where they can be, these: see `BatchDrafter.append`.
+    """Write each row's length, number of new tokens and, if these are plausible, the new tokens.
 
-    ``matrix_at`` : int32[num_rows, width]. ``lengths_at`` : int32, ``sizes_at`` : int64[num_rows]. ``words_at`` :
-    int32[num_rows, num_words], written.
+    `BatchDrafter.append` reads these words.
+
+    Args:
+        matrix_at: The address of the text, int32[num_rows, width].
+        width: The maximum number of tokens of a row.
+        lengths_at: The address of the lengths, int32[num_rows].
+        sizes_at: The address of the numbers of new tokens, int64[num_rows].
+        num_rows: The number of rows.
+        words_at: The address of the words to write, int32[num_rows, num_words].
+        num_words: The number of words per row.
     """
     matrix, words = int32_array(matrix_at, num_rows * width), int32_array(words_at, num_rows * num_words)
     lengths, sizes = int32_array(lengths_at, num_rows), int64_array(sizes_at, num_rows)
@@ -178,8 +199,8 @@ def _gather(
                 words[at + NUM_HEADER_WORDS + i] = matrix[row * width + length - size + i]
 
 
-def _catch_up(request: Request, state: Any) -> None:
-    """Add what a request generated in steps that no draft was asked for, from vLLM's own record of it."""
+def _append_missing(request: VllmRequest, state: Any) -> None:
+    """Append the tokens that a request generated in steps without a call of the proposer, from vLLM's own record."""
     if state is None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]

@@ -1,4 +1,4 @@
-"""What our drafters for vLLM's two model runners share: a namespace, the requests on their way into it, a drafter."""
+"""Common parts of the drafters for vLLM's two model runners: the cache, the requests in flight and the drafter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 
 class StopRules(NamedTuple):
-    """Strings that end an output, looked for behind its first ``min_tokens`` tokens."""
+    """Stop strings of a request.
+
+    Attributes:
+        strings: The strings that end the output.
+        min_tokens: The number of output tokens before which they are ignored.
+        skip_special_tokens: Whether special tokens are left out of the text that is searched.
+    """
 
     strings: tuple[str, ...]
     min_tokens: int
@@ -34,7 +40,7 @@ class StopRules(NamedTuple):
 
 
 def stop_rules_of(params: Any) -> StopRules | None:
-    """Of vLLM's sampling parameters; None where no string stops."""
+    """Return the stop rules of vLLM's sampling parameters, or None if they have no stop strings."""
     strings = getattr(params, "stop", None)
     if not strings:
         return None
@@ -42,18 +48,20 @@ def stop_rules_of(params: Any) -> StopRules | None:
     return StopRules(given, params.min_tokens, params.skip_special_tokens)
 
 
-class Request(RowText):
-    """What is known of one request.
+class VllmRequest(RowText):
+    """The text of one request.
 
-    ``end`` : tokens that its client got, prompt included, where the engine said so. ``stop`` : what ended it besides.
+    Attributes:
+        num_sent: The number of tokens that its client got, prompt included; None if vLLM did not report it.
+        stop_rules: The stop strings, or None.
     """
 
-    __slots__ = ("end", "stop")
+    __slots__ = ("num_sent", "stop_rules")
 
     def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
         super().__init__(tokens, prompt_length, room)
-        self.end: int | None = None
-        self.stop: StopRules | None = None
+        self.num_sent: int | None = None
+        self.stop_rules: StopRules | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,25 +69,41 @@ class ProposerStats:
     """Counters since the start."""
 
     num_proposals: int = 0
-    """Rows that could have had a draft."""
+    """The number of rows for which a draft was requested."""
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_learned: int = 0
-    """Requests that ended and were given to the cache."""
+    """The number of finished requests that were added to the cache."""
     num_failures: int = 0
-    """Failed calls; each cost drafts and nothing else."""
+    """The number of failed calls; a failure costs drafts and nothing else."""
 
 
-class Core:
-    """Opened for one engine of vLLM: a namespace as ``ssd-serve`` with the same settings would open it (files, warm-up
-    directories, Redis), the requests on their way into it, and a drafter. Holds all that must be closed, and nothing of
-    the engine."""
+class DrafterCore:
+    """The resources of one vLLM engine: cache, drafter and requests in flight.
+
+    The cache is opened as ``ssd-serve`` with the same settings would open it (files, warm-up directories, Redis). The
+    core owns everything that must be closed, and keeps no reference to vLLM's engine.
+
+    Attributes:
+        requests: The requests that have not ended, by vLLM's ids.
+        cache: The cache of the namespace.
+        drafter: The drafter.
+        end_of_text_ids: The end-of-text ids.
+        num_learned: The number of requests that were added to the cache.
+    """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """``longest`` : most tokens that are drafted at once. ``drafting`` : other settings of `BatchDrafter`.
+        """Open the cache and the drafter.
 
-        Raises ConfigError and CacheError, and ModelError where text is shared and the tokenizer cannot be loaded: what
-        is wrong with the settings is to be heard at the start.
+        Args:
+            vllm_config: The configuration of vLLM.
+            longest: The maximum number of tokens that are drafted at once.
+            **drafting: Other settings of `BatchDrafter`.
+
+        Raises:
+            ConfigError: A setting is invalid.
+            CacheError: The cache cannot be opened.
+            ModelError: Text is shared and the tokenizer cannot be loaded.
         """
         model, settings = vllm_config.model_config, read_settings(vllm_config)
         draft = DraftConfig(
@@ -88,10 +112,8 @@ class Core:
         )
         vocab_size = int(model.get_vocab_size())
         self._max_length = int(model.max_model_len)
-        self.requests: dict[str, Request] = {}
-        """Those that have not ended, by vLLM's ids."""
+        self.requests: dict[str, VllmRequest] = {}
         self.num_learned = 0
-        """Requests that were given to the cache."""
         self._codec = codec = _load_codec(model, settings)
         self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
         fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
@@ -99,13 +121,11 @@ class Core:
         with ExitStack() as opening:
             share = None
             if settings.redis_url is not None:
-                from ssd.replication.replication_log import (
-                    ReplicationLog,  # needs redis-py, which not everybody has installed
-                )
+                from ssd.replication.replication_log import ReplicationLog  # requires redis-py, which is optional
 
                 known = codec.vocab_size if codec else vocab_size
-                log_of_replicas = ReplicationLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
-                share = opening.enter_context(log_of_replicas).attach
+                replication_log = ReplicationLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
+                share = opening.enter_context(replication_log).attach
             caches = opening.enter_context(
                 CacheManager(config, fingerprint, namespace=settings.namespace, on_open=share)
             )
@@ -127,60 +147,62 @@ class Core:
         log.info("SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s", draft.num_speculative_tokens,
                  settings.namespace, settings.cache_dir, settings.redis_url is not None)  # fmt: skip
 
-    def begin(self, name: str, tokens: Tokens, prompt_length: int) -> Request:
-        """A request of ``tokens``, int32[n], in place of one that had the id."""
-        request = self.requests[name] = Request(tokens, min(prompt_length, len(tokens)), self._max_length)
+    def start_request(self, name: str, tokens: Tokens, prompt_length: int) -> VllmRequest:
+        """Create and return the request of the id ``name`` with ``tokens``, int32[n]; replace an earlier one."""
+        request = self.requests[name] = VllmRequest(tokens, min(prompt_length, len(tokens)), self._max_length)
         return request
 
-    def forget(self, names: Iterable[str]) -> list[Request]:
-        """The requests of these ids, as far as they are known, which have ended."""
+    def pop_requests(self, names: Iterable[str]) -> list[VllmRequest]:
+        """Remove and return the requests with these ids; unknown ids are ignored."""
         return [request for name in names if (request := self.requests.pop(name, None)) is not None]
 
-    def end(self, ended: list[Request]) -> None:
-        """These are over: learn them."""
+    def finish_requests(self, ended: list[VllmRequest]) -> None:
+        """Add the text of finished requests to the cache."""
         if ended:
             self.drafter.clear()
-            self._learn(ended)
+            self._append_to_cache(ended)
 
     def close(self) -> None:
-        """Learn what is in flight, keep everything, and let go of files and connections. May be called twice."""
+        """Add the text of the requests in flight to the cache and close all resources. May be called twice."""
         self.drafter.publish()
-        self._learn(self.forget(list(self.requests)))
+        self._append_to_cache(self.pop_requests(list(self.requests)))
         self._resources.close()
 
-    def _learn(self, ended: Iterable[Request]) -> None:
-        """Store each, as far as its client got it. O(text)."""
+    def _append_to_cache(self, ended: Iterable[VllmRequest]) -> None:
+        """Add the text of each request to the cache, as far as its client got it. O(text)."""
         for request in ended:
-            tokens = request.tokens if request.end is None else request.tokens[: request.end]
-            # A draft may run on behind an end of text that the target agreed with; nobody got to see that.
+            tokens = request.tokens if request.num_sent is None else request.tokens[: request.num_sent]
+            # A draft may continue after an accepted end of text; the client does not get that part.
             start = min(len(tokens), request.length - request.num_new)
             last = tokens[start:].tolist()
             end = start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
-            if request.stop is not None and self._codec is not None:
-                said = tokens[request.prompt_length : end].tolist()
-                end = request.prompt_length + before_stop(self._codec, said, request.stop)
+            if request.stop_rules is not None and self._codec is not None:
+                output_ids = tokens[request.prompt_length : end].tolist()
+                end = request.prompt_length + length_before_stop(self._codec, output_ids, request.stop_rules)
             if end <= request.prompt_length:
-                continue  # nothing was said
+                continue  # nothing was generated
             self.cache.append(tokens[:end], prompt_length=request.prompt_length)
             self.num_learned += 1
 
 
 class VllmDrafter:
-    """What is alike on both runners. The first rank of a tensor-parallel group drafts; others, and one that was closed,
-    have no core."""
+    """Base class of the drafters for both model runners.
+
+    The first rank of a tensor-parallel group drafts; other ranks, and a closed drafter, have no core.
+    """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """As `Core`; raises ConfigError too for models whose state vLLM corrupts."""
+        """Open the core, see `DrafterCore`; raise ConfigError if vLLM corrupts the state of this model."""
         self._num_failures = 0
         self._last_stats = ProposerStats()
-        self._core = Core(vllm_config, longest=longest, **drafting) if checked(vllm_config) else None
+        self._core = DrafterCore(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
         if self._core is not None:
-            # When vLLM drops its runner, and at the end of the process; a forked worker runs the first kind only.
+            # Closed when vLLM drops its runner, and at exit; a forked worker runs only the first kind of finalizer.
             at_exit = multiprocessing.util.Finalize(None, self._core.close, exitpriority=10)
             self._close_core = weakref.finalize(self, at_exit)
 
     def stats(self) -> ProposerStats:
-        """The counters as they are now, or as they were when it was closed."""
+        """Return the current counters, or those at the time of closing."""
         if (core := self._core) is not None:
             proposals, drafts, draft_tokens = core.drafter.counts
             self._last_stats = ProposerStats(
@@ -193,21 +215,24 @@ class VllmDrafter:
         return self._last_stats
 
     def close(self) -> None:
-        """Learn what is in flight and close the cache; nothing is drafted any more. May be called twice."""
+        """Add the text of the requests in flight to the cache and close it; nothing is drafted any more.
+
+        May be called twice.
+        """
         if self._core is not None:
             self._close_core()
             self.stats()
             self._core = None
 
-    def _note_failure(self, what: str) -> None:
-        """Called where an exception was caught: whatever is wrong in here must not be the requests' problem."""
+    def _record_failure(self, what: str) -> None:
+        """Count and log the exception that is being handled; no failure of the drafter may affect requests."""
         self._num_failures += 1
-        if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... only
-            log.exception("%s failed, the step goes on without (%d times so far)", what, self._num_failures)
+        if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
+            log.exception("%s failed, the step continues without it (%d times so far)", what, self._num_failures)
 
 
-def before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
-    """How many of an output's tokens there are up to the one that completes the first stop string. O(n log n)."""
+def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
+    """Return the number of tokens up to the one that completes the first stop string. O(n log n)."""
 
     def stops(count: int) -> bool:
         text = codec.decode(tokens[:count], skip_special_tokens=rules.skip_special_tokens)
@@ -220,17 +245,20 @@ def before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
     return first + bisect.bisect_left(range(first, len(tokens)), True, key=stops)
 
 
-def checked(vllm_config: Any) -> bool:
-    """Whether this process is to draft: the first rank of its tensor-parallel group.
+def should_draft(vllm_config: Any) -> bool:
+    """Return whether this process drafts: it is the first rank of its tensor-parallel group.
 
-    Warns of a version that was not tested. Raises ConfigError for models whose state vLLM corrupts.
+    It warns if the version of vLLM was not tested.
+
+    Raises:
+        ConfigError: vLLM corrupts the state of this model.
     """
     model = vllm_config.model_config
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         raise ConfigError(
             f"{model.model} keeps a running state (Mamba, linear attention), which vLLM {version} corrupts in a step "
-            "without a draft after an accepted one (its issue 39273, no release has a fix): serve it undrafted"
+            "without a draft after an accepted one (its issue 39273, no release has a fix): serve it without drafts"
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
@@ -241,11 +269,11 @@ def checked(vllm_config: Any) -> bool:
 
 
 def tensor_rank() -> tuple[int, int]:
-    """This process's rank in its tensor-parallel group, and how many that has."""
+    """Return this process's rank in its tensor-parallel group and the size of the group."""
     try:
         group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
         return int(group.rank_in_group), int(group.world_size)
-    except (ImportError, AttributeError, AssertionError):  # not there, or not initialised: there is one rank
+    except (ImportError, AttributeError, AssertionError):  # missing or not initialised: there is one rank
         return 0, 1
 
 
@@ -257,19 +285,22 @@ def _module(name: str) -> Any:
 
 
 def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
-    """``model`` : vLLM's configuration of it. Raises ModelError where text is shared."""
+    """Load the tokenizer; raise ModelError if it is missing and text is shared.
+
+    ``model`` is vLLM's configuration of the model.
+    """
     from ssd.text.codec import TextCodec
     from ssd.text.load_tokenizer import HubOptions
 
     name = settings.tokenizer or str(model.tokenizer or model.model)
-    revision = None if settings.tokenizer else model.tokenizer_revision  # of vLLM's tokenizer, and of no other
+    revision = None if settings.tokenizer else model.tokenizer_revision  # the revision belongs to vLLM's tokenizer only
     try:
         return TextCodec.load(name, HubOptions(revision=revision, trust_remote_code=model.trust_remote_code))
     except ModelError as error:
         if settings.is_shared:
             raise ModelError(
-                f"the cache is shared, so what its ids mean must be known, but {error}. Name the tokenizer with "
+                f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
                 'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
             ) from error
-        log.warning("no tokenizer, the end of text is not known: %s", error)
+        log.warning("no tokenizer, so the end of text is unknown: %s", error)
         return None

@@ -1,6 +1,6 @@
-"""What of vLLM our drafters rely on, and whether the installed vLLM has it.
+"""The parts of vLLM on which the drafters rely, and a check whether the installed vLLM has them.
 
-Nothing here imports numba or torch: a plugin is loaded before vLLM has prepared its libraries.
+This module imports neither numba nor torch, because plugins are loaded before vLLM has prepared its libraries.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 log = logging.getLogger("vllm.ssd")
-"""Below vLLM's own logger, which is the one that its operators see."""
+"""A logger below vLLM's own logger, which its operators see."""
 
 TESTED_VERSIONS: Final = ("0.32",)
-"""Of vLLM, major and minor: those that every hook below was tried with. Others get a warning in the log."""
+"""The versions of vLLM (major and minor) with which every hook was tested; other versions cause a warning."""
 
 METHOD: Final = "ngram_gpu"
 MODEL: Final = "ssd"
-"""Speculative method and model that ask for our speculator: a method that vLLM's checks and its asynchronous scheduling
-know, and a model that nothing else is called."""
+"""The speculative method and model that select our speculator.
+
+vLLM's checks and its asynchronous scheduling know the method, and no real model has this name.
+"""
 
 LENGTHS: Final = "ssd_lengths"
-"""Attribute that a scheduler's output carries to the runner: tokens of the requests that have ended, by their id."""
+"""The attribute of a scheduler's output with the number of tokens of each finished request, by id."""
 
 
 class Hook(NamedTuple):
-    """Something of vLLM: a function with its first parameters, or a class with fields, attributes and properties."""
+    """A function of vLLM with its first parameters, or a class with its fields, attributes and properties.
+
+    Attributes:
+        module: The module.
+        attribute: The qualified name in the module.
+        names: The names of the parameters or members.
+    """
 
     module: str
     attribute: str
@@ -81,37 +89,37 @@ V1_HOOKS: Final = (
 )  # fmt: skip
 
 
-def is_asked_for(vllm_config: Any) -> bool:
-    """Whether the speculative configuration asks for our speculator."""
+def selects_ssd(vllm_config: Any) -> bool:
+    """Return whether the speculative configuration selects our speculator."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return (getattr(speculative, "method", None), getattr(speculative, "model", None)) == (METHOD, MODEL)
 
 
-def lengths_of(scheduler_output: Any) -> Mapping[str, int]:
-    """Tokens of the requests that have ended, by their id, as far as the scheduler said so."""
+def finished_lengths(scheduler_output: Any) -> Mapping[str, int]:
+    """Return the number of tokens of finished requests by id, as far as the scheduler reported them."""
     lengths: Mapping[str, int] = getattr(scheduler_output, LENGTHS, {})
     return lengths
 
 
-def missing(hooks: Iterable[Hook]) -> list[str]:
-    """What the installed vLLM lacks of these, one line each. Reads its sources and imports no more than packages."""
+def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
+    """Return what the installed vLLM lacks, one line each; reads its source files and imports only packages."""
     trees: dict[str, ast.Module | None] = {}
-    lacks = []
+    missing = []
     for module, attribute, names in hooks:
         if module not in trees:
             trees[module] = _tree_of(module)
         tree = trees[module]
-        node = None if tree is None else _found(tree, attribute)
+        node = None if tree is None else _find_node(tree, attribute)
         if isinstance(node, ast.FunctionDef):
             parameters = tuple(parameter.arg for parameter in node.args.args)
             if parameters[: len(names)] != names:
-                lacks.append(f"{module}:{attribute} has the parameters {', '.join(parameters)}")
+                missing.append(f"{module}:{attribute} has the parameters {', '.join(parameters)}")
         elif isinstance(node, ast.ClassDef):
             if absent := [name for name in names if name not in _members(node)]:
-                lacks.append(f"{module}:{attribute} has no {', '.join(absent)}")
+                missing.append(f"{module}:{attribute} has no {', '.join(absent)}")
         else:
-            lacks.append(f"there is no {module}:{attribute}")
-    return lacks
+            missing.append(f"there is no {module}:{attribute}")
+    return missing
 
 
 def _tree_of(module: str) -> ast.Module | None:
@@ -124,7 +132,7 @@ def _tree_of(module: str) -> ast.Module | None:
     return ast.parse(Path(spec.origin).read_text())
 
 
-def _found(tree: ast.Module, attribute: str) -> ast.AST | None:
+def _find_node(tree: ast.Module, attribute: str) -> ast.AST | None:
     found: ast.AST | None = tree
     for name in attribute.split("."):
         body: list[ast.AST] = getattr(found, "body", [])
@@ -133,7 +141,7 @@ def _found(tree: ast.Module, attribute: str) -> ast.AST | None:
 
 
 def _members(node: ast.ClassDef) -> set[str]:
-    """Fields, methods and properties, and what ``__init__`` sets."""
+    """Return the fields, methods and properties of a class, and the attributes that ``__init__`` sets."""
     members = {
         inner.target.id
         for inner in node.body

@@ -1,16 +1,16 @@
-"""Entry point ``vllm.general_plugins``: puts our drafters into vLLM, and wraps what tells them of requests.
+"""The entry point ``vllm.general_plugins``: installs the drafters in vLLM and wraps the methods that they need.
 
-vLLM calls ``register`` in each of its processes, before it makes its configuration. All hooks of the V2 model runner
-are looked at then (``ssd.integrations.vllm_hooks``), in the sources of the installed vLLM and without importing them;
-where one is missing nothing is registered and one line says why. Else four things are wrapped::
+vLLM calls ``register`` in each of its processes, before it creates its configuration. Then all hooks of the V2 model
+runner are checked (``ssd.integrations.vllm_hooks``) in the source files of the installed vLLM, without importing them.
+If one is missing, nothing is registered, and a log line states the reason. Otherwise these functions are wrapped::
 
-    init_speculator              makes our speculator where the speculative model is called "ssd"
-    GPUModelRunner (V1, V2)      tells it which requests begin and end, and of the shutdown
-    Scheduler                    notes of each request that ends how long the client's answer is
-    Scheduler.__init__           refuses "ssd" on the V1 runner, where vLLM's n-gram method would draft instead
+    init_speculator              creates our speculator if the speculative model is "ssd"
+    GPUModelRunner (V1, V2)      notifies it of new and finished requests and of the shutdown
+    Scheduler                    records the number of tokens of each finished request's answer
+    Scheduler.__init__           rejects "ssd" on the V1 runner, which would run vLLM's n-gram method instead
 
-Nothing is imported here that imports numba or torch: where numba was imported before a worker begins, vLLM 0.32 fails
-on CPUs that Triton is made to run on, in bfloat16 for one.
+Nothing here imports numba or torch: if numba was imported before a worker starts, vLLM 0.32 fails on CPUs on which
+Triton is used, e.g. with bfloat16.
 """
 
 from __future__ import annotations
@@ -30,55 +30,59 @@ from ssd.integrations.vllm_hooks import (
     V1_RUNNER,
     V2_HOOKS,
     V2_RUNNER,
-    is_asked_for,
     log,
-    missing,
+    missing_hooks,
+    selects_ssd,
 )
 
-_MARK = "_ssd_is_watched"
+_WRAPPED_MARK = "_ssd_is_watched"
 _is_registered = False
 
 
 def register() -> None:
-    """Make ours known to this process's vLLM. May be called many times."""
+    """Register the drafters with this process's vLLM. May be called many times."""
     global _is_registered
     if _is_registered:
         return
     _is_registered = True
-    lacks = missing(V2_HOOKS)
-    if lacks:
+    missing = missing_hooks(V2_HOOKS)
+    if missing:
         log.warning("SSD does not draft for the V2 model runner of this vLLM, nothing was registered: %s",
-                    _in_short(lacks))  # fmt: skip
+                    _summarise(missing))  # fmt: skip
         return
     package = importlib.import_module(SPECULATOR)
-    _wrap(package, init_speculator=_make)
-    if V2_RUNNER in sys.modules:  # has its own name for it
+    _wrap(package, init_speculator=_init_speculator)
+    if V2_RUNNER in sys.modules:  # the runner has imported the original function
         sys.modules[V2_RUNNER].init_speculator = package.init_speculator  # type: ignore[attr-defined]
     scheduler = importlib.import_module(SCHEDULER).Scheduler
-    if not hasattr(scheduler, _MARK):
-        _wrap(scheduler, __init__=_check, _free_request=_note, schedule=_tell)
-        setattr(scheduler, _MARK, True)
+    if not hasattr(scheduler, _WRAPPED_MARK):
+        _wrap(scheduler, __init__=_refuse_v1_runner, _free_request=_record_length, schedule=_attach_lengths)
+        setattr(scheduler, _WRAPPED_MARK, True)
 
 
-def watch_v1() -> bool:
-    """Tell our drafters about steps and shutdown. Returns whether the runner could be watched."""
-    if lacks := missing(V1_HOOKS):
-        log.warning("SSD does not draft for the V1 model runner of this vLLM: %s", _in_short(lacks))
+def wrap_v1_runner() -> bool:
+    """Wrap the V1 runner so that it notifies our drafters; return whether that was possible."""
+    if missing := missing_hooks(V1_HOOKS):
+        log.warning("SSD does not draft for the V1 model runner of this vLLM: %s", _summarise(missing))
         return False
     runner = importlib.import_module(V1_RUNNER).GPUModelRunner
-    _watch(runner, "drafter", _update_states=_announce, shutdown=_close)
+    _wrap_runner(runner, "drafter", _update_states=_notify_finished, shutdown=_close)
     return True
 
 
-def _in_short(lacks: Sequence[str]) -> str:
-    return lacks[0] + (f", and {len(lacks) - 1} more" if len(lacks) > 1 else "")
+def _summarise(missing: Sequence[str]) -> str:
+    return missing[0] + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
 
 
 # -- wrappers -------------------------------------------------------------------------------------------------------
 
 
 def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
-    """Put ``wrapper(original, *arguments)`` in the place of functions of ``owner``. Raises AttributeError."""
+    """Replace functions of ``owner`` by calls of ``wrapper(original, *arguments)``.
+
+    Raises:
+        AttributeError: A function is missing; nothing was replaced.
+    """
 
     def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(original)(lambda *args, **kwargs: wrapper(original, *args, **kwargs))
@@ -88,10 +92,12 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
         setattr(owner, name, function)
 
 
-def _watch(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
-    """`_wrap`, once, methods of a class of runners: ``wrapper(drafter, original, runner, *arguments)`` for those whose
-    ``attribute`` is a drafter of ours."""
-    from ssd.integrations.vllm_core import VllmDrafter  # numba: late, see above
+def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
+    """Wrap methods of a class of runners, once.
+
+    Runners whose ``attribute`` is one of our drafters call ``wrapper(drafter, original, runner, *arguments)``.
+    """
+    from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 
     def for_ours(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         def call(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,31 +108,31 @@ def _watch(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
 
         return call
 
-    if not hasattr(runner, _MARK):
+    if not hasattr(runner, _WRAPPED_MARK):
         _wrap(runner, **{name: for_ours(wrapper) for name, wrapper in wrappers.items()})
-        setattr(runner, _MARK, True)
+        setattr(runner, _WRAPPED_MARK, True)
 
 
-def _make(init: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
-    if not is_asked_for(vllm_config):
+def _init_speculator(init: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any) -> Any:
+    if not selects_ssd(vllm_config):
         return init(vllm_config, device, req_states)
-    from ssd.integrations.vllm_v2 import Speculator  # torch and numba: late, see above
+    from ssd.integrations.vllm_v2 import Speculator  # imported late because of torch and numba, see above
 
     runner = importlib.import_module(V2_RUNNER).GPUModelRunner
-    _watch(runner, "speculator", add_requests=_add, finish_requests=_announce, shutdown=_close)
+    _wrap_runner(runner, "speculator", add_requests=_notify_added, finish_requests=_notify_finished, shutdown=_close)
     return Speculator(vllm_config, device, req_states)
 
 
-def _add(speculator: Any, add: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
+def _notify_added(speculator: Any, add: Callable[..., Any], runner: Any, scheduler_output: Any) -> Any:
     result = add(runner, scheduler_output)
     speculator.on_add(scheduler_output)
     return result
 
 
-def _announce(
+def _notify_finished(
     drafter: Any, step: Callable[..., Any], runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    drafter.on_step(runner, scheduler_output)
+    drafter.on_finished(runner, scheduler_output)
     return step(runner, scheduler_output, *args, **kwargs)
 
 
@@ -137,8 +143,8 @@ def _close(drafter: Any, shutdown: Callable[..., Any], runner: Any, *args: Any, 
         drafter.close()
 
 
-def _check(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    if is_asked_for(vllm_config) and not vllm_config.use_v2_model_runner:
+def _refuse_v1_runner(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    if selects_ssd(vllm_config) and not vllm_config.use_v2_model_runner:
         raise ConfigError(
             'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: ask for "method": "custom_class", '
             '"model": "ssd.integrations.vllm.SuffixProposer" instead'
@@ -146,12 +152,12 @@ def _check(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: An
     init(scheduler, vllm_config, *args, **kwargs)
 
 
-def _note(free: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _record_length(free: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     scheduler.__dict__.setdefault(LENGTHS, {})[request.request_id] = request.num_tokens
     return free(scheduler, request, *args, **kwargs)
 
 
-def _tell(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _attach_lengths(schedule: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = schedule(scheduler, *args, **kwargs)
     if lengths := scheduler.__dict__.pop(LENGTHS, None):
         setattr(output, LENGTHS, lengths)

@@ -1,22 +1,26 @@
-"""Our drafter inside vLLM's V2 model runner, a speculator that ``ssd.integrations.vllm_plugin`` puts there::
+"""The drafter inside vLLM's V2 model runner, as a speculator that ``ssd.integrations.vllm_plugin`` installs.
+
+::
 
     vllm serve MODEL --speculative-config '{"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 8}'
 
-The runner's host is ahead of its device: when it asks for a draft, the tokens that the draft is to follow are often not
-sampled yet. Nothing here waits for them. At each step
+The runner's host is ahead of its device: when it requests a draft, the tokens before the draft are often not sampled
+yet. Nothing here waits for them. At each step
 
-1. what the step gives is packed on the device and copied to the host on a stream of its own, with an event behind it;
-2. earlier steps whose event has happened are taken over into the requests' texts;
-3. from the text that is known a *chain* is drafted for each request: what the steps in flight are expected to give, and
-   what comes after that; with the chances of its tokens it goes to the device in one copy;
-4. the device compares the chain with what was said since the text that is known, and takes the draft from where that
-   ends: exactly, or where the last two tokens stand in the chain nearest to there; else it has nothing to say.
+1. the output of the step is packed on the device and copied to the host on a stream of its own, followed by an event;
+2. the output of earlier steps whose event has happened is appended to the requests' texts;
+3. from the known text, a *chain* is drafted for each request: the expected output of the steps in flight and its
+   continuation. The chain and the acceptance probabilities of its tokens are copied to the device in one copy;
+4. the device compares the chain with the tokens that were sampled since the known text. The draft starts in the chain
+where
+   these tokens end: exactly, or else where their last two tokens occur in the chain nearest to that position. Otherwise
+   there is no draft.
 
-Where the device is not ahead (a CPU, a step that was waited for) the chain is the draft itself.
+If the device is not behind (a CPU, or a step that was waited for), the chain itself is the draft.
 
-vLLM verifies as many tokens of every row as were asked for, filled up with the last token where nothing is to be said,
-so that a step without a draft costs what one with a draft does. With ``"enable_adaptive_verification": true``, where
-vLLM has it (full CUDA graphs), it verifies those whose chance is worth it: that of what was filled up is 0.
+vLLM verifies the requested number of tokens in every row, so rows without a draft are padded with the last token, and a
+step without a draft costs as much as one with a draft. With ``"enable_adaptive_verification": true``, if vLLM supports
+it (full CUDA graphs), it verifies only tokens whose probability is high enough; that of padding is 0.
 """
 
 from __future__ import annotations
@@ -32,59 +36,64 @@ from torch import Tensor
 
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.integrations.vllm_core import Core, Request, VllmDrafter, stop_rules_of, tensor_rank
-from ssd.integrations.vllm_hooks import METHOD, lengths_of, log
+from ssd.integrations.vllm_core import DrafterCore, VllmDrafter, VllmRequest, stop_rules_of, tensor_rank
+from ssd.integrations.vllm_hooks import METHOD, finished_lengths, log
 
-OFF_COURSE: Final = 0.5
-"""How far the first chance of a chain is trusted where the text left it and came back."""
+REJOINED_TRUST: Final = 0.5
+"""The factor for the probability of the first draft token if the text left the chain and came back to it."""
 
-_LOW_PRICE: Final = 0.02
-"""Of a drafted token. A device verifies a draft of fixed width, so that a token less saves nothing."""
+_TOKEN_COST: Final = 0.02
+"""The cost of a draft token. It is low, as a device that verifies drafts of fixed width saves nothing with fewer
+tokens.
+"""
 
-_WARM_UP: Final = ("_warmup", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
-"""How ids of requests begin by which vLLM itself warms up."""
+_WARM_UP_PREFIXES: Final = ("_warmup", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
+"""Prefixes of the ids of vLLM's own warm-up requests."""
 _FAR: Final = 1 << 30
-"""More than twice any length; int32 holds it."""
+"""More than twice any length; fits into int32."""
 
 
 class Event(Protocol):
-    """When a copy has arrived; ``torch.cuda.Event`` is one."""
+    """Signals that a copy has arrived; ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def record(self, stream: Any) -> None: ...
 
 
-class _Step:
-    """Host memory of one step, pinned where there is a device: what it said, and what it was told.
+class _StepBuffers:
+    """Host memory of one step, pinned if there is a device.
 
-    ``said`` : int32[requests, n], see `BatchDrafter.append`. ``told`` : int32[requests, n], see
-    `BatchDrafter.draft`.
+    Attributes:
+        outputs: The output of the step, int32[requests, n], see `BatchDrafter.append`.
+        chains: The drafted chains, int32[requests, n], see `BatchDrafter.draft`.
+        event: The event after the copy of the output; None if copies are synchronous.
+        requests: The request of each row.
     """
 
-    def __init__(self, num_requests: int, num_said: int, num_told: int, event: Event | None) -> None:
+    def __init__(self, num_requests: int, num_output_words: int, num_chain_words: int, event: Event | None) -> None:
         pin = event is not None and torch.cuda.is_available()
-        self.said = torch.zeros((num_requests, num_said), dtype=torch.int32, pin_memory=pin)
-        self.told = torch.zeros((num_requests, num_told), dtype=torch.int32, pin_memory=pin)
-        self.said_np, self.told_np = self.said.numpy(), self.told.numpy()
+        self.outputs = torch.zeros((num_requests, num_output_words), dtype=torch.int32, pin_memory=pin)
+        self.chains = torch.zeros((num_requests, num_chain_words), dtype=torch.int32, pin_memory=pin)
+        self.outputs_np, self.chains_np = self.outputs.numpy(), self.chains.numpy()
         self.event = event
-        self.texts: Sequence[Request | None] = ()
+        self.requests: Sequence[VllmRequest | None] = ()
 
     def has_arrived(self) -> bool:
         return self.event is None or self.event.query()
 
 
 class Speculator(VllmDrafter):
-    """vLLM's ``BaseSpeculator``, by its methods. Made and called by its V2 model runner, on one thread.
+    """An implementation of vLLM's ``BaseSpeculator``, created and called by its V2 model runner on one thread.
 
-    Every rank of a tensor-parallel group has one; the first drafts, the others are sent what it says, on the device.
-    Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; they
-    share through Redis.
+    Every rank of a tensor-parallel group has one; the first rank drafts and broadcasts its drafts on the device. Each
+    engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; they share
+    text through Redis.
     """
 
     supports_mm_inputs = False
     draft_logits: Tensor | None = None
-    """A draft has no law of its own: its tokens are accepted with the target's probability of them."""
+    """Always None: a draft has no distribution, so its tokens are accepted with the target's probability of them."""
     num_query_per_req = 1
     num_extra_query_per_req = 0
     pcp_manager: Any = None
@@ -92,9 +101,18 @@ class Speculator(VllmDrafter):
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
     ) -> None:
-        """``req_states`` : of the runner. ``make_event`` : None takes CUDA's on CUDA; elsewhere copies are waited for.
+        """Open the speculator.
 
-        Raises what `Core` does, and ConfigError for models whose state vLLM corrupts.
+        Args:
+            vllm_config: The configuration of vLLM.
+            device: The device of the runner.
+            req_states: The request states of the runner.
+            make_event: Creates an event; None uses CUDA's on CUDA and synchronous copies elsewhere.
+
+        Raises:
+            ConfigError: A setting is invalid, or vLLM corrupts the state of this model.
+            CacheError: The cache cannot be opened.
+            ModelError: Text is shared and the tokenizer cannot be loaded.
         """
         speculative = vllm_config.speculative_config
         self._states, self._device = req_states, device
@@ -110,13 +128,13 @@ class Speculator(VllmDrafter):
         self._longest = min(3 * self._width + 2, MAX_DRAFT)
         self._offsets = torch.arange(max(self._longest, self._width) + 1, dtype=torch.int32, device=device)
         self._last_two = torch.tensor([-2, -1], dtype=torch.int32, device=device)
-        self._steps: deque[_Step] = deque()  # not arrived, oldest first
-        self._free: list[_Step] = []
-        self._arrived: _Step | None = None  # the last that has: the device may still read what it was told
-        self._ending: list[Request] = []
-        self._seated: list[str] | None = None  # ids of the rows
-        self._texts: list[Request | None] = []
-        super().__init__(vllm_config, longest=self._longest, default_token_cost=_LOW_PRICE)
+        self._pending_steps: deque[_StepBuffers] = deque()  # whose output has not arrived, oldest first
+        self._free_steps: list[_StepBuffers] = []
+        self._last_arrived: _StepBuffers | None = None  # the device may still read its chains
+        self._finished_requests: list[VllmRequest] = []
+        self._row_ids: list[str] | None = None  # request ids of the drafter's rows
+        self._row_requests: list[VllmRequest | None] = []
+        super().__init__(vllm_config, longest=self._longest, default_token_cost=_TOKEN_COST)
         self._num_ranks = tensor_rank()[1]
         if self._core is None:
             return
@@ -126,14 +144,14 @@ class Speculator(VllmDrafter):
             METHOD,
         )
         if not self.enable_adaptive_verification:
-            log.info("vLLM verifies %d tokens of every request in every step, also where SSD has nothing to say",
+            log.info("vLLM verifies %d tokens of every request in every step, even if SSD has no draft",
                      self._width)  # fmt: skip
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is no graph."""
+        """Do nothing: there is no CUDA graph."""
 
     def capture(self) -> None:
-        """There is no graph."""
+        """Do nothing: there is no CUDA graph."""
 
     @torch.inference_mode()
     def propose(
@@ -156,199 +174,227 @@ class Speculator(VllmDrafter):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """One draft for each row of the batch, int64[rows, K] on the device. Never raises, waits for nothing.
+        """Return one draft for each row of the batch, int64[rows, K] on the device. Never raises and never waits.
 
-        ``num_sampled`` : int32[rows], what this step gave each; 0 while a prompt is computed. ``last_sampled`` :
-        int64[slots, 1]. ``num_speculative_tokens`` : of each draft so many are looked at; None: all.
-        Of ``input_batch`` what ``vllm_hooks.V2_HOOKS`` names; the rest is not looked at.
+        ``num_sampled``, int32[rows], is the number of tokens that this step sampled for each row, 0 in prefill.
+        ``last_sampled`` is int64[slots, 1]. ``num_speculative_tokens`` is the number of tokens of each draft that will
+        be verified; None means all. Of ``input_batch`` only the fields named in ``vllm_hooks.V2_HOOKS`` are used.
         """
         count = input_batch.num_reqs
         drafts = self._drafts[:count]
         if dummy_run:
             return drafts
         slots = input_batch.idx_mapping[:count]
-        filling = last_sampled.view(-1)[slots].unsqueeze(1)
-        drafts.copy_(filling.expand_as(drafts))
-        chances = self.draft_token_confidence_probs[:count] if self.enable_adaptive_verification else None
-        if chances is not None:
-            chances.zero_()
+        padding = last_sampled.view(-1)[slots].unsqueeze(1)
+        drafts.copy_(padding.expand_as(drafts))
+        probabilities = self.draft_token_confidence_probs[:count] if self.enable_adaptive_verification else None
+        if probabilities is not None:
+            probabilities.zero_()
         try:
             if self._core is not None:
                 width = self._width if num_speculative_tokens is None else min(num_speculative_tokens, self._width)
                 lengths = self._states.total_len.gpu[slots].unsqueeze(1)
-                told = self._draft(self._core, input_batch, slots, lengths, num_sampled[:count].unsqueeze(1), width)
-                if told is not None:
-                    self._choose(told, slots.unsqueeze(1), lengths, filling, drafts, chances)
+                chains = self._draft(self._core, input_batch, slots, lengths, num_sampled[:count].unsqueeze(1), width)
+                if chains is not None:
+                    self._select_drafts(chains, slots.unsqueeze(1), lengths, padding, drafts, probabilities)
         except Exception:
-            self._note_failure("drafting")
+            self._record_failure("drafting")
         if self._num_ranks > 1:
             group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
             group.broadcast(drafts, src=0)
-            if chances is not None:
-                group.broadcast(chances, src=0)
+            if probabilities is not None:
+                group.broadcast(probabilities, src=0)
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
-        """Requests begin; one that had been preempted comes back with what it has said so far. Never raises."""
+        """Start new requests; a preempted request comes back with its output so far. Never raises."""
         core = self._core
         if core is None or not scheduler_output.scheduled_new_reqs:
             return
         try:
-            self._seated = None
+            self._row_ids = None
             for new in scheduler_output.scheduled_new_reqs:
-                # Of pooling, without a text, and nobody's.
-                if new.sampling_params is None or new.prompt_embeds is not None or new.req_id.startswith(_WARM_UP):
+                # Requests for pooling, without token ids, and for warm-up are not drafted for.
+                if (
+                    new.sampling_params is None
+                    or new.prompt_embeds is not None
+                    or new.req_id.startswith(_WARM_UP_PREFIXES)
+                ):
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
                 if new.req_id in core.requests:
                     core.drafter.clear()
-                core.begin(new.req_id, tokens, new.prompt_len).stop = stop_rules_of(new.sampling_params)
+                core.start_request(new.req_id, tokens, new.prompt_len).stop_rules = stop_rules_of(new.sampling_params)
         except Exception:
-            self._note_failure("following requests")
+            self._record_failure("following requests")
 
-    def on_step(self, runner: Any, scheduler_output: Any) -> None:
-        """Requests have ended. Each is learned once all that its client got has arrived here. Never raises."""
+    def on_finished(self, runner: Any, scheduler_output: Any) -> None:
+        """Handle finished requests; each is cached once all tokens that its client got have arrived. Never raises."""
         core, names = self._core, sorted(scheduler_output.finished_req_ids)
         if core is None or not names:
             return
         try:
-            self._seated, lengths = None, lengths_of(scheduler_output)
+            self._row_ids, lengths = None, finished_lengths(scheduler_output)
             for name in names:
-                for request in core.forget([name]):
-                    request.end = lengths.get(name)
-                    self._ending.append(request)
-            self._take_over(core)
-            self._learn(core)
+                for request in core.pop_requests([name]):
+                    request.num_sent = lengths.get(name)
+                    self._finished_requests.append(request)
+            self._process_arrived(core)
+            self._finish_arrived(core)
         except Exception:
-            self._note_failure("learning")
+            self._record_failure("learning")
 
     def close(self) -> None:
-        """Learn what has ended and what is in flight, and close the cache. May be called twice."""
+        """Add the text of finished requests and requests in flight to the cache and close it. May be called twice."""
         core = self._core
         if core is None:
             return
         try:
-            for step in self._steps:
+            for step in self._pending_steps:
                 if step.event is not None:
                     step.event.synchronize()
-            self._take_over(core)
-            self._learn(core)
+            self._process_arrived(core)
+            self._finish_arrived(core)
         except Exception:
-            self._note_failure("learning")
+            self._record_failure("learning")
         super().close()
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _draft(
-        self, core: Core, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
+        self, core: DrafterCore, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
     ) -> Tensor | None:
-        """Chains for the rows of a batch, on the device, as in `BatchDrafter.draft`. None where no token of
-        them is looked at.
+        """Draft chains for the rows of a batch, and return them on the device, see `BatchDrafter.draft`.
 
-        ``lengths``, ``num_sampled`` : int32[rows, 1]. ``width`` : tokens of a draft.
+        Args:
+            core: The core.
+            batch: The runner's batch.
+            slots: The slots of the rows, int64[rows].
+            lengths: The number of tokens of each row, int32[rows, 1].
+            num_sampled: The number of new tokens of each row, int32[rows, 1].
+            width: The number of draft tokens that will be verified.
+
+        Returns:
+            The chains, or None if ``width`` is 0.
         """
         count = len(slots)
-        if self._seated != batch.req_ids:
-            self._texts, self._seated = [core.requests.get(name) for name in batch.req_ids], None
-        step = self._free.pop() if self._free else self._new_step()
-        step.texts = self._texts
-        self._pack(step, slots.unsqueeze(1), lengths, num_sampled)
-        self._steps.append(step)
-        self._take_over(core)
-        self._learn(core)
-        if self._seated is None:
-            core.drafter.assign(self._texts)
-            self._seated = list(batch.req_ids)
+        if self._row_ids != batch.req_ids:
+            self._row_requests, self._row_ids = [core.requests.get(name) for name in batch.req_ids], None
+        step = self._free_steps.pop() if self._free_steps else self._new_step()
+        step.requests = self._row_requests
+        self._copy_outputs_to_host(step, slots.unsqueeze(1), lengths, num_sampled)
+        self._pending_steps.append(step)
+        self._process_arrived(core)
+        self._finish_arrived(core)
+        if self._row_ids is None:
+            core.drafter.assign(self._row_requests)
+            self._row_ids = list(batch.req_ids)
         if width == 0:
             return None
-        # A row whose prompt is not computed to its end has said nothing.
-        says = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
-        limit = min(3 * width + 2, self._longest) if self._steps else width
-        core.drafter.draft(says, core.cache.snapshot(), step.told_np, limit)
-        return step.told[:count].to(self._device, non_blocking=True)
+        # A row in prefill has no output.
+        has_output = (
+            batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count] >= batch.prefill_len_np[:count]
+        )
+        limit = min(3 * width + 2, self._longest) if self._pending_steps else width
+        core.drafter.draft(has_output, core.cache.snapshot(), step.chains_np, limit)
+        return step.chains[:count].to(self._device, non_blocking=True)
 
-    def _new_step(self) -> _Step:
+    def _new_step(self) -> _StepBuffers:
         event = None if self._make_event is None else self._make_event()
-        return _Step(
+        return _StepBuffers(
             self._num_requests, NUM_HEADER_WORDS + self._width + 1, NUM_HEADER_WORDS + 2 * self._longest, event
         )
 
-    def _pack(self, step: _Step, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
-        """Have what this step gives copied to the host."""
+    def _copy_outputs_to_host(self, step: _StepBuffers, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
+        """Start the copy of this step's output to the host."""
         tokens = self._states.all_token_ids.gpu
-        places = lengths - num_sampled + self._offsets[: self._width + 1]
-        new = tokens[slots, places.clamp_(0, tokens.shape[1] - 1)]
-        said = torch.cat([lengths, num_sampled, new], 1)
+        positions = lengths - num_sampled + self._offsets[: self._width + 1]
+        new = tokens[slots, positions.clamp_(0, tokens.shape[1] - 1)]
+        outputs = torch.cat([lengths, num_sampled, new], 1)
         if self._stream is None:
-            step.said[: len(slots)].copy_(said)
+            step.outputs[: len(slots)].copy_(outputs)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                step.said[: len(slots)].copy_(said, non_blocking=True)
-            said.record_stream(self._stream)
+                step.outputs[: len(slots)].copy_(outputs, non_blocking=True)
+            outputs.record_stream(self._stream)
         if step.event is not None:
             step.event.record(self._stream)
 
-    def _take_over(self, core: Core) -> None:
-        """What has arrived, into the texts."""
-        while self._steps and self._steps[0].has_arrived():
-            step = self._steps.popleft()
-            lost = core.drafter.append(step.texts, step.said_np)
-            if lost:
-                self._lose(core, [text for row in lost if (text := step.texts[row]) is not None])
-            step.texts = ()
-            if self._arrived is not None:
-                self._free.append(self._arrived)
-            self._arrived = step
+    def _process_arrived(self, core: DrafterCore) -> None:
+        """Append the outputs that have arrived to the requests' texts."""
+        while self._pending_steps and self._pending_steps[0].has_arrived():
+            step = self._pending_steps.popleft()
+            missing = core.drafter.append(step.requests, step.outputs_np)
+            if missing:
+                self._drop_requests(core, [request for row in missing if (request := step.requests[row]) is not None])
+            step.requests = ()
+            if self._last_arrived is not None:
+                self._free_steps.append(self._last_arrived)
+            self._last_arrived = step
 
-    def _lose(self, core: Core, texts: Sequence[Request]) -> None:
-        """Tokens of these are missing: they are not drafted for any more, and not learned."""
-        lost = [name for name, request in core.requests.items() if request in texts]
-        core.forget(lost)
+    def _drop_requests(self, core: DrafterCore, requests: Sequence[VllmRequest]) -> None:
+        """Stop drafting for requests of which tokens are missing; they are not cached either."""
+        missing = [name for name, request in core.requests.items() if request in requests]
+        core.pop_requests(missing)
         core.drafter.clear()
-        self._ending = [request for request in self._ending if request not in texts]
-        self._texts, self._seated = [None if text in texts else text for text in self._texts], None
-        if lost:
-            log.warning("%d requests are not followed any more: tokens of theirs are missing", len(lost))
+        self._finished_requests = [request for request in self._finished_requests if request not in requests]
+        self._row_requests, self._row_ids = (
+            [None if request in requests else request for request in self._row_requests],
+            None,
+        )
+        if missing:
+            log.warning("drafting stopped for %d requests: some of their tokens are missing", len(missing))
 
-    def _learn(self, core: Core) -> None:
-        """Those that have ended, as far as nothing that their client got is still to arrive."""
-        if self._ending:
-            coming = {id(text) for step in self._steps for text in step.texts}
-            done = [r for r in self._ending if id(r) not in coming or (r.end is not None and r.length >= r.end)]
+    def _finish_arrived(self, core: DrafterCore) -> None:
+        """Add the text of the finished requests whose tokens have all arrived to the cache."""
+        if self._finished_requests:
+            awaited = {id(request) for step in self._pending_steps for request in step.requests}
+            done = [
+                r
+                for r in self._finished_requests
+                if id(r) not in awaited or (r.num_sent is not None and r.length >= r.num_sent)
+            ]
             if done:
-                self._ending = [request for request in self._ending if request not in done]
-                self._seated = None
-                core.end(done)
+                self._finished_requests = [request for request in self._finished_requests if request not in done]
+                self._row_ids = None
+                core.finish_requests(done)
 
-    def _choose(
-        self, told: Tensor, slots: Tensor, lengths: Tensor, filling: Tensor, drafts: Tensor, chances: Tensor | None
+    def _select_drafts(
+        self,
+        chains: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        padding: Tensor,
+        drafts: Tensor,
+        probabilities: Tensor | None,
     ) -> None:
-        """Of every chain what comes after what was said, on the device; see the head of this file.
+        """Write the continuation of each chain after the sampled tokens to ``drafts``, on the device.
 
-        ``slots``, ``lengths``, ``filling`` : of each row one.
+        The head of this file describes how. ``slots``, ``lengths`` and ``padding`` have one entry per row;
+        ``probabilities`` is written unless it is None.
         """
         longest, width = self._longest, self._width
-        known, size = told[:, :1], told[:, 1:2]
-        chain, chance = (
-            told[:, NUM_HEADER_WORDS : NUM_HEADER_WORDS + longest],
-            told[:, NUM_HEADER_WORDS + longest :].view(torch.float32),
+        known, size = chains[:, :1], chains[:, 1:2]
+        chain, chain_probabilities = (
+            chains[:, NUM_HEADER_WORDS : NUM_HEADER_WORDS + longest],
+            chains[:, NUM_HEADER_WORDS + longest :].view(torch.float32),
         )
         tokens, offsets = self._states.all_token_ids.gpu, self._offsets
         last, ahead = tokens.shape[1] - 1, lengths - known
-        said = tokens[slots, (known + offsets[:longest]).clamp_(max=last)]
-        is_on_course = ((said == chain) | (offsets[:longest] >= ahead)).all(1, keepdim=True) & (ahead <= size)
-        # Where it is not: behind the two tokens that were said last, where they stand nearest to where it should be.
+        outputs = tokens[slots, (known + offsets[:longest]).clamp_(max=last)]
+        follows_chain = ((outputs == chain) | (offsets[:longest] >= ahead)).all(1, keepdim=True) & (ahead <= size)
+        # Otherwise continue after the occurrence of the last two sampled tokens nearest to the expected position.
         behind = offsets[2 : longest + 1]
         ends = tokens[slots, (lengths + self._last_two).clamp_(min=0)]
-        stands = (chain[:, :-1] == ends[:, :1]) & (chain[:, 1:] == ends[:, 1:]) & (behind <= size)
+        matches = (chain[:, :-1] == ends[:, :1]) & (chain[:, 1:] == ends[:, 1:]) & (behind <= size)
         distance = 2 * (behind - ahead).abs_() + (behind > ahead)
-        nearest, where = distance.masked_fill_(~stands, _FAR).min(1, keepdim=True)
-        start = torch.where(is_on_course, ahead, where + 2)
-        places = start + offsets[:width]
-        is_said = (is_on_course | (nearest < _FAR)) & (ahead >= 0) & (places < size)
-        places = places.clamp_(0, longest - 1)
-        torch.where(is_said, chain.gather(1, places), filling, out=drafts)
-        if chances is not None:
-            trust = torch.where(is_on_course | (offsets[:width] > 0), 1.0, OFF_COURSE)
-            chances.copy_(torch.where(is_said, chance.gather(1, places) * trust, 0.0))
+        nearest, where = distance.masked_fill_(~matches, _FAR).min(1, keepdim=True)
+        start = torch.where(follows_chain, ahead, where + 2)
+        positions = start + offsets[:width]
+        is_drafted = (follows_chain | (nearest < _FAR)) & (ahead >= 0) & (positions < size)
+        positions = positions.clamp_(0, longest - 1)
+        torch.where(is_drafted, chain.gather(1, positions), padding, out=drafts)
+        if probabilities is not None:
+            weight = torch.where(follows_chain | (offsets[:width] > 0), 1.0, REJOINED_TRUST)
+            probabilities.copy_(torch.where(is_drafted, chain_probabilities.gather(1, positions) * weight, 0.0))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from ssd.config import CacheConfig
-from ssd.errors import CacheError, ConfigError, StoreUnavailable, require_fault
+from ssd.errors import CacheError, ConfigError, StoreUnavailable, reraise_exits
 from ssd.retrieval.cache_state import CacheStats
 from ssd.retrieval.directory import SegmentDirectory, remove_directory
 from ssd.retrieval.files import check_fingerprint, check_namespace
@@ -418,7 +418,7 @@ class CacheManager:
             pass
         except BaseException as error:
             if self._inline:
-                require_fault(error)
+                reraise_exits(error)
             self._opening_failed(namespace.name, error)
         finally:
             namespace.is_opening = False

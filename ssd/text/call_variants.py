@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ssd.text.messages import Message, hermes_calls, ways_to_say
+from ssd.text.messages import Message, equivalent_forms, hermes_calls
 
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
 """Writes function calls, each with ``name`` and ``arguments``, in the model's own format."""
@@ -29,8 +29,8 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
     The changes are, in order: the text beside a call becomes a message before it; each call becomes a message of its
     own, followed by its result; results become user messages; calls become text. Arguments that are not an object are
-    wrapped in one with the key "arguments". Each of these is combined with every form of `ways_to_say`. The order and
-    the number of variants depend only on the roles and on which parts exist.
+    wrapped in one with the key "arguments". Each of these is combined with every one of
+    `equivalent_forms`. The order and the number of variants depend only on the roles and on which parts exist.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -38,7 +38,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
             if conversation in seen:
                 continue
             seen.append(conversation)
-            for way in ways_to_say(conversation):
+            for way in equivalent_forms(conversation):
                 yield Variant(way, one_call_each)
 
 
@@ -140,5 +140,5 @@ def _with_object_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def write_hermes_calls(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Write calls in the Hermes format, as `ssd.text.messages.in_words` does."""
+    """Write calls in the Hermes format, as `ssd.text.messages.describe_tools_in_words` does."""
     return "\n".join(hermes_calls(functions))

@@ -15,7 +15,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ssd.text.call_variants import WriteCalls, functions_of, has_object_arguments, variants
-from ssd.text.messages import Message, knows_tools
+from ssd.text.messages import Message, mentions_tools
 
 _MOST_SHAPES = 512
 """The maximum number of shapes that are remembered for one template."""
@@ -106,7 +106,9 @@ class ChatTemplate:
         """Whether the template writes tools; if it refuses the test conversations, whether it mentions tools."""
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
-        return knows_tools(self.source) and (not any(written) or any(SAMPLE_NAME in text for text in written if text))
+        return mentions_tools(self.source) and (
+            not any(written) or any(SAMPLE_NAME in text for text in written if text)
+        )
 
     @cached_property
     def takes_several_calls(self) -> bool:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ssd.errors import RequestError, shown
+from ssd.errors import RequestError, quote_value
 from ssd.text.call_variants import WriteCalls, has_object_arguments, variants, write_hermes_calls
 from ssd.text.chat_template import ChatTemplate, Loss
 from ssd.text.load_tokenizer import HubOptions, eos_token_ids_of, load_tokenizer
-from ssd.text.messages import Message, in_words, normalize_messages, ways_to_say
-from ssd.text.special_tokens import Marks, SpecialTokens, whole_characters
+from ssd.text.messages import Message, describe_tools_in_words, equivalent_forms, normalize_messages
+from ssd.text.special_tokens import Marks, SpecialTokens, replace_lone_surrogates
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -186,7 +186,7 @@ class TextCodec:
                 said, numbers = normalized, list(range(len(normalized)))
                 if tools_in_words:
                     tools = kwargs.pop("tools", ())
-                    said = in_words(normalized, tools, has_system=template.takes_system)
+                    said = describe_tools_in_words(normalized, tools, has_system=template.takes_system)
                     numbers = _numbers_in_words(normalized, said)
                 if not allow_special_tokens:
                     said, kwargs, marks = self._special_tokens.mark(said, kwargs, source)
@@ -213,7 +213,7 @@ class TextCodec:
         if marks is None:
             return self._encode(text, add_special_tokens=False)
         with self._lock:
-            return self._special_tokens.encode(whole_characters(text), marks)
+            return self._special_tokens.encode(replace_lone_surrogates(text), marks)
 
     def chat_template(self, given: str | None = None, *, with_tools: bool = False) -> str | None:
         """Return the source of the template that `encode_chat` uses; None without one.
@@ -236,7 +236,7 @@ class TextCodec:
         return None if source is None else self._template(source)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        text = whole_characters(text)
+        text = replace_lone_surrogates(text)
         with self._lock:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
@@ -313,13 +313,13 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """Render the variant ``number``; if it is refused or None, the first form of `ways_to_say` that is not refused."""
+    """Render the variant ``number``; if it is refused or None, the first accepted one of `equivalent_forms`."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
         with suppress(Exception):  # one that the marks did not cause
             return template.render(chosen.messages, **options)
     refusals: list[Exception] = []
-    for way in ways_to_say(messages):
+    for way in equivalent_forms(messages):
         try:
             return template.render(way, **options)
         except Exception as error:
@@ -328,7 +328,7 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """Return for each message of `in_words` the number of the original message that it begins with."""
+    """Return for each message of `describe_tools_in_words` the number of the original message that it begins with."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
         number for number, (message, before) in enumerate(follows)
@@ -440,7 +440,7 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {shown(word)}, which is no token: give words", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which is no token: give words", param="bad_words")
         found[alone] = None
         # Where the space is a token of its own the word alone is found behind it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from ssd.text.schema import Schema, SchemaError, children, escape, is_beyond_exact, part_of, resolve, types_of
+from ssd.text.schema import Schema, SchemaError, children, escape, is_beyond_exact, resolve, subschema_at, types_of
 
 _BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 _CONSTRAINTS = _BOUNDS | {
@@ -64,7 +64,7 @@ class ExactRules:
 
     def _body(self, node: Schema, at: str) -> str:
         if not has_inexact_constants(self._root, node):
-            return "%json " + json.dumps({**part_of(self._root, at), "x-guidance": self._options})
+            return "%json " + json.dumps({**subschema_at(self._root, at), "x-guidance": self._options})
         keys = {key for key in node if key in _CONSTRAINTS}
         if keys == {"$ref"} and (target := resolve(self._root, node["$ref"])) is not None:
             return self.rule(target, unquote(node["$ref"][1:]))

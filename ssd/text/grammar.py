@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.errors import RequestError
-from ssd.text.grammar_memory import Opened, allocated_bytes
+from ssd.text.grammar_memory import GrammarReservation, allocated_bytes
 
 Mask = npt.NDArray[np.bool_]
 
@@ -87,7 +87,7 @@ class GrammarState:
 
     def __init__(
         self,
-        open_it: Callable[[bool], Opened | None],
+        open_it: Callable[[bool], GrammarReservation | None],
         eos_token_ids: Sequence[int],
         vocab_size: int,
         param: str,
@@ -106,7 +106,7 @@ class GrammarState:
             tenant: The tenant, between which costly masks take turns.
         """
         self._open_it = open_it
-        self._open: Opened | None = None
+        self._open: GrammarReservation | None = None
         self._tenant = tenant
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
@@ -206,7 +206,7 @@ class GrammarState:
                 return
             self._token_ids.append(token)
 
-    def put_down(self) -> None:
+    def release_memory(self) -> None:
         """Release the memory that can be recreated, because the output has ended or waits."""
         if self._trial is not None:
             self._trial.may_stop = self._trial.is_abandoned = True
@@ -320,7 +320,7 @@ class GrammarState:
         return self._only_end
 
 
-def settle_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
+def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
     """Return for each row of a finished pass the number of positions whose tokens can be chosen.
 
     Waits for a short time, but not for rows that were late before, unless there are no others.
@@ -349,8 +349,8 @@ class MaskThreads:
     """
 
     def __init__(self) -> None:
-        self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _step_back(10)).submit
-        self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _step_back(15))
+        self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _lower_priority(10)).submit
+        self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _lower_priority(15))
         self._lock = threading.Lock()
         self._waiting: list[_Costly] = []
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
@@ -383,7 +383,7 @@ class _Costly:
     made: Future[None]
 
 
-def _step_back(by: int) -> None:
+def _lower_priority(by: int) -> None:
     """Lower the priority of this thread below that of forward passes, if the system allows it."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)

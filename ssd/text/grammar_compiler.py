@@ -26,13 +26,13 @@ from ssd.text.grammar import GrammarState, MaskThreads
 from ssd.text.grammar_memory import (
     MOST_GRAMMAR_BYTES,
     Compiled,
+    GrammarCost,
     GrammarMemory,
-    Opened,
-    Weight,
+    GrammarReservation,
     allocated_bytes,
     trim_soon,
 )
-from ssd.text.schema import as_written, children, part_of, prepare_schema, reason_of, resolve
+from ssd.text.schema import children, error_reason, prepare_schema, quote_pattern, resolve, subschema_at
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
@@ -92,7 +92,7 @@ class GrammarCompiler:
         self._token_names: dict[str, str] = {}
         self.memory = GrammarMemory(max_bytes)
         self._threads = MaskThreads()
-        self._tried: OrderedDict[bytes, Weight] = OrderedDict()
+        self._tried: OrderedDict[bytes, GrammarCost] = OrderedDict()
         """The weights of the grammars that compiled, by digest, the latest last."""
 
     def knows(self, output: StructuredOutput, tenant: str | None) -> bool:
@@ -125,7 +125,7 @@ class GrammarCompiler:
                 self._tried.popitem(last=False)
         found = weight
 
-        def open_it(may_refuse: bool) -> Opened | None:
+        def open_it(may_refuse: bool) -> GrammarReservation | None:
             kept = self.memory.find(tenant, output)
             return self.memory.open(found, kept, lambda: self._compile(output, tenant), may_refuse=may_refuse)
 
@@ -142,7 +142,7 @@ class GrammarCompiler:
                     trim_soon()  # compiling takes more memory than it leaves
             grown = allocated_bytes() - before
             least = _LEAST_BYTES + 4 * len(output.source) + int(_LEAST_RATE * seconds)
-            kept = Compiled(start, Weight(max(least, min(grown, int(_MOST_RATE * seconds))), seconds))
+            kept = Compiled(start, GrammarCost(max(least, min(grown, int(_MOST_RATE * seconds))), seconds))
             self.memory.keep(tenant, output, kept)
         return kept
 
@@ -162,7 +162,7 @@ class GrammarCompiler:
             )
         try:
             if self._tokenizer is None:
-                tokenizer_json, self._token_names = _with_unspelled_tokens(self._codec.to_json())
+                tokenizer_json, self._token_names = _rename_special_tokens(self._codec.to_json())
                 self._tokenizer = LLTokenizer(
                     tokenizer_json, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids)
                 )
@@ -180,7 +180,7 @@ class GrammarCompiler:
         return matcher, seconds
 
 
-def _with_unspelled_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
+def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
     """Rename special tokens so that no text spells them; returns the tokenizer and the new names by the old ones.
 
     If a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows only the resulting
@@ -224,7 +224,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
     if not matcher.is_error():
         matcher.compute_bitmask()  # much is compiled only now, and may be too complex
     if matcher.is_error():
-        raise ValueError(_located(output, grammars, matcher.get_error()))
+        raise ValueError(_locate_error(output, grammars, matcher.get_error()))
     return matcher, time.thread_time() - began
 
 
@@ -290,7 +290,7 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%j
 def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
     """Prepare the JSON schemas in a Lark grammar. Raises ValueError for a schema that cannot be enforced.
 
-    Invalid JSON is left to llguidance. ``token_names`` is as in `_with_unspelled_tokens`.
+    Invalid JSON is left to llguidance. ``token_names`` is as in `_rename_special_tokens`.
     """
     made: list[str] = []
     more: dict[str, str] = {}
@@ -325,18 +325,18 @@ _MOST_LOOKED_THROUGH = 1 << 22
 """The maximum number of characters of schemas that are compiled to find the faulty one."""
 
 
-def _located(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
+def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
     """Return the reason in an llguidance error, with the keyword and the JSON pointer if it is about a schema."""
     from llguidance import LLMatcher
 
     if output.kind == "regex":
-        return f"{as_written(output.source)}: {reason_of(complaint)}"
+        return f"{quote_pattern(output.source)}: {error_reason(complaint)}"
 
     left = _MOST_LOOKED_THROUGH
 
     def complaint_at(schema: dict[str, Any], at: str) -> str:
         nonlocal left
-        text = json.dumps({"grammars": [{"json_schema": part_of(schema, at)}]})
+        text = json.dumps({"grammars": [{"json_schema": subschema_at(schema, at)}]})
         left -= len(text)
         return LLMatcher.validate_grammar(text) if left > 0 else ""
 
@@ -358,8 +358,8 @@ def _located(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], co
             keyword = next((key for key in keys if _is_about(found, key)), None)
             place = f"{keyword} at {at}/{keyword}" if keyword else f"the schema at {at or '/'}"
             whose = f"{schema['$comment']}: " if isinstance(schema.get("$comment"), str) else ""
-            return f"{whose}{place}: {reason_of(found)}"
-    return reason_of(complaint)
+            return f"{whose}{place}: {error_reason(found)}"
+    return error_reason(complaint)
 
 
 _DEFINITION = re.compile("^/(?:[$]defs|definitions)/")

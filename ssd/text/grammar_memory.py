@@ -29,7 +29,7 @@ _LARGE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class GrammarCost:
     """The memory of a compiled grammar, and the processor time of its compilation."""
 
     num_bytes: int
@@ -39,7 +39,7 @@ class Weight:
 class Compiled:
     """A matcher that must stay at the beginning of a text. Its copies share the compiled grammar and add to it."""
 
-    def __init__(self, start: Any, weight: Weight) -> None:
+    def __init__(self, start: Any, weight: GrammarCost) -> None:
         self.start, self.weight = start, weight
         self.num_bytes = weight.num_bytes
 
@@ -48,12 +48,12 @@ class Compiled:
             trim_soon()
 
 
-class Opened:
+class GrammarReservation:
     """One request's reservation of memory, released when the object is garbage collected."""
 
     def __init__(
         self,
-        weight: Weight,
+        weight: GrammarCost,
         compiled: Compiled | None,
         compile_it: Callable[[], Compiled],
         grow: Callable[[Compiled, int], None],
@@ -93,7 +93,7 @@ class GrammarMemory:
         self._lock = threading.Lock()
         self._kept: dict[str | None, OrderedDict[StructuredOutput, Compiled]] = {}  # of each tenant the latest last
         self._compiled: WeakSet[Compiled] = WeakSet()
-        self._opened: WeakSet[Opened] = WeakSet()
+        self._opened: WeakSet[GrammarReservation] = WeakSet()
 
     @property
     def num_bytes(self) -> int:
@@ -115,13 +115,13 @@ class GrammarMemory:
             self._compiled.add(compiled)
             self._kept.setdefault(tenant, OrderedDict())[output] = compiled
             while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
-                self._forget_one()
+                self._evict_one()
             while self._used() > self._most and self._kept:
-                self._forget_one()
+                self._evict_one()
 
     def open(
-        self, weight: Weight, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
-    ) -> Opened | None:
+        self, weight: GrammarCost, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
+    ) -> GrammarReservation | None:
         """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
         Args:
@@ -131,10 +131,10 @@ class GrammarMemory:
             may_refuse: Whether None may be returned if used grammars leave no room. A small grammar, or the only used
                 one, is never refused.
         """
-        opened = Opened(weight, compiled, compile_it, self.grow)
+        opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:
             while self._used() + opened.num_bytes > self._most and self._kept:
-                self._forget_one()
+                self._evict_one()
             is_large = opened.num_bytes > self._most // _SMALL_PARTS
             if may_refuse and is_large and self._opened and self._used() + opened.num_bytes > self._most:
                 return None
@@ -146,7 +146,7 @@ class GrammarMemory:
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             while self._used() > self._most and self._kept:
-                self._forget_one()
+                self._evict_one()
 
     def _used(self) -> int:
         opened = list(self._opened)
@@ -157,7 +157,7 @@ class GrammarMemory:
         kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
 
-    def _forget_one(self) -> None:
+    def _evict_one(self) -> None:
         """Evict the least recently used grammar of the tenant that caches most, so that shares stay equal."""
         tenant = self._weights().most_common(1)[0][0]
         self._kept[tenant].popitem(last=False)

@@ -48,7 +48,7 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
     if content is None and role != "assistant" and not (role == "function" and "content" in message):
         raise _wrong(f"{where} has no content: give a string or a list of text parts")
     if role in ("tool", "function") and isinstance(content, list):
-        content = [with_text(part) for part in content]
+        content = [convert_to_text_part(part) for part in content]
     normalized = {**given, "content": "" if content is None else _text_of(content, where)}
     if role == "function":
         normalized["role"] = "tool"
@@ -89,7 +89,7 @@ def _text_of(content: object, where: str) -> str:
     return "\n".join(texts)
 
 
-def with_text(part: object) -> object:
+def convert_to_text_part(part: object) -> object:
     """Convert a part of a tool's result to a text part, because clients cannot take back other parts.
 
     Text documents and search results become their text. For any other part, a line says that it was left out.
@@ -105,7 +105,7 @@ def _said_by(part: Any, kind: str) -> str:
     held = source if kind == "document" and isinstance(source, Mapping) else part
     content = held.get("data") if held.get("type") == "text" else held.get("content")
     pieces = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [each.get("text") for each in map(with_text, pieces) if isinstance(each, Mapping)]
+    texts = [each.get("text") for each in map(convert_to_text_part, pieces) if isinstance(each, Mapping)]
     names = [each for each in map(part.get, ("title", "filename", "context")) if isinstance(each, str)]
     if found := [text for text in texts if isinstance(text, str)]:
         return "\n".join([*names, *([source] if isinstance(source, str) else []), *found])
@@ -133,7 +133,7 @@ def _tool_calls(tool_calls: object, where: str) -> list[Any]:
 _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
 
-def ways_to_say(messages: list[Message]) -> Iterator[list[Message]]:
+def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield the conversation, then equivalent forms for a template that refuses it, the least changed first.
 
     The forms are, in order: consecutive messages of one role are joined; the system messages at the beginning are
@@ -218,12 +218,12 @@ What a function has returned is given to you between <tool_response> and </tool_
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 
 
-def knows_tools(template: str) -> bool:
+def mentions_tools(template: str) -> bool:
     """Return whether the source of a chat template mentions tools."""
     return _KNOWS_TOOLS.search(template) is not None
 
 
-def in_words(
+def describe_tools_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, has_system: bool
 ) -> list[Message]:
     """Write a conversation with tools in the roles that every template supports.

@@ -18,7 +18,7 @@ from decimal import Decimal
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from ssd.errors import shown
+from ssd.errors import quote_value
 
 Schema = Any
 """A parsed JSON schema: a dict or a bool."""
@@ -172,7 +172,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
     return found
 
 
-def part_of(root: Mapping[str, Any], at: str) -> dict[str, Any]:
+def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
     """Return the schema at a JSON pointer with everything that it may refer to. O(schema)."""
 
     def moved(value: Any) -> Any:
@@ -191,7 +191,7 @@ def part_of(root: Mapping[str, Any], at: str) -> dict[str, Any]:
     return {"$ref": "#/root" + quote(at), "root": moved(root)}
 
 
-def reason_of(complaint: str) -> str:
+def error_reason(complaint: str) -> str:
     """Return the reason in an llguidance error message, on one line."""
     if re.search("look-?around", complaint):
         return "look-around is not supported"
@@ -249,7 +249,7 @@ class _Preparation:
         if isinstance(node, bool) or id(node) in self._seen:
             return
         if not isinstance(node, dict):
-            raise SchemaError(f"the schema at {at or '/'} must be an object or a boolean, got {shown(node)}")
+            raise SchemaError(f"the schema at {at or '/'} must be an object or a boolean, got {quote_value(node)}")
         self._seen.add(id(node))
         self._check_values(node, at)
         self._leave_out_unsupported(node, at)
@@ -334,7 +334,7 @@ class _Preparation:
             if kind is int and isinstance(value, float) and value.is_integer():  # 3.0 is an integer in JSON Schema
                 node[key] = int(value)
             elif key in node and (isinstance(value, bool) or not isinstance(value, kind)):
-                raise SchemaError(f"{key} at {at}/{key} must be {words}, got {shown(value)}")
+                raise SchemaError(f"{key} at {at}/{key} must be {words}, got {quote_value(value)}")
         types = types_of(node)
         for key, needed in _TYPE_OF_KEYWORD.items():
             if types is not None and needed not in types:
@@ -449,16 +449,16 @@ class _Preparation:
         self._require_range(node, sent, at)
         if (multiple := node.get("multipleOf")) is not None:
             if multiple <= 0:
-                self._refuse(node, "multipleOf", at, f"must be a number above 0, got {shown(multiple)}")
+                self._refuse(node, "multipleOf", at, f"must be a number above 0, got {quote_value(multiple)}")
             elif _digits(multiple) > _MOST_MULTIPLE:
-                reason = f"{shown(multiple)} has too many digits to be counted up to: leave it out"
+                reason = f"{quote_value(multiple)} has too many digits to be counted up to: leave it out"
                 self._refuse(node, "multipleOf", at, reason)
             else:
                 self._multiples.add(Decimal(repr(multiple)))
                 scale = 10 ** -min(0, *(int(each.normalize().as_tuple().exponent) for each in self._multiples), 0)
                 largest = sorted(each * scale for each in self._multiples)[-2:]
                 if len(largest) == 2 and largest[0] * largest[1] >= 2**32:  # llguidance multiplies them
-                    self._refuse(node, "multipleOf", at, f"{shown(multiple)} is too far from another multipleOf")
+                    self._refuse(node, "multipleOf", at, f"{quote_value(multiple)} is too far from another multipleOf")
 
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
@@ -613,12 +613,12 @@ def _pattern_complaint(pattern: str) -> str:
     )
     if not found or found.startswith("Unsatisfiable"):  # which depends on the rest of the schema
         return ""
-    return f"cannot be used: {as_written(pattern)}: {reason_of(found)}"
+    return f"cannot be used: {quote_pattern(pattern)}: {error_reason(found)}"
 
 
-def as_written(pattern: str) -> str:
+def quote_pattern(pattern: str) -> str:
     """Return a regular expression as an error message quotes it, without doubled backslashes."""
-    return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else shown(pattern)
+    return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else quote_value(pattern)
 
 
 def _names_matched_by(pattern: str) -> list[str] | None:

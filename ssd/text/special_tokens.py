@@ -157,14 +157,14 @@ class SpecialTokens:
 
     def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
         """Return the ranges of ``text`` that have to be marked."""
-        text = whole_characters(text)
+        text = replace_lone_surrogates(text)
         spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
         if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
             spans.append((len(text), len(text)))
         return spans
 
     def _marked(self, text: str, kept: _Kept, marks: Marks) -> str:
-        whole = whole_characters(text)
+        whole = replace_lone_surrogates(text)
         parts: list[str] = []
         done = 0
         for start, stop in self._marks_of(text, kept):
@@ -215,7 +215,7 @@ class SpecialTokens:
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
-def whole_characters(text: str) -> str:
+def replace_lone_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON can spell, by U+FFFD."""
     try:
         text.encode()

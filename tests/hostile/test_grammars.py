@@ -17,7 +17,7 @@ from ssd.text import grammar_memory
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import MaskThreads
 from ssd.text.grammar_compiler import GrammarCompiler
-from ssd.text.grammar_memory import Compiled, GrammarMemory, Opened, Weight, trim_soon
+from ssd.text.grammar_memory import Compiled, GrammarCost, GrammarMemory, GrammarReservation, trim_soon
 
 MB = 1 << 20
 
@@ -27,7 +27,7 @@ def regex(number: int) -> StructuredOutput:
 
 
 def compiled(num_bytes: int) -> Compiled:
-    return Compiled(object(), Weight(num_bytes, 0.1))
+    return Compiled(object(), GrammarCost(num_bytes, 0.1))
 
 
 def test_nobody_loses_a_kept_grammar_to_who_keeps_more() -> None:
@@ -48,8 +48,8 @@ def test_nobody_loses_a_kept_grammar_to_who_keeps_more() -> None:
 def test_large_grammars_wait_for_room_and_small_ones_do_not() -> None:
     memory = GrammarMemory(64 * MB)
 
-    def open_one(num_bytes: int, may_refuse: bool = True) -> Opened | None:
-        return memory.open(Weight(num_bytes, 0.1), None, lambda: compiled(num_bytes), may_refuse=may_refuse)
+    def open_one(num_bytes: int, may_refuse: bool = True) -> GrammarReservation | None:
+        return memory.open(GrammarCost(num_bytes, 0.1), None, lambda: compiled(num_bytes), may_refuse=may_refuse)
 
     memory.keep(None, regex(0), compiled(30 * MB))
     first = open_one(1000 * MB)  # one alone is never refused, and what is only kept leaves
@@ -115,7 +115,7 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     print(f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB resident, {most:.0f} MB at most")
     assert 2 <= num_open < 10 and used <= 200 and 0.8 * used < grown < 1.2 * used and most < 1.5 * 200
     for state in states:
-        state.put_down()
+        state.release_memory()
     del states, state
     gc.collect()
     wait_until_trimmed()
@@ -137,7 +137,7 @@ def test_what_masks_add_to_grammars_that_are_kept_is_within_the_budget() -> None
             mask = state.masks([])[0].copy()
             mask[list(codec.eos_token_ids)] = False
             state.advance([int(random.choice(np.flatnonzero(mask)))])
-        state.put_down()
+        state.release_memory()
     wait_until_trimmed()
     used, grown = made.memory.num_bytes / MB, resident_mb() - before
     print(f"\n{used:.0f} MB as weighed, {grown:.0f} MB resident")

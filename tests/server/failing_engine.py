@@ -26,7 +26,7 @@ from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
 from ssd.config import EngineConfig
 from ssd.engine import EngineMetrics, FinishReason, Request, RequestOutput, RequestStats
-from ssd.engine.proposals import SpeculationStatus
+from ssd.engine.speculation import SpeculationStatus
 from ssd.errors import ContextTooLong, EngineStopped, QueueFull, RequestError
 from ssd.model.target import BatchInvariance
 from ssd.text.chat_template import ChatTemplate

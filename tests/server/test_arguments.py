@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from server.command.arguments import Options, build_app, parse_arguments
 from ssd.bundled import MODEL_PATH
-from ssd.numbers import number, spelled
+from ssd.numbers import format_number, parse_number
 
 
 def parse(*words: str) -> Options:
@@ -201,12 +201,12 @@ def test_a_number_is_its_digits_times_its_unit(whole: int, fraction: str, data: 
     exact = Fraction(f"{whole}.{fraction or 0}") * FACTORS[unit]
     text = f"{whole}{f'.{fraction}' if fraction else ''}{unit}"
     if exact.denominator == 1:
-        assert number(text) == exact
+        assert parse_number(text) == exact
     else:
         with pytest.raises(ValueError):
-            number(text)
+            parse_number(text)
 
 
 @given(st.integers(0, 1 << 60) | st.integers(0, 1 << 20).map(lambda count: count << 20))
 def test_what_is_spelled_is_read_again(count: int) -> None:
-    assert number(spelled(count)) == count
+    assert parse_number(format_number(count)) == count

@@ -26,7 +26,7 @@ from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
 from ssd.bundled import MODEL_PATH
 from ssd.config import SamplingParams
-from ssd.errors import ContextTooLong, RequestError, shown
+from ssd.errors import ContextTooLong, RequestError, quote_value
 from ssd.text.codec import TextCodec
 from tests.reference.text import common_subsequence, json_values
 from tests.server.client import post, wait_until
@@ -122,7 +122,7 @@ def test_a_token_has_one_name_in_logit_bias(key: str) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_an_error_quotes_little_of_any_value(value: object) -> None:
-    assert len(shown(value)) <= 100
+    assert len(quote_value(value)) <= 100
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------

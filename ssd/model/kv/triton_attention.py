@@ -98,7 +98,7 @@ def _launched(
     stored_values: torch.Tensor,
     rows: SlotRows,
     rules: AttentionRules,
-    tiles: Tiles,
+    tiles: AttentionTiles,
     *,
     splits: int,
     all_splits: int,
@@ -151,7 +151,7 @@ def _launched(
     return out
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """The sizes of one program's tiles: ``queries`` of ``dim`` values over ``keys``; and its number of warps."""
 
     queries: int
@@ -161,7 +161,7 @@ class Tiles(NamedTuple):
     num_warps: int
 
 
-def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> Tiles:
+def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
     """Return tile sizes that almost fit the registers of Hopper, which `tests.compile_kernels` verifies.
 
     ``num_queries`` is the number of queries of a row and key head.
@@ -171,7 +171,7 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
     most_queries = 16 if is_exact else 32 if is_wide else 64
     queries = min(most_queries, max(16, triton.next_power_of_2(num_queries)))
     num_warps = 8 if is_exact or (is_tree and queries == 64) else 4
-    return Tiles(queries, 32 if is_wide or is_exact else 64, block_dim, block_value, num_warps)
+    return AttentionTiles(queries, 32 if is_wide or is_exact else 64, block_dim, block_value, num_warps)
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:

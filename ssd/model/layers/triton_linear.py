@@ -41,7 +41,7 @@ _ASKED = 1024
 """The bytes of each row of weights that are prefetched; more bytes were slower on an H100."""
 
 
-class Tiles(NamedTuple):
+class MatmulTiles(NamedTuple):
     """The tile sizes of one program, and the number of pipeline stages."""
 
     rows: int
@@ -50,19 +50,19 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> Tiles:
+def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
     """Return the fastest tile sizes measured on an H200; use less than 100 KB of shared memory unless ``is_roomy``."""
     if dtype == torch.float32:
-        return Tiles(64, 32, 32, 4)
+        return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
         if num_outputs >= _LARGE:
-            return Tiles(16, 64, 128, 4)
-        return Tiles(16, 64, 256, 4) if is_roomy else Tiles(16, 32, 256, 4)
+            return MatmulTiles(16, 64, 128, 4)
+        return MatmulTiles(16, 64, 256, 4) if is_roomy else MatmulTiles(16, 32, 256, 4)
     if num_outputs >= _LARGE:
-        return Tiles(64, 128, 64, 4)
+        return MatmulTiles(64, 128, 64, 4)
     if not is_roomy:
-        return Tiles(64, 32, 128, 4)
-    return Tiles(64, 64, 128, 5) if num_outputs > _SMALL else Tiles(64, 32, 256, 4)
+        return MatmulTiles(64, 32, 128, 4)
+    return MatmulTiles(64, 64, 128, 5) if num_outputs > _SMALL else MatmulTiles(64, 32, 256, 4)
 
 
 @cache
@@ -97,7 +97,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return out.view(*x.shape[:-1], num_outputs)
 
 
-def _asked_of(weight: torch.Tensor, tiles: Tiles) -> int:
+def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
     """Return the bytes that each thread of a program prefetches; 0 if the weights are not aligned."""
     row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)

@@ -1,19 +1,23 @@
-"""What this engine does on this machine with a model, for who reads logs without it: what passes and steps cost, and
-requests decoded with drafts and without.
+"""Command line that profiles a model on this machine: the latency of passes, and decoding with and without drafts.
 
-``python -m ssd.engine.measured costs|log MODEL < ASKED``
+``python -m ssd.engine.profile_cli costs|log MODEL < SETTINGS``
 
-A program of its own, because who asks loads no torch. Standard input is JSON. Ends stdout with one JSON line; where it
-cannot, that line is ``{"error": ...}`` and the status is 2.
+A separate program, so that its caller need not import torch. The settings are JSON on standard input. The last line of
+standard output is a JSON object; on failure it is ``{"error": ...}`` and the exit status is 2.
 
-- costs, batch 1 and greedy: passes of several widths, plain steps, what a step that may draft takes beside its pass,
-  and what the target's own candidates add to drafts that come from text alone: a replay has no model that could say
-  them. ``prompts``: lists of token ids, none for text of this file; ``context``, most tokens of each; ``rounds``, times
-  that every width is timed; ``tokens``, generated for each prompt.
-- log, one request at a time, both ways by default but for the drafts, by turns, each temperature with an empty cache at
-  first; every output is compared. ``prompts`` in the order they came; ``lengths``, most tokens of each answer;
-  ``temperatures``; ``minutes``, after which no request is begun; ``fingerprint``, of the tokenizer that made the ids;
-  ``draft_limit``; ``warm``, cache directories to search; ``learns``, whether answers are learned.
+- ``costs``, with batch 1 and greedy decoding, measures passes of several widths, steps without drafts, the time of
+drafting
+  in a step, and the gain from the target's own candidates (token recycling), which a replay without the model cannot
+  know.
+  Settings: ``prompts``, lists of token ids, by default text of this file; ``context``, the maximum number of tokens of
+      each
+  prompt; ``rounds``, how often every width is timed; ``tokens``, the number of tokens generated for each prompt.
+- ``log`` decodes one request at a time, alternately with and without drafts, starts each temperature with an empty
+cache,
+  and compares every output. Settings: ``prompts``, in the order of their arrival; ``lengths``, the maximum number of
+  tokens of each answer; ``temperatures``; ``minutes``, after which no request is started; ``fingerprint``, of the
+  tokenizer that made the token ids; ``draft_limit``; ``warm``, cache directories to search; ``learns``, whether answers
+  are cached.
 """
 
 from __future__ import annotations
@@ -44,37 +48,41 @@ from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
-Asked = Mapping[str, Any]
+Settings = Mapping[str, Any]
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 17, 25, 33, 49, 65)
-_MOST_PROMPTS = 64
+_MAX_PROMPTS = 64
 _SIZES = {"context": 256, "rounds": 30, "tokens": 48}
 
-WAYS = ("none", "ssd")
-_COMPARED_TO_THE_BIT = 8
-"""Requests of each temperature that are answered twice more, with log-probabilities, which would change the times."""
-_SAID_EVERY_S = 10.0
+VARIANTS = ("none", "ssd")
+_NUM_BIT_COMPARED = 8
+"""The number of requests per temperature that are decoded twice more with log-probabilities, which would affect the
+times.
+"""
+_REPORT_EVERY_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m ssd.engine.measured")
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m ssd.engine.profile_cli")
     parser.add_argument("what", choices=("costs", "log"))
     parser.add_argument("model", help="Hugging Face directory or id")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args(arguments)
     try:
-        codec, asked = TextCodec.load(options.model), json.load(sys.stdin)
-        found = _Costs(codec, asked) if options.what == "costs" else _Log(codec, asked, options.model)
-        _say(f"reading the weights of {options.model}")
+        codec, settings = TextCodec.load(options.model), json.load(sys.stdin)
+        profile = (
+            _CostProfile(codec, settings) if options.what == "costs" else _LogProfile(codec, settings, options.model)
+        )
+        _report(f"reading the weights of {options.model}")
         model = load_model(options.model, dtype=options.dtype, device=options.device)
         result = {
             "measured": "step-costs" if options.what == "costs" else "log",
             "model": Path(options.model).name,
             "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
             "dtype": str(model.dtype).removeprefix("torch."),
-            **found.of(model),
+            **profile.measure(model),
             "threads": torch.get_num_threads(),
         }
     except (SSDError, OSError, ValueError) as error:
@@ -85,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-    """int64[num_tokens], the last token of the prompt and what follows it greedily, end of text or not.
+    """Return the last prompt token and its greedy continuation, int64[num_tokens], which ignores the end of text.
 
-    Slot 0 then holds the prompt but for that token.
+    Slot 0 then holds the prompt without that token.
     """
     target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
     tokens = [prompt[-1]]
@@ -101,12 +109,14 @@ def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArra
 def time_rounds(
     target: Target, text: npt.NDArray[np.int64], widths: Sequence[int], rounds: int
 ) -> tuple[npt.NDArray[np.float64], list[tuple[int, float]]]:
-    """float64[rounds, widths], seconds of passes over the first so many tokens of ``text``, which `decode` gave.
+    """Measure the seconds of passes over the first tokens of ``text``, which `decode` returned.
 
-    A round times every width once, in random order, so that a machine that slows down slows all. A pass ends when the
-    target's tokens are on the host.
+    A round measures every width once, in random order, so that a slow period of the machine affects all widths alike. A
+    pass ends when the target's tokens are on the host.
 
-    Also returns every choice that was not that of single steps: the width of its pass, and by how much its score led.
+    Returns:
+        The seconds, float64[rounds, widths], and every token that differed from decoding step by step: the width of its
+        pass, and how much higher its score was.
     """
     begin = target.length(0)
     random = np.random.default_rng(0)
@@ -115,10 +125,10 @@ def time_rounds(
     for number in range(rounds + 1):
         for column in random.permutation(len(widths)):
             width = widths[column]
-            began = time.perf_counter()
+            started = time.perf_counter()
             logits = target.forward([0], text[None, :width], [width]).logits
             chosen = logits[0].argmax(-1).cpu().numpy()
-            seconds[number, column] = time.perf_counter() - began
+            seconds[number, column] = time.perf_counter() - started
             target.rollback(0, begin)
             for position in np.flatnonzero(chosen != text[1 : width + 1]):
                 scores = logits[0, position].float()
@@ -126,7 +136,7 @@ def time_rounds(
     return seconds[1:], others  # the first round allocates
 
 
-def _open(
+def _open_engine(
     model: PreTrainedModel, codec: TextCodec, drafter: str, draft: DraftConfig, room: int, caches: CacheManager | None
 ) -> Engine:
     target = open_target(
@@ -142,10 +152,14 @@ def _open(
 
 
 def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tuple[float, int, int]]]:
-    """What was said, with log-probabilities where they are asked for, and what it took; and of each step but the first,
-    which computes the prompt too, seconds, drafted tokens and tokens put out."""
-    said, steps, first_s = list[Any](), list[tuple[float, int, int]](), 0.0
-    began = time.perf_counter()
+    """Run one request.
+
+    Returns:
+        Its result: the output (with log-probabilities if requested), times and counts; and for each step but the first,
+        which includes prefill, its seconds, drafted tokens and output tokens.
+    """
+    items, steps, first_s = list[Any](), list[tuple[float, int, int]](), 0.0
+    started = time.perf_counter()
     engine.submit(request)
     while engine.has_work():
         before = time.perf_counter()
@@ -154,44 +168,44 @@ def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tu
         for output in outputs:
             if first_s and output.draft is not None:
                 steps.append((now - before, output.draft.num_drafted, len(output.token_ids)))
-            first_s = first_s or now - began
+            first_s = first_s or now - started
             if output.error is not None or output.refusal is not None:
                 raise EngineError(f"a request failed: {output.error or output.refusal}")
-            said += output.token_ids if output.logprobs is None else map(str, output.logprobs)
+            items += output.token_ids if output.logprobs is None else map(str, output.logprobs)
             stats = output.stats
     took = {
-        "said": said, "seconds": time.perf_counter() - began, "first_s": first_s, "tokens": stats.num_output_tokens,
+        "said": items, "seconds": time.perf_counter() - started, "first_s": first_s, "tokens": stats.num_output_tokens,
         "passes": stats.num_verify_steps, "drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens,
     }  # fmt: skip
     return took, steps
 
 
-class _Costs:
-    """Costs in plain steps, times in milliseconds."""
+class _CostProfile:
+    """Costs in units of a step without drafts; times in milliseconds."""
 
-    def __init__(self, codec: TextCodec, asked: Asked) -> None:
-        """Raises ConfigError where the prompts cannot be used."""
+    def __init__(self, codec: TextCodec, settings: Settings) -> None:
+        """Check the settings; raise ConfigError if the prompts cannot be used."""
         self._codec = codec
-        self._sizes = {name: int(asked.get(name, size)) for name, size in _SIZES.items()}
-        self._prompts = self._usable(asked.get("prompts"))
+        self._sizes = {name: int(settings.get(name, size)) for name, size in _SIZES.items()}
+        self._prompts = self._check_prompts(settings.get("prompts"))
 
-    def _usable(self, given: Any) -> list[list[int]]:
-        """Those to decode from, their ends; of this program's own text where none are given."""
-        most = self._sizes["context"]
+    def _check_prompts(self, given: Any) -> list[list[int]]:
+        """Return the last ``context`` tokens of each prompt, or text of this file if there are no prompts."""
+        max_tokens = self._sizes["context"]
         if given is None:
             text = self._codec.encode_prompt(Path(__file__).read_text())
-            return [text[begin : begin + most] for begin in range(0, len(text) - 2, most)][:4]
+            return [text[begin : begin + max_tokens] for begin in range(0, len(text) - 2, max_tokens)][:4]
         try:
-            prompts = [[int(token_id) for token_id in prompt][-most:] for prompt in given]
+            prompts = [[int(token_id) for token_id in prompt][-max_tokens:] for prompt in given]
         except (ValueError, TypeError) as error:
             raise ConfigError(f"prompts must be a list of lists of token ids ({error})") from error
-        prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MOST_PROMPTS]
+        prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MAX_PROMPTS]
         if not prompts or any(not 0 <= token_id < self._codec.vocab_size for each in prompts for token_id in each):
             raise ConfigError("prompts of two tokens or more are needed, of the model's own tokenizer")
         return prompts
 
-    def of(self, model: PreTrainedModel) -> dict[str, Any]:
-        """The result. Raises ConfigError where too little was said."""
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the result; raise ConfigError if too little text was generated."""
         seconds, steps = self._time(model)
         if not all(each and sum(tokens for _, _, tokens in each) for each in steps):
             raise ConfigError("too little was generated to be timed: give more tokens or other prompts")
@@ -199,14 +213,14 @@ class _Costs:
             (np.array([took for took, _, _ in each]), sum(tokens for _, _, tokens in each)) for each in steps
         )
 
-        def over(way: tuple[npt.NDArray[np.float64], int]) -> float:
-            """How many times faster tokens come than plainly."""
-            return float(plain[0].sum() * way[1] / (way[0].sum() * plain[1]))
+        def speed_up(variant: tuple[npt.NDArray[np.float64], int]) -> float:
+            """Return the throughput of a variant relative to decoding without drafts."""
+            return float(plain[0].sum() * variant[1] / (variant[0].sum() * plain[1]))
 
         ratios = np.maximum.accumulate(np.median(seconds / seconds[:, :1], axis=0))
         pass_s, step_s = float(np.median(seconds[:, 0])), median(plain[0].tolist())
         expected = pass_s * np.interp([1 + drafted for _, drafted, _ in steps[1]], WIDTHS, ratios)
-        beside = float(np.median(looked_up[0] - expected))
+        drafting_s = float(np.median(looked_up[0] - expected))
         costs = 1.0 + (ratios - 1.0) * min(1.0, pass_s / step_s)
         return {
             "parameters": self._sizes,
@@ -215,13 +229,17 @@ class _Costs:
             "ms": [round(took * 1e3, 4) for took in np.median(seconds, axis=0)],
             "costs": [round(cost, 4) for cost in costs],
             "step_ms": round(step_s * 1e3, 4),
-            "overhead": round(max(0.0, (beside - (step_s - pass_s)) / step_s), 4),
-            "recycling": round(max(0.0, over(full) - over(looked_up)), 4),
+            "overhead": round(max(0.0, (drafting_s - (step_s - pass_s)) / step_s), 4),
+            "recycling": round(max(0.0, speed_up(full) - speed_up(looked_up)), 4),
         }
 
     def _time(self, model: PreTrainedModel) -> tuple[npt.NDArray[np.float64], list[list[tuple[float, int, int]]]]:
-        """Seconds of passes, float64[rounds, widths]; steps of plain decoding, of drafts that are looked up, and of all
-        that is on by default. Everything in turn, so that a machine that slows down slows all."""
+        """Measure passes and steps; all variants are measured alternately.
+
+        Returns:
+            The seconds of passes, float64[rounds, widths], and the steps without drafts, with drafts from retrieval
+            alone, and with everything that is on by default.
+        """
         longest, number = max(self._prompts, key=len), len(self._prompts)
         room = len(longest) + max(max(WIDTHS), self._sizes["tokens"]) + 1
         bare = open_target(model, num_slots=1, max_length=room, max_draft_tokens=max(WIDTHS))
@@ -234,37 +252,37 @@ class _Costs:
                 None,
                 *(resources.enter_context(CacheManager(CacheConfig(), self._codec.fingerprint)) for _ in "ab"),
             ]
-            ways = (("none", DraftConfig()), ("ssd", DraftConfig(recycling=False)), ("ssd", DraftConfig()))
+            variants = (("none", DraftConfig()), ("ssd", DraftConfig(recycling=False)), ("ssd", DraftConfig()))
             engines = [
-                _open(model, self._codec, name, draft, room, caches)
-                for (name, draft), caches in zip(ways, known, strict=True)
+                _open_engine(model, self._codec, name, draft, room, caches)
+                for (name, draft), caches in zip(variants, known, strict=True)
             ]
-            for turn, prompt in enumerate(self._prompts):
-                _say(f"timing steps, request {turn + 1} of {number}")
+            for index, prompt in enumerate(self._prompts):
+                _report(f"timing steps, request {index + 1} of {number}")
                 seconds.append(time_rounds(bare, text, WIDTHS, -(-self._sizes["rounds"] // number))[0])
                 request = Request(request_id="measured", prompt_token_ids=tuple(prompt), sampling=sampling)
                 for place in range(len(engines)):
-                    way = (turn + place) % len(engines)
-                    steps[way] += _complete(engines[way], request)[1]
+                    variant = (index + place) % len(engines)
+                    steps[variant] += _complete(engines[variant], request)[1]
         return np.concatenate(seconds), steps
 
 
-class _Log:
-    """Every request of every temperature: tokens, passes and seconds both ways."""
+class _LogProfile:
+    """Decodes every request at every temperature with and without drafts, and reports tokens, passes and seconds."""
 
-    def __init__(self, codec: TextCodec, asked: Asked, name: str) -> None:
-        """``name`` : the model's. Raises ConfigError where the ids are another tokenizer's."""
-        if asked["fingerprint"] != codec.fingerprint:
+    def __init__(self, codec: TextCodec, settings: Settings, name: str) -> None:
+        """Check the settings; raise ConfigError if the token ids are not of the tokenizer of the model ``name``."""
+        if settings["fingerprint"] != codec.fingerprint:
             raise ConfigError(f"the log was read with another tokenizer than that of {name}: give --tokenizer {name}")
-        self._codec, self._asked, self._name = codec, asked, name
-        self._draft = DraftConfig(num_speculative_tokens=int(asked["draft_limit"]))
+        self._codec, self._settings, self._name = codec, settings, name
+        self._draft = DraftConfig(num_speculative_tokens=int(settings["draft_limit"]))
 
-    def of(self, model: PreTrainedModel) -> dict[str, Any]:
-        """The result. Raises ConfigError where nothing can be decoded."""
-        asked, limit = self._asked, model_limit(model)
+    def measure(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the result; raise ConfigError if no prompt fits."""
+        settings, limit = self._settings, model_limit(model)
         requests = [
             (number, tuple(prompt), length)
-            for number, (prompt, length) in enumerate(zip(asked["prompts"], asked["lengths"], strict=True))
+            for number, (prompt, length) in enumerate(zip(settings["prompts"], settings["lengths"], strict=True))
             if limit is None or len(prompt) + length < limit
         ]
         if not requests:
@@ -272,8 +290,8 @@ class _Log:
         room = max(len(prompt) + length for _, prompt, length in requests) + 1
         tune_threads(open_target(model, num_slots=1, max_length=room, max_draft_tokens=1))
         return {
-            "too_long": len(asked["prompts"]) - len(requests),
-            "temperatures": [self._decode(model, requests, float(each), room) for each in asked["temperatures"]],
+            "too_long": len(settings["prompts"]) - len(requests),
+            "temperatures": [self._decode(model, requests, float(each), room) for each in settings["temperatures"]],
         }
 
     def _decode(
@@ -283,41 +301,55 @@ class _Log:
         temperature: float,
         room: int,
     ) -> dict[str, Any]:
-        asked = self._asked
-        most_s = 60.0 * float(asked["minutes"]) / len(asked["temperatures"])
+        settings = self._settings
+        limit_s = 60.0 * float(settings["minutes"]) / len(settings["temperatures"])
         with CacheManager(CacheConfig(), self._codec.fingerprint) as caches:
-            for directory in asked["warm"]:
+            for directory in settings["warm"]:
                 caches.add_prebuilt_directory(Path(directory))
             engines = {
-                name: _open(model, self._codec, name, self._draft, room, known)
-                for name, known in zip(WAYS, (None, caches), strict=True)
+                name: _open_engine(model, self._codec, name, self._draft, room, known)
+                for name, known in zip(VARIANTS, (None, caches), strict=True)
             }
 
-            def answer(way: str, logprobs: int | None, number: int, prompt: tuple[int, ...], most: int) -> Any:
-                sampling = SamplingParams(max_tokens=most, temperature=temperature, seed=number, logprobs=logprobs)
-                request = Request(
-                    request_id=f"{number} {logprobs}", prompt_token_ids=prompt, sampling=sampling, learn=asked["learns"]
+            def answer(
+                variant: str, logprobs: int | None, number: int, prompt: tuple[int, ...], max_tokens: int
+            ) -> Any:
+                sampling = SamplingParams(
+                    max_tokens=max_tokens, temperature=temperature, seed=number, logprobs=logprobs
                 )
-                return _complete(engines[way], request)[0]
+                request = Request(
+                    request_id=f"{number} {logprobs}",
+                    prompt_token_ids=prompt,
+                    sampling=sampling,
+                    learn=settings["learns"],
+                )
+                return _complete(engines[variant], request)[0]
 
-            rows, began = list[dict[str, Any]](), time.monotonic()
-            said = -_SAID_EVERY_S
+            rows, started = list[dict[str, Any]](), time.monotonic()
+            reported_s = -_REPORT_EVERY_S
             for place, request in enumerate(requests):
-                now = time.monotonic() - began
-                if now > most_s:
+                now = time.monotonic() - started
+                if now > limit_s:
                     break
-                if now - said >= _SAID_EVERY_S:
-                    said = now
-                    _say(f"decoding request {place + 1} of {len(requests)} at temperature {temperature:g}, both ways")
-                ways = {way: answer(way, None, *request) for way in (WAYS if place % 2 else WAYS[::-1])}
+                if now - reported_s >= _REPORT_EVERY_S:
+                    reported_s = now
+                    _report(
+                        f"decoding request {place + 1} of {len(requests)} at temperature {temperature:g}, "
+                        "with and without drafts"
+                    )
+                variants = {
+                    variant: answer(variant, None, *request) for variant in (VARIANTS if place % 2 else VARIANTS[::-1])
+                }
                 caches.flush()
-                rows.append({"request": request[0], "same": ways["none"].pop("said") == ways["ssd"]["said"], **ways})
-            of_bits = requests[: len(rows) : max(1, -(-len(rows) // _COMPARED_TO_THE_BIT))]
+                rows.append(
+                    {"request": request[0], "same": variants["none"].pop("said") == variants["ssd"]["said"], **variants}
+                )
+            of_bits = requests[: len(rows) : max(1, -(-len(rows) // _NUM_BIT_COMPARED))]
             other_bits = sum(answer("none", 0, *each)["said"] != answer("ssd", 0, *each)["said"] for each in of_bits)
         return {"temperature": temperature, "requests": rows, "bits_compared": len(of_bits), "bits_differ": other_bits}
 
 
-def _say(what: str) -> None:
+def _report(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 

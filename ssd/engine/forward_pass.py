@@ -1,0 +1,250 @@
+"""One verification pass: run the target on all rows and their drafts, and accept draft tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ssd.drafting.draft_records import source_name
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
+from ssd.drafting.suffix_drafter import draft_of
+from ssd.engine.acceptance import accept_drafts
+from ssd.engine.batch import Batch, fill_input_ids, update_row_counts
+from ssd.engine.request import VerifiedDraft
+from ssd.engine.sequence import Committed, Sequence
+from ssd.errors import reraise_exits
+from ssd.model.sampling.sampler import PassOutput
+from ssd.model.sampling.target_tokens import make_noise, target_tokens
+from ssd.model.target import Target
+from ssd.text.grammar import take_available_masks
+
+log = logging.getLogger(__name__)
+
+
+def warm_up_verification() -> None:
+    """Compile the kernel that accepts drafts."""
+    one = np.zeros((1, 1), np.int64)
+    accept_drafts(one, one, np.ones(1, np.int64), one, False)
+
+
+class ForwardPass:
+    """A forward pass over the last token and the draft of every sequence.
+
+    `verify` must be called once, before the next pass is launched. The exception is a pass with a ``predecessor``,
+    which has no drafts and whose inputs are the predecessor's output.
+
+    Attributes:
+        batch: The rows.
+        buffer: The draft buffer, see `Row`.
+        width: The number of positions, T.
+        lengths: The number of tokens of each row, int64[B]; the last one is the first input.
+        samples_in_pass: Whether the pass itself samples the tokens.
+        seconds: The duration, known after `verify`.
+        ended: The time of its end, known after `verify`.
+        output_ids: The output tokens of each row, int64[B, T]: the accepted draft tokens and one more.
+        sizes: The number of output tokens of each row, int64[B]; 0 if sampling failed or the grammar mask is late.
+        paths: The accepted positions, int64[B, T].
+        failed: The errors of the rows for which sampling failed.
+        has_late_grammar: Whether the grammar mask of a row was not ready in time.
+    """
+
+    def __init__(self, target: Target, batch: Batch, buffer: int, predecessor: ForwardPass | None = None) -> None:
+        """Launch the pass; if the device computes concurrently with the host, this does not wait for it."""
+        self.batch, self.buffer = batch, buffer
+        self.seconds = self.ended = 0.0
+        self.failed: dict[int, BaseException] = {}
+        self.has_late_grammar = False
+        self._target = target
+        self._started = time.perf_counter()
+        num_rows, self.width = len(batch.sequences), batch.record.width
+        self._has_trees = batch.record.has_trees == 1
+        self._input_ids = np.empty((num_rows, self.width), np.int64)
+        self._parents = np.empty((num_rows, self.width if self._has_trees else 0), np.int64)
+        self._previous_ids = np.empty(num_rows, np.int32)
+        self.lengths, self._counts = np.empty((2, num_rows), np.int64)
+        fill_input_ids(
+            batch.address, buffer, self._input_ids, self._parents, self._previous_ids, self.lengths, self._counts
+        )
+        self._output: PassOutput
+        self._predecessor = predecessor
+        if predecessor is not None:
+            self.lengths = predecessor.lengths + 1
+            predecessor._output = predecessor._output.start_copy_to_host()
+        self._sampled_ids = self.output_ids = self.paths = self._input_ids
+        self.sizes = self._counts
+        rows = zip(batch.sequences, self._input_ids, self._counts.tolist(), strict=True) if batch.has_grammars else ()
+        self._grammars = [
+            (s.grammar, input_ids[1:count].tolist()) for s, input_ids, count in rows if s.grammar is not None
+        ]
+        for grammar, tokens in self._grammars:  # slow masks start before the pass, which they slow down
+            if grammar.was_late:
+                grammar.begin(tokens)
+        noise = None
+        self.samples_in_pass = batch.is_greedy
+        if target.supports_noise and not batch.is_greedy:
+            self.samples_in_pass = batch.samples_by_position and not self._has_trees
+            noise = (
+                batch.noise(self.lengths, self.width) if self.samples_in_pass else make_noise(self._rows, self.width)
+            )
+        parents = self._parents if self._has_trees else None
+        if predecessor is None:
+            self._output = target.forward(batch.slots, self._input_ids, self._counts, noise, parents)
+        else:
+            self._output = target.run_ahead(batch.slots, noise)
+        self.samples_in_pass &= self._output.sampled is not None
+        for grammar, tokens in self._grammars:
+            if not grammar.was_late:
+                grammar.begin(tokens)
+
+    @cached_property
+    def _rows(self) -> list[SamplingRow]:
+        return [s.sampling_row(self._draft(b)) for b, s in enumerate(self.batch.sequences)]
+
+    def _draft(self, b: int) -> Draft:
+        return draft_of(self.batch.sequences[b].row.drafts[self.buffer])
+
+    def draft(self, b: int) -> Draft:
+        """Return the draft of row ``b``, with the accepted path if it is a tree; valid until the next drafts are made.
+
+        Returns:
+            EMPTY_DRAFT itself if no draft was requested for the row; another empty draft if the drafter proposed
+            nothing.
+        """
+        if not self.batch.sequences[b].row.was_drafted[self.buffer]:
+            return EMPTY_DRAFT
+        draft = self._draft(b)
+        if draft.parents is not None:
+            draft.path = (self.paths[b, 1 : self.sizes[b]] - 1).astype(np.int32)
+        return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
+
+    def verify(self) -> None:
+        """Wait for the pass, sample the target's tokens and accept draft tokens.
+
+        Afterwards the slots hold the context and the accepted tokens, and more if a part of a chain was rejected; the
+        caller must roll them back to what is committed. If the pass itself fails, its exception is raised, and the
+        state of the slots is unknown.
+        """
+        counts, parents = self._counts, self._parents if self._has_trees else self._input_ids
+        if self._predecessor is not None:
+            self._read_predecessor(self._predecessor)
+        self._output.wait()
+        if self._grammars:
+            self._output.logits[0, 0, 0].item()  # this waits for the device
+            counts = np.minimum(counts, take_available_masks([sequence.grammar for sequence in self.batch.sequences]))
+        self.failed = self._sample()
+        self.paths, self.output_ids, self.sizes = accept_drafts(
+            self._input_ids, self._sampled_ids, counts, parents, self._has_trees
+        )
+        if self._has_trees:
+            paths = [path[:size] for path, size in zip(self.paths, self.sizes.tolist(), strict=True)]
+            self._target.accept_paths(self.batch.slots, self._counts, paths)
+        if self._grammars:
+            self.sizes[counts == 0] = 0
+            self.has_late_grammar = not counts.all()
+        for b in self.failed:
+            self.sizes[b] = 0
+        if self._predecessor is not None:
+            self._started, self._predecessor = max(self._started, self._predecessor.ended), None
+            self.sizes[[sequence.finish_reason is not None for sequence in self.batch.sequences]] = 0
+        self.ended = time.perf_counter()
+        self.seconds = self.ended - self._started
+
+    def _read_predecessor(self, predecessor: ForwardPass) -> None:
+        """Fill in the inputs, which are the output of the previous pass."""
+        self._previous_ids[:], self._input_ids[:, 0] = predecessor._input_ids[:, 0], predecessor.output_ids[:, 0]
+        self._target.record_tokens(self.batch.slots, self.lengths - 1, self._input_ids)
+
+    def logits(self, b: int) -> torch.Tensor:
+        """Return the model's logits for the output of row ``b``, [>= sizes[b], V]; entry i is for output token i."""
+        logits = self._output.logits[b]
+        if not self._has_trees:
+            return logits
+        return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
+
+    def _sample(self) -> dict[int, BaseException]:
+        """Sample the target's tokens; if that fails, repeat it for each row alone and return the errors by row."""
+        try:
+            if self.samples_in_pass:
+                assert self._output.sampled is not None
+                self._sampled_ids = np.array(self._output.sampled.cpu().numpy())
+            else:
+                self._sampled_ids = np.ascontiguousarray(target_tokens(self._output, self._rows))
+            return {}
+        except BaseException as error:
+            reraise_exits(error)
+            self._sampled_ids = np.zeros_like(self._input_ids)
+            if len(self.sizes) == 1:
+                return {0: error}
+        failed: dict[int, BaseException] = {}
+        for b, row in enumerate(self._rows):
+            try:
+                self._sampled_ids[b] = target_tokens(self._output.row(b), [row])[0]
+            except BaseException as error:
+                reraise_exits(error)
+                failed[b] = error
+        return failed
+
+    def scored_pass(self) -> ScoredPass:
+        """Return the target's top candidates at every position; call it after `verify` and before the commit."""
+        has_output = self.sizes > 0
+        used = np.where(has_output, self._counts, 0)
+        top_ids, top_logits = self._output.top(used.tolist())
+        request_ids, learned, allow_caching = self.batch.row_namespaces()
+        return ScoredPass(
+            request_ids=request_ids,
+            learned=learned,
+            allow_caching=allow_caching,
+            previous_ids=self._previous_ids,
+            input_ids=self._input_ids,
+            num_positions=used,
+            parents=self._parents if self._has_trees else None,
+            sampled_ids=self._sampled_ids,
+            last_accepted=np.where(has_output, self.paths[np.arange(len(used)), self.sizes - 1], -1),
+            top_ids=top_ids,
+            top_logits=top_logits,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class CommittedPass:
+    """A forward pass whose output was appended to the sequences.
+
+    Attributes:
+        forward_pass: The pass.
+        slow_path: The result for each row on the slow path. For all other rows, the result is the first
+            ``batch.committed[b]`` output tokens.
+    """
+
+    forward_pass: ForwardPass
+    slow_path: dict[int, Committed]
+
+    def update_counts(self) -> None:
+        """Update the counters of rows and batch; call it in the step that committed the tokens."""
+        update_row_counts(
+            self.forward_pass.batch.address, self.forward_pass.buffer, self.forward_pass.sizes, time.perf_counter()
+        )
+
+    def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
+        """Yield the sequences that got tokens, each with its result, in order; call it after ``update_counts``."""
+        forward_pass, batch = self.forward_pass, self.forward_pass.batch
+        arrays = (
+            batch.committed,
+            batch.step_numbers,
+            batch.sources,
+            batch.num_drafted,
+            batch.num_accepted,
+            forward_pass.output_ids,
+        )
+        rows = zip(batch.sequences, *(array.tolist() for array in arrays), strict=True)
+        for b, (sequence, count, number, source, num_drafted, num_accepted, output_ids) in enumerate(rows):
+            if count > 0:
+                name = source_name(source) if num_drafted else "none"
+                sequence.draft = VerifiedDraft(number, name, num_drafted, num_accepted)
+                found = self.slow_path.get(b)
+                yield sequence, Committed(tuple(output_ids[:count]), output_ids[:count]) if found is None else found

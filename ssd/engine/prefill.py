@@ -1,0 +1,108 @@
+"""Chunked prefill: a step's token budget is shared among the sequences whose prompts are not computed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ssd.engine.prefix_cache import PrefixCache
+from ssd.engine.sequence import Sequence
+from ssd.errors import reraise_exits
+from ssd.model.target import Target, pad_rows
+from ssd.text.grammar import await_masks
+
+_RESERVED_FRACTION = 4
+"""The divisor of the budget that gives the part reserved for the sequence that has waited longest: a quarter."""
+
+
+class Prefill:
+    """Shares the token budget of a step among the sequences whose context is not completely in their slot.
+
+    Sequences are ordered by priority, then by the number of remaining tokens, so that a short prompt does not wait for
+    a long one (shortest remaining processing time, Schrage 1968). To prevent starvation, a quarter of the budget is
+    reserved for the sequence at the front of the queue: it is finished within 4 * remaining / budget steps. Running
+    sequences wait for at most one budget per step, however long prompts are.
+
+    Before a sequence is computed, cached prefixes are copied from other slots, so several choices of one prompt compute
+    it once.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        prefix_cache: PrefixCache,
+        chunk_tokens: int,
+        on_fault: Callable[[Sequence, BaseException], None],
+    ) -> None:
+        """Create the prefill of an engine.
+
+        Args:
+            target: The target.
+            prefix_cache: The prefix cache.
+            chunk_tokens: The maximum number of tokens computed in one step.
+            on_fault: Called with a sequence whose pass failed and the error; it must remove the sequence from its slot.
+        """
+        self._target = target
+        self._on_fault = on_fault
+        self._prefix_cache = prefix_cache
+        self._chunk_tokens = chunk_tokens
+        self._num_computed = 0
+
+    def num_remaining(self, sequence: Sequence) -> int:
+        """Return the number of context tokens to compute before decoding; decoding feeds the last token."""
+        return sequence.num_tokens - 1 - self._target.length(sequence.slot)
+
+    def run(self, running: list[Sequence]) -> list[Sequence]:
+        """Compute up to one budget, and return the sequences of ``running`` that are ready to decode, in order.
+
+        A sequence whose grammar mask is late is not ready; if there are no others, this waits a little for a mask.
+        """
+        late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
+        num_cached = self._target.lengths_of([sequence.slot for sequence in running]).tolist() if running else []
+        if [sequence.row.length - 1 for sequence in running] != num_cached:
+            self._spend_budget([sequence for sequence in running if self.num_remaining(sequence)], running)
+        elif not late:
+            return running
+        elif len(late) == len(running):
+            await_masks(late)
+        return [s for s in running if not self.num_remaining(s) and (s.grammar is None or s.grammar.is_ready())]
+
+    def pop_num_computed(self) -> int:
+        """Return the number of tokens computed since the last call."""
+        count, self._num_computed = self._num_computed, 0
+        return count
+
+    def _spend_budget(self, pending: list[Sequence], running: list[Sequence]) -> None:
+        budget = self._chunk_tokens
+        order = sorted(pending, key=lambda s: (s.request.priority, self.num_remaining(s), s.queue_key))
+        oldest = min(pending, key=lambda s: s.queue_key)
+        if order[0] is not oldest:
+            budget -= self._prefill_sequence(oldest, max(1, budget // _RESERVED_FRACTION), running)
+        for sequence in order:
+            if budget <= 0:  # the others copy cached prefixes when they are prefilled
+                break
+            budget -= self._prefill_sequence(sequence, budget, running)
+
+    def _prefill_sequence(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
+        """Compute up to ``budget`` tokens of one sequence, and return their number."""
+        if sequence.slot < 0 or not self.num_remaining(sequence):
+            return 0
+        try:
+            return self._compute(sequence, budget, running)
+        except BaseException as error:
+            reraise_exits(error)
+            self._on_fault(sequence, error)
+            return 0
+
+    def _compute(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
+        self._prefix_cache.copy_cached_prefix(sequence, running)
+        done = self._target.length(sequence.slot)
+        chunk = sequence.context[done : min(sequence.num_tokens - 1, done + budget)]
+        if not len(chunk):  # everything was copied
+            return 0
+        if sequence.needs_prompt_logprobs and done < sequence.num_prompt_tokens - 1:
+            output = self._target.forward([sequence.slot], pad_rows([chunk]), [len(chunk)])
+            sequence.score_prompt(output.logits[0], done)
+        else:
+            self._target.prefill([sequence.slot], pad_rows([chunk]), [len(chunk)])
+        self._num_computed += len(chunk)
+        return len(chunk)

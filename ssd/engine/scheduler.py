@@ -1,0 +1,173 @@
+"""Admission of waiting requests to slots, by tenant and priority."""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
+
+from ssd.engine.prefix_cache import PrefixCache
+from ssd.engine.sequence import Sequence
+
+AGEING_STEPS = 64
+"""The number of steps of waiting that count as much as one level of priority."""
+
+
+class Scheduler:
+    """Assigns slots to waiting sequences.
+
+    Used only by the thread that steps the engine; any thread may read the counts.
+
+    Tenants take turns: among the tenants that have a waiting request and may run more (``Request.max_running``), the
+    one that was given a slot longest ago is next. All requests without a tenant count as one tenant. The rest applies
+    within a tenant.
+
+    A request of priority p that arrives at step t has the queue key ``p * ageing_steps + t``, and the lowest key is
+    admitted first: by priority, first come first served within one priority. A later request with a priority lower by d
+    overtakes it only if it arrives within ``d * ageing_steps`` steps. Keys never change, so queues need no resorting as
+    requests age.
+
+    The memory of all slots is reserved, so no request is preempted for lack of memory. If no slot is free, the next
+    request preempts the running one with the highest queue key among those with a higher ``priority``, unless ageing
+    has put that one ahead. A preempted request keeps its tokens and its key, and continues when it gets a slot again,
+    with the same output. As keys are fixed, two requests never preempt each other alternately.
+
+    Attributes:
+        running: The running sequences, in the order of their slots.
+        num_waiting: The number of sequences without a slot.
+    """
+
+    def __init__(self, num_slots: int, prefix_cache: PrefixCache, *, ageing_steps: int = AGEING_STEPS) -> None:
+        self._queues: dict[str | None, list[Sequence]] = {}  # by tenant, the next one first; each in queue order
+        self.running: list[Sequence] = []
+        self.num_waiting = 0
+        self._free_slots = set(range(num_slots))
+        self._prefix_cache = prefix_cache
+        self._ageing_steps = ageing_steps
+        self._num_steps = 0
+        self._num_arrivals = 0
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The waiting sequences, in queue order within each tenant. O(waiting)."""
+        return [sequence for queue in self._queues.values() for sequence in queue]
+
+    @property
+    def free_slots(self) -> frozenset[int]:
+        """The slots without a sequence."""
+        return frozenset(self._free_slots)
+
+    def enqueue(self, sequences: Iterable[Sequence]) -> None:
+        """Add sequences to the queues. O(waiting) each."""
+        for sequence in sequences:
+            self._num_arrivals += 1
+            sequence.queue_key = (sequence.request.priority * self._ageing_steps + self._num_steps, self._num_arrivals)
+            self._insert(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Start a step: assign slots to the next sequences, and return the sequences that were preempted."""
+        self._num_steps += 1
+        if self._queues and not self.running:
+            self._prefix_cache.drop_overwritten()
+        preempted = []
+        while (found := self._next_admission()) is not None:
+            sequence, victim = found
+            self._dequeue(sequence)
+            if (queue := self._queues.pop(sequence.request.tenant, None)) is not None:
+                self._queues[sequence.request.tenant] = queue  # move the tenant to the end
+            if victim is not None:
+                self.release(victim)
+                victim.num_preemptions += 1
+                self._insert(victim)
+                preempted.append(victim)
+            self._prefix_cache.assign_slot(sequence, self._free_slots, self.running)
+            self._free_slots.remove(sequence.slot)
+            sequence.stats.started_s = sequence.stats.started_s or time.perf_counter()
+            # In slot order, because a batch of adjacent slots needs no gather of the KV cache.
+            insort(self.running, sequence, key=_slot)
+        return preempted
+
+    def release(self, sequence: Sequence) -> None:
+        """Remove a sequence from its slot, which keeps its KV cache."""
+        self._prefix_cache.retain(sequence)
+        self._free_slot(sequence)
+
+    def _free_slot(self, sequence: Sequence) -> int:
+        slot, sequence.slot = sequence.slot, -1
+        self.running.remove(sequence)
+        self._free_slots.add(slot)
+        if sequence.grammar is not None:
+            sequence.grammar.release_memory()
+        return slot
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a running or waiting sequence and clear its slot, whose content is unknown."""
+        if sequence.slot < 0:
+            if sequence in self._queues.get(sequence.request.tenant, ()):
+                self._dequeue(sequence)
+            return
+        self._prefix_cache.clear_slot(self._free_slot(sequence))
+
+    def remove(self, request_ids: set[str]) -> list[Sequence]:
+        """Remove and return the sequences with these request ids, running or waiting; unknown ids are ignored."""
+        found = [s for s in (*self.waiting, *self.running) if s.request.request_id in request_ids]
+        for sequence in found:
+            if sequence.slot < 0:
+                self._dequeue(sequence)
+            else:
+                self.release(sequence)
+        return found
+
+    def _insert(self, sequence: Sequence) -> None:
+        insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_queue_key)
+        self.num_waiting += 1
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        queue = self._queues[sequence.request.tenant]
+        queue.remove(sequence)
+        self.num_waiting -= 1
+        if not queue:
+            del self._queues[sequence.request.tenant]
+
+    def can_admit(self) -> bool:
+        """Return whether a waiting request could be admitted now. O(tenants + running)."""
+        return self._next_admission() is not None
+
+    def _next_admission(self) -> tuple[Sequence, Sequence | None] | None:
+        """Return the sequence to admit next and the one to preempt for it, if any. O(tenants + running).
+
+        Returns:
+            None if no sequence can be admitted.
+        """
+        if not self._queues:
+            return None
+        num_running = Counter(running.request.tenant for running in self.running)
+        least_urgent = max((running.request.priority for running in self.running), default=0)
+        for tenant, queue in self._queues.items():
+            first = queue[0]
+            max_running = first.request.max_running
+            if self._free_slots and (max_running is None or num_running[tenant] < max_running):
+                return first, None
+            if first.request.priority < least_urgent and (victim := self._victim(first)) is not None:
+                return first, victim
+        return None
+
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Return the running sequence of the same tenant that must be preempted for a sequence, or None."""
+        later = [
+            running
+            for running in self.running
+            if running.request.tenant == sequence.request.tenant
+            and running.request.priority > sequence.request.priority
+            and running.queue_key > sequence.queue_key
+        ]
+        return max(later, key=_queue_key, default=None)
+
+
+def _slot(sequence: Sequence) -> int:
+    return sequence.slot
+
+
+def _queue_key(sequence: Sequence) -> tuple[int, int]:
+    return sequence.queue_key
