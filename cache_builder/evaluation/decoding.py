@@ -196,7 +196,7 @@ class OutputDecoder:
             curve: The cost of forward passes.
             draft: The drafting options.
             tree: Whether draft trees are verified, instead of chains only.
-            sure: See `FIRST_TOKEN_THRESHOLD`. 0: the first pass drafts like every other pass.
+            sure: The minimum acceptance probability of the first draft token in a request's first pass. 0: no minimum.
         """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]

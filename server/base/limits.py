@@ -40,7 +40,9 @@ class Limits:
     max_choices: int = 1024
     """Maximum number of choices of a request: prompts times `n`."""
     max_request_tokens: int = 1 << 18
-    """Maximum number of prompt tokens of a request; at least the context length."""
+    """Maximum number of prompt tokens of a request, over all its prompts. A value below the context length has no
+    effect.
+    """
     max_queued_tokens: int = 1 << 23
     """Maximum total number of prompt and prediction tokens, times choices, of all requests; a tenant may use half of
     the rest.

@@ -143,7 +143,7 @@ class CallFormat:
 
     @cached_property
     def stops(self) -> Markers:
-        """The texts that end a section's text that is not a call."""
+        """The texts at which text within a section that is not a call ends."""
         return Markers(*self.call, *self.end)
 
     @cached_property
@@ -367,7 +367,10 @@ class Calls:
         return True
 
     def _held_arguments(self) -> Steps[str | None]:
-        """Read an object, an object in a string, or null; returns None for anything else."""
+        """Read the arguments of a call and return them as a JSON object.
+
+        They may be an object, a string with an object, or null, which gives "{}". Returns None for any other value.
+        """
         scanner = self._scanner
         if (yield from scanner.literal("null")):
             return "{}"

@@ -124,8 +124,8 @@ def grow_chain(
     Args:
         texts: The texts that samples lie in.
         samples: The samples.
-        begin: The number of tokens already in ``out``, with which ``texts.context`` ends.
-        may_look_up: Whether to stop if the end of the draft should be looked up.
+        begin: The number of tokens already in ``out``; they are the last tokens of ``texts.context``.
+        may_look_up: Whether to stop early when a new lookup from the draft's end is worthwhile.
         params: The parameters of the draft.
         prediction: The position in the client's prediction.
         model: The acceptance model.

@@ -47,7 +47,10 @@ def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> N
 
 @inlined
 def _is_in_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
-    """Return whether the target knows all tokens of a draft; convert a tree without branches to a chain."""
+    """Return whether all tokens of a draft are in the target's vocabulary.
+
+    A draft tree without branches is marked as a chain in place.
+    """
     is_chain = True
     for i in range(draft.size):
         if draft.tokens[i] < 0 or draft.tokens[i] >= vocab_size:

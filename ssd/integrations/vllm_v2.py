@@ -347,7 +347,7 @@ class Speculator(VllmDrafter):
             log.warning("drafting stopped for %d requests: some of their tokens are missing", len(missing))
 
     def _finish_arrived(self, core: DrafterCore) -> None:
-        """Add the text of the finished requests whose tokens have all arrived to the cache."""
+        """Add the finished requests whose tokens have all arrived to the cache."""
         if self._finished_requests:
             awaited = {id(request) for step in self._pending_steps for request in step.requests}
             done = [

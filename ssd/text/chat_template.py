@@ -256,7 +256,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """Return the mark of each part of a conversation."""
+    """Return for each part of a conversation its mark, the unique text that is rendered in its place."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():

@@ -91,7 +91,10 @@ def _sample_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select the token of the split with the largest score, the first of equals: out, int64[N]. The grid is (N,)."""
+    """Select for each row the token of the split with the largest score; ties go to the first split.
+
+    The tokens are written to ``out``, int64[N]. The grid is (N,).
+    """
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
