@@ -181,13 +181,13 @@ def test_tenants_have_their_turn_between_others_requests_and_the_prompts_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     come: list[str] = []
-    require_place = Account.check_quota
+    check_quota = Account.check_quota
 
     def noted(account: Account, *numbers: int) -> None:
         come.append(account.name)  # and is in line before anything else runs on the event loop
-        require_place(account, *numbers)
+        check_quota(account, *numbers)
 
-    monkeypatch.setattr(Account, "require_place", noted)
+    monkeypatch.setattr(Account, "check_quota", noted)
     with watched_server(tmp_path) as (server, codec), ThreadPoolExecutor(4) as clients:
 
         def send(prompt: Any, key: str) -> int:
