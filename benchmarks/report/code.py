@@ -60,18 +60,21 @@ _ENDPOINTS: dict[str, type[Body]] = {
     "detokenize": DetokenizeBody,
 }
 _HEADERS = (
-    ("authorization", "`Bearer KEY`, where the server has keys"),
-    ("x-api-key", "`KEY`, as Anthropic's clients send it; on any path"),
-    ("x-request-id", "up to 128 visible characters: comes back, and stands in the log; made where there is none"),
-    (NO_LEARN_HEADER, "1: as `store: false`, for clients that cannot send that"),
-    ("anthropic-version", "of `/v1/models`, answers are Anthropic's; else ignored"),
-    ("anthropic-beta", "ignored"),
-    ("traceparent", "W3C trace context, where the server traces"),
+    ("authorization", "`Bearer KEY`. Required if the server has API keys."),
+    ("x-api-key", "`KEY`, in place of `authorization`. Anthropic's clients send it. Accepted on all paths."),
+    (
+        "x-request-id",
+        "The request id, at most 128 visible characters. The response and the log contain it. Default: created.",
+    ),
+    (NO_LEARN_HEADER, "`1` has the effect of `store: false`, for clients that cannot set this field."),
+    ("anthropic-version", "With it, `/v1/models` answers in Anthropic's format. Ignored on other paths."),
+    ("anthropic-beta", "Ignored."),
+    ("traceparent", "W3C trace context. Used if the server exports traces."),
 )
 
 
 def api_section() -> str:
-    """Every field once, beside the endpoints that have it alike; why others are ignored; what is refused; headers."""
+    """Return the lists of honoured, ignored and refused fields, grouped by their endpoints, and of headers."""
     honoured: dict[tuple[str, str], list[str]] = {}
     ignored: dict[tuple[str, str], list[str]] = {}
     refused: dict[tuple[str, str], list[str]] = {}
@@ -79,8 +82,8 @@ def api_section() -> str:
         schema = body.model_json_schema()
         known = schema["properties"]
         for name, field in known.items():
-            parts = ("required" if name in schema.get("required", ()) else _default(field), field.get("description"))
-            honoured.setdefault((name, "; ".join(filter(None, parts))), []).append(title)
+            parts = ("Required." if name in schema.get("required", ()) else _default(field), field.get("description"))
+            honoured.setdefault((name, " ".join(filter(None, parts))), []).append(title)
         if "tokenize" in title:  # what generation takes is left unread there, and nobody sends it
             continue
         for name, reason in body.ignored.items():
@@ -92,25 +95,25 @@ def api_section() -> str:
                 refused.setdefault((name, unless), []).append(title)
     lines = ["### Honoured", ""]
     for titles, rows in _by_endpoints(honoured):
-        each = (f"`{name}`{f' ({about})' if about else ''}" for name, about in rows)
-        lines.append(f"- **{titles}**: {_line('; '.join(each))}")
+        names = ", ".join(f"`{name}`" for name, about in rows if not about)
+        lines.append(f"- **{titles}**{f': {names}' if names else ''}")
+        lines += [f"  - `{name}`: {_line(about)}" for name, about in rows if about]
     lines += ["", "### Ignored", ""]
     for titles, found in _by_endpoints(ignored):
         reasons: dict[str, list[str]] = {}
         for name, reason in found:
             reasons.setdefault(reason, []).append(f"`{name}`")
-        said = (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        lines += [f"- **{titles}**: {'; '.join(said)}"]
-    lines += ["", "### Refused", ""]
+        lines += [f"- **{titles}**", *(f"  - {', '.join(names)}: {reason}" for reason, names in reasons.items())]
+    lines += ["", "### Refused", "", "The values in brackets are accepted.", ""]
     for titles, those in _by_endpoints(refused):
-        named = (f"`{name}`{f' (but for {unless})' if unless else ''}" for name, unless in those)
-        lines += [f"- **{titles}**: {'; '.join(named)}"]
+        named = (f"`{name}`{f' ({unless})' if unless else ''}" for name, unless in those)
+        lines += [f"- **{titles}**: {', '.join(named)}"]
     lines += ["", "### Headers", "", *(f"- `{name}`: {meaning}" for name, meaning in _HEADERS)]
     return "\n".join(lines)
 
 
 def _by_endpoints(found: Mapping[_Row, Sequence[str]]) -> Iterator[tuple[str, list[_Row]]]:
-    """What the same endpoints have, first what most of them have."""
+    """Yield the fields of each set of endpoints, first those of the largest set."""
     groups: dict[tuple[str, ...], list[_Row]] = {}
     for row, titles in found.items():
         groups.setdefault(tuple(titles), []).append(row)
@@ -120,9 +123,9 @@ def _by_endpoints(found: Mapping[_Row, Sequence[str]]) -> Iterator[tuple[str, li
 
 def _default(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
-        return f"only `{json.dumps(schema['const'])}`"
+        return f"Only `{json.dumps(schema['const'])}` is accepted."
     default = schema.get("default")
-    return f"`{json.dumps(default)}`" if default else ""  # of none, false and zero nothing is to be said
+    return f"Default: `{json.dumps(default)}`." if default else ""  # none, false and zero need no mention
 
 
 def constants_section(choices: Sequence[Choice] = CHOICES) -> str:

@@ -28,11 +28,11 @@ from ssd.errors import RequestError, quote_value
 _IGNORED: Mapping[str, str] = {
     "metadata": IGNORED["metadata"],
     "service_tier": IGNORED["service_tier"],
-    "cache_control": IGNORED["prompt_cache_key"] + ", here and in blocks and tools",
+    "cache_control": IGNORED["prompt_cache_key"] + " (in content blocks and tools too)",
     "user_profile_id": IGNORED["user"],
     "workspace_id": IGNORED["user"],
-    "diagnostics": "nothing is kept that a request could be compared with",
-    "speed": "there is one",
+    "diagnostics": "the server keeps no earlier requests to compare with",
+    "speed": "the server has only one speed",
 }
 """Fields that are ignored because they do not change the output, with the reason."""
 
@@ -268,13 +268,13 @@ class AnthropicChat(Body):
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
     messages: Annotated[list[Any], Field(fail_fast=True)] = Field(
-        min_length=1, description="turns of a user and an assistant; a last one of the assistant is continued"
+        min_length=1, description="User and assistant messages. The model continues a final assistant message."
     )
     system: str | Annotated[list[Any], Field(fail_fast=True)] | None = Field(
-        default=None, description="a text, or blocks of text"
+        default=None, description="A text, or a list of text blocks."
     )
     tools: Annotated[list[Any], Field(fail_fast=True)] = Field(
-        default_factory=list, description="of type custom: name, description, input_schema"
+        default_factory=list, description="Only tools of type `custom`, with `name`, `description` and `input_schema`."
     )
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -333,7 +333,7 @@ class AnthropicBody(CommonFields, AnthropicChat, ChatForm):
 
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
-    store: bool | None = Field(default=None, description="false: nothing is learned from this request")
+    store: bool | None = Field(default=None, description="false: this text is not added to the retrieval cache.")
 
     def chat_fields(self) -> dict[str, Any]:
         fields = {**self.same_fields(), **self.prompt_fields(), "stop": self.stop_sequences}

@@ -46,17 +46,17 @@ class RequestObject(BaseModel):
 
 
 IGNORED: Mapping[str, str] = {
-    "metadata": "nothing is stored that it could be kept with",
-    "user": "tenants are told apart by their keys",
-    "safety_identifier": "tenants are told apart by their keys",
-    "service_tier": "there is one",
-    "verbosity": "OpenAI's own models honour it",
+    "metadata": "requests are not stored, so metadata cannot be stored with them",
+    "user": "tenants are identified by their API keys",
+    "safety_identifier": "tenants are identified by their API keys",
+    "service_tier": "the server has only one service tier",
+    "verbosity": "only OpenAI's own models support it",
     "prompt_cache_key": "the prefix cache needs no hint",
     "prompt_cache_options": "the prefix cache needs no hint",
     "prompt_cache_retention": "the prefix cache needs no hint",
-    "request_id": "the header x-request-id names a request",
-    "session_id": "no session is kept",
-    "spaces_between_special_tokens": "tokenizers that are read here put none",
+    "request_id": "the header `x-request-id` sets the request id",
+    "session_id": "the server keeps no sessions",
+    "spaces_between_special_tokens": "the supported tokenizers insert no spaces there",
 }
 """Fields that are ignored because they do not change the output, with the reason."""
 

@@ -27,7 +27,7 @@ class Function(RequestObject):
 
     name: str = Field(min_length=1, max_length=128, pattern=_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of an object; left out: no limits")
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments. Default: any.")
     strict: bool | None = None
 
     def told(self) -> dict[str, Any]:
@@ -125,14 +125,14 @@ class ChatTemplateFields(BaseModel):
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = Field(
-        default=None, description='"auto" where there are tools; "required" and a named tool are held to by a grammar'
+        default=None, description='Default: "auto" if there are tools. A grammar enforces "required" and named tools.'
     )
-    parallel_tool_calls: bool = Field(default=True, description="false: at most one call in an answer")
+    parallel_tool_calls: bool = Field(default=True, description="false: the answer contains at most one tool call.")
     messages: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = Field(min_length=1)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     documents: Annotated[list[dict[str, str]], Field(fail_fast=True)] = Field(
-        default_factory=list, description="texts for a template that puts them into the prompt"
+        default_factory=list, description="Texts for chat templates that put documents into the prompt."
     )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_special_tokens: bool = False
@@ -194,11 +194,11 @@ class ChatTemplateFields(BaseModel):
 class ChatBody(ChatTemplateFields, GenerateBody):
     """POST /v1/chat/completions."""
 
-    include_reasoning: bool = Field(default=True, description="false: what the model thinks is left out of the answer")
+    include_reasoning: bool = Field(default=True, description="false: the answer does not contain the reasoning.")
     reasoning_effort: str | None = Field(default=None, max_length=64)
     logprobs: bool = False
     top_logprobs: int = Field(
-        default=0, ge=0, le=MAX_LOGPROBS, description="alternatives to report beside each token; needs ``logprobs``"
+        default=0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to report per token. Needs ``logprobs``."
     )
     echo: Literal[False] = False
 

@@ -28,14 +28,14 @@ class CommonFields(BaseModel):
     seed: int | None = None
     coupled: bool | None = Field(
         default=None,
-        description="false: drawn with noise of its own where the server couples requests (`--coupled-sampling`)",
+        description="false: this request does not share noise with other requests under `--coupled-sampling`.",
     )
     ignore_eos: bool = False
     cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     priority: int = 0
     num_speculative_tokens: int | None = Field(
         default=None,
-        description="most draft tokens per step of this request; 0: plain decoding. The output is the same",
+        description="Maximum number of draft tokens per step. 0 disables drafts. The output does not change.",
     )
 
 
@@ -48,7 +48,7 @@ class SamplingFields(CommonFields):
     logit_bias: dict[str, float] = Field(default_factory=dict)
     stop: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=128)
-    min_tokens: int = Field(default=0, description="before `stop_token_ids` and ends of text, not before `stop`")
+    min_tokens: int = Field(default=0, description="Minimum output length; `stop` strings can end the output earlier.")
     bad_words: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = Field(default_factory=list)
     allowed_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
 
@@ -154,7 +154,7 @@ class StreamOptions(RequestObject):
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
     include_drafts: bool | None = Field(
-        default=None, description="of each pass what was drafted, from what, and how much of it was accepted"
+        default=None, description="Report draft, source and number of accepted tokens of each verification pass."
     )
 
 
@@ -162,18 +162,18 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     """The common fields of completions and chat completions."""
 
     max_tokens: int | None = None
-    max_completion_tokens: int | None = Field(default=None, description="wins over the older ``max_tokens``")
+    max_completion_tokens: int | None = Field(default=None, description="Takes precedence over ``max_tokens``.")
     include_stop_str_in_output: bool = False
-    prompt_logprobs: int | None = Field(default=None, description="as ``logprobs``, for the prompt's tokens; vLLM's")
+    prompt_logprobs: int | None = Field(default=None, description="Number of alternatives per prompt token (vLLM).")
     return_tokens_as_token_ids: bool = False
     n: int = Field(default=1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     store: bool | None = Field(
-        default=None, description="false: drafts still come from the cache, but nothing of this request is added to it"
+        default=None, description="false: drafts come from the retrieval cache, but this text is not added to it."
     )
-    skip_special_tokens: bool = Field(default=True, description="false: special tokens are written as text, too")
+    skip_special_tokens: bool = Field(default=True, description="false: the output text contains special tokens.")
 
     def require_within(self, limits: Limits) -> None:
         """Raise RequestError for several constraints, or for one that takes too long to compile."""
@@ -292,11 +292,11 @@ COMPLETION_MAX_TOKENS = 16
 class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
-    prompt: str | list[Any] = Field(description="string, strings, token ids, or lists of token ids")
+    prompt: str | list[Any] = Field(description="A string, strings, a list of token ids, or lists of token ids.")
     add_special_tokens: bool = True
-    logprobs: int | Literal[False] = Field(default=False, description="report this many alternatives beside each token")
+    logprobs: int | Literal[False] = Field(default=False, description="Number of alternatives to report per token.")
     top_logprobs: Literal[0] = 0
-    echo: bool = Field(default=False, description="the text begins with the prompt, log-probabilities included")
+    echo: bool = Field(default=False, description="Put the prompt and its log-probabilities before the output.")
 
     def num_logprobs(self) -> int | None:
         """Return ``logprobs``; 0 reports the chosen tokens only."""

@@ -20,9 +20,9 @@ _IGNORED: Mapping[str, str] = {
     for name, reason in IGNORED.items()
     if name not in ("metadata", "verbosity", "spaces_between_special_tokens")
 } | {
-    "max_tool_calls": "it bounds the tools that a server runs, and here clients run them",
-    "background_options": "nothing runs in the background",
-    "access_programs": "they belong to OpenAI's accounts",
+    "max_tool_calls": "it limits the calls of tools that a server runs, but here clients run the tools",
+    "background_options": "no request runs in the background",
+    "access_programs": "they belong to OpenAI accounts",
     "client_metadata": IGNORED["metadata"],
 }
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
@@ -222,12 +222,12 @@ class ResponsesBody(SamplingFields, ChatForm):
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
     input: str | Annotated[list[Any], Field(fail_fast=True)] = Field(
-        description="a text, or items: messages, function calls and their outputs, reasoning"
+        description="A text, or a list of items: messages, function calls, function call outputs and reasoning."
     )
-    instructions: str | None = Field(default=None, description="a system message before the input")
+    instructions: str | None = Field(default=None, description="A system message, which is put before the input.")
     max_output_tokens: int | None = None
     tools: Annotated[list[Any], Field(fail_fast=True)] = Field(
-        default_factory=list, description="functions, alone or in namespaces; a web search is left out"
+        default_factory=list, description="Functions, optionally in namespaces. Web search tools are dropped."
     )
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -236,9 +236,9 @@ class ResponsesBody(SamplingFields, ChatForm):
     include: Annotated[list[Include], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field(
-        default_factory=dict, max_length=16, description="comes back with the response"
+        default_factory=dict, max_length=16, description="The response repeats it."
     )
-    store: bool = Field(default=True, description="responses are never stored; false: nor is anything learned from it")
+    store: bool = Field(default=True, description="false: this text is not added to the retrieval cache.")
     # Those of chat completions
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
