@@ -28,7 +28,7 @@ def parse_number(text: str) -> int:
 
 
 def format_number(value: int) -> str:
-    """Write ``value`` in the shortest exact form that `number` reads: 8388608 is ``8M``."""
+    """Write ``value`` in the shortest exact form that `parse_number` reads: 8388608 is ``8M``."""
     for power, letter in reversed(list(enumerate(_LETTERS, 1))):
         if value and value % 1024**power == 0:
             return f"{value // 1024**power}{letter.upper()}"

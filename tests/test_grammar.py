@@ -31,6 +31,7 @@ from ssd.text.grammar_memory import GrammarMemory
 from tests.engines import ask, make_engine
 from tests.models import tiny_model
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
+from tests.waiting import wait_until
 from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
@@ -396,11 +397,11 @@ def test_requests_that_wait_hold_no_compiled_grammar(
     for i in range(40):
         engine.submit(ask(f"{i}", (5, 6), max_tokens=8, structured_output=StructuredOutput("regex", f"a{i}b")))
     assert len(compiled) == 40
-    assert memory.num_bytes <= most_bytes // 2
+    wait_until(lambda: memory.num_bytes <= most_bytes // 2)
     outputs = {name: whole(each).text for name, each in finish_all(engine).items()}
     assert outputs == {f"{i}": f"a{i}b" for i in range(40)}
     assert (len(compiled) > 40) == (most_bytes < 1 << 30)
-    assert memory.num_bytes <= most_bytes // 2
+    wait_until(lambda: memory.num_bytes <= most_bytes // 2)  # a thread may still hold the last state
 
 
 def test_a_grammar_weighs_what_the_allocator_gave_out_for_it() -> None:

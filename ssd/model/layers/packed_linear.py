@@ -33,6 +33,7 @@ class PackedLinear(nn.Module):
     Attributes:
         kind: Inputs, outputs, bias and dtype; layers of one kind share their machine code.
         rows: The numbers of rows that a product may have.
+        weight: A tensor on the meta device with the shape and type of the weight, for models that look at them.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -40,6 +41,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().clone()
+        self.weight = torch.empty_like(weight, device="meta")
         self.packed = pack_weight(weight)
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
         self.rows = RowPlan()

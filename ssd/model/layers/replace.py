@@ -109,8 +109,10 @@ def replace_layers(
         if error < tolerance:
             return True
         reason = f"logits differ by {error:.2g}"
-    except Exception as failure:  # from a compiler, or a model that uses its layers' internals
-        reason = first_line(failure)
+    except AttributeError:
+        reason = "the model computes with the weights of its layers itself"
+    except Exception as failure:  # from a compiler, for example
+        reason = f"with the faster ones a forward pass fails ({first_line(failure)})"
     log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
         setattr(parent, name, again())
