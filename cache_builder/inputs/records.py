@@ -86,7 +86,7 @@ def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[
 
 
 class EncodedRecord(NamedTuple):
-    """The sequences of a record, and its missing parts.
+    """The encoded sequences of a record, with flags that say which parts the record has.
 
     Attributes:
         examples: The encoded sequences.

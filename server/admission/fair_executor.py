@@ -144,7 +144,7 @@ class FairExecutors:
         return await self._long_texts.run_with_cost(num_characters, call)
 
     def grammar(self, cost: int) -> FairExecutor:
-        """Return the pool for a grammar of this expected cost."""
+        """Return the thread pool for the compilation of a grammar of this expected cost."""
         return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
     def body(self, num_bytes: int) -> FairExecutor:

@@ -39,7 +39,9 @@ class RequestOptions:
     ignore_unknown_fields: bool = False
     """Ignore unknown fields of requests. By default they are rejected with 400 and a suggestion."""
     allow_special_tokens: bool = False
-    """Encode special tokens that messages spell out as control tokens. By default they are encoded as text."""
+    """If a message contains the text of a special token, encode it as that control token. By default it is ordinary
+    text.
+    """
 
 
 def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:

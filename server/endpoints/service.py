@@ -104,7 +104,7 @@ class Service:
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
-        """Start all choices of ``body``, which was made from ``asked``.
+        """Start all choices of ``body``, the parsed form of the client's request ``asked``.
 
         After an exception nothing runs and nothing is reserved.
         """

@@ -56,7 +56,7 @@ class PackedEmbedding(nn.Module):
     __call__ = forward  # without torch's search for hooks
 
     def repack(self, packed: torch.Tensor) -> None:
-        """Read from another packed weight from now on, of the same shape and dtype and thus of the same layout."""
+        """Replace the packed weight by another one of the same shape and dtype, and therefore of the same layout."""
         self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
