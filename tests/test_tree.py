@@ -287,7 +287,7 @@ def test_trees_are_asked_for_where_they_can_be_verified(
     # Where there are two, neither is ever alone.
     asked = [ask(str(i), (5, 6 + i), max_tokens=3 if count == 1 else 1, temperature=1.0) for i in range(count)]
     answers_of(engine, asked)
-    assert drafter.trees == {expected} and ("chains only" in caplog.text) == on_falcon
+    assert drafter.trees == {expected} and ("verifies only chains" in caplog.text) == on_falcon
 
 
 def test_an_unknown_shape_is_refused() -> None:
