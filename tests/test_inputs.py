@@ -211,6 +211,7 @@ def arrow(*, is_file: bool) -> bytes:
         ("cache.arrow", arrow(is_file=False)),
         ("no-name", arrow(is_file=False)),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_requests_are_read_whatever_their_file_is_called(
     name: str, data: bytes, tmp_path: Path, codec: TextCodec
