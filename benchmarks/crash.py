@@ -57,9 +57,9 @@ _WINDOW_S = 1.0  # a writer works so long at most
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _PHASES = ("starting", "opening", "running", "closing", "closed")
 _INDEX = IndexConfig(  # merges beyond 16384 tokens are another thread's
-    capacity_tokens=1 << 18, seal_tokens=1 << 11, merge_fanout=2, dedup_block_tokens=0, rebuild_interval_s=0.05
+    capacity_tokens=1 << 18, flush_tokens=1 << 11, merge_fanout=2, dedup_block_tokens=0, rebuild_interval_s=0.05
 )
-_MOST_UNSEALED = _TAIL_SEALS * _INDEX.seal_tokens + _LONGEST + 1
+_MOST_UNSEALED = _TAIL_SEALS * _INDEX.flush_tokens + _LONGEST + 1
 """Tokens the tail may hold at most, with the sequence that made it so long."""
 
 
@@ -105,7 +105,7 @@ def live(seed: int, directory: Path, first: int, chance: random.Random, life_s: 
         cache.append(text_of(seed, number))
         stops.append(cache.snapshot().memtable_stop)
         number += 1
-        while cache.stats().num_tail_tokens > _TAIL_SEALS * _INDEX.seal_tokens:
+        while cache.stats().num_memtable_tokens > _TAIL_SEALS * _INDEX.flush_tokens:
             time.sleep(0.0005)
         draw = chance.random()
         if draw < 0.03:

@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_draft_tokens=max(_LOOKED_UP, *args.draft),
         keeps_top=True,
         enforce_eager=args.enforce_eager,
-        exact="off",
+        batch_invariant="off",
     )
     tune_threads(target)
     verify_batch_invariance(target, "auto")

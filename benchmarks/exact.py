@@ -4,9 +4,9 @@
 
 In each type tokens and log-probabilities are the same bits as without speculation and one request at a time, of every
 pair of drafter, draft limit and batch size in float32, of two settings in the others, the widest passes of the most
-rows among them; greedy and sampled; greedy in float32 against ``generate`` too. Then passes are timed by turns with the
-plan that keeps the bits and without it (``--exact off``): of one row and of eight, and a prefill. Medians over rounds,
-with the least and the most.
+rows among them; greedy and sampled; greedy in float32 against ``generate`` too. Then forward passes of one row,
+of eight rows and a prefill are timed alternately with bit-identical outputs and with ``--batch-invariant off``. The
+table has medians over rounds, with the least and the most.
 Prints a table; the last line of stdout is one JSON object. Status 1 where an output differs.
 """
 
@@ -26,7 +26,7 @@ from benchmarks.models import load
 from benchmarks.run import SPREAD, Option, Run, in_turn, spread
 from benchmarks.steps import passes_of, synchronize
 from benchmarks.workloads import snippets
-from ssd.config import Exact, SamplingParams
+from ssd.config import BatchInvariant, SamplingParams
 from ssd.model.loading.load_target import DTYPES, open_target
 from ssd.model.loading.threads import tune_threads
 from ssd.model.runners.batch_invariance import verify_batch_invariance
@@ -34,7 +34,7 @@ from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 _PREFILL = 448
-_PLANS: tuple[Exact, ...] = ("off", "on")
+_PLANS: tuple[BatchInvariant, ...] = ("off", "on")
 _PASSES = 4
 _DEVICE_PASSES = 24
 """Of one measurement, which on a device begins and ends with waiting for it."""
@@ -64,7 +64,7 @@ NOTE = (
     "`python -m benchmarks.exact`, {measured}: positions of texts, each compared in several settings with passes of "
     "one position and one row: the token, and where log-probabilities are asked for, as every second request does, "
     "those of it and of the {parameters[top]} most probable ones, to the bit. Rates are those with the plan over "
-    "those of `--exact off`, by turns; medians (least ... most)."
+    "those of `--batch-invariant off`, by turns; medians (least ... most)."
 )
 RUN = "threads: {threads}"
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         codec, model = load(Namespace(**{**vars(args), "dtype": dtype}), speaks=True)
         prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
         target = open_target(
-            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), exact="off",
+            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), batch_invariant="off",
             keeps_top=bool(args.drafters),
         )  # fmt: skip
         tune_threads(target)
@@ -157,7 +157,7 @@ def _ratios(target: Target, begin: Callable[[], None], passes: Callable[[], None
     """``begin`` : fills slots, which are empty where plans change."""
     found = []
     for number in range(rounds):
-        seconds: dict[Exact, float] = {}
+        seconds: dict[BatchInvariant, float] = {}
         for wanted in in_turn(_PLANS, number):
             for slot in range(target.num_slots):
                 target.rollback(slot, 0)

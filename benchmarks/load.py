@@ -18,7 +18,7 @@ from benchmarks.history import History, note
 from benchmarks.processes import Server, headers_of
 from benchmarks.workloads import snippets
 
-SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--exact", "on")
+SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--batch-invariant", "on")
 """With which what a server says depends on the request alone."""
 
 _PROMPT_CHARACTERS = 160

@@ -86,7 +86,7 @@ def settle(model: PreTrainedModel) -> None:
     from ssd.model.loading.threads import is_small, tune_threads
 
     if is_small(model):
-        tune_threads(open_target(model, num_slots=1, max_length=128, exact="off"))
+        tune_threads(open_target(model, num_slots=1, max_length=128, batch_invariant="off"))
 
 
 def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:

@@ -15,8 +15,8 @@ from ssd.token_rules import NO_RULES, TokenRules
 DraftShape = Literal["auto", "chain", "tree"]
 DRAFT_SHAPES: tuple[DraftShape, ...] = get_args(DraftShape)
 SchedulingPolicy = Literal["fcfs", "priority"]
-Exact = Literal["auto", "on", "off"]
-EXACT: tuple[Exact, ...] = get_args(Exact)
+BatchInvariant = Literal["auto", "on", "off"]
+BATCH_INVARIANT: tuple[BatchInvariant, ...] = get_args(BatchInvariant)
 SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
@@ -56,7 +56,7 @@ class IndexConfig:
     later output repeated is retained, up to half of the capacity.
     """
 
-    seal_tokens: int = 4096
+    flush_tokens: int = 4096
     """The number of tokens at which the active segment is flushed."""
 
     rebuild_interval_s: float = 1.0
@@ -79,7 +79,7 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         _require(self.capacity_tokens >= 8, f"capacity_tokens must be >= 8, got {self.capacity_tokens}")
-        _require(self.seal_tokens >= 1, f"seal_tokens must be >= 1, got {self.seal_tokens}")
+        _require(self.flush_tokens >= 1, f"flush_tokens must be >= 1, got {self.flush_tokens}")
         _require(
             0 < self.rebuild_interval_s <= MAX_INTERVAL_S,
             f"rebuild_interval_s must be > 0 and at most {MAX_INTERVAL_S}, a day, got {self.rebuild_interval_s}",
@@ -167,7 +167,7 @@ class EngineConfig:
     memory.
     """
 
-    exact: Exact = "auto"
+    batch_invariant: BatchInvariant = "auto"
     """Whether the logits of a position must be bit-identical in every pass, so that outputs do not depend on drafts and
     on other sequences. "auto": if the model allows it. "on": refuse the model otherwise. "off": each pass is as fast as
     possible.
@@ -213,7 +213,7 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         _require(share is None or 0 < share <= 1, f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
         _require_one_of(SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy)
-        _require_one_of(EXACT, "exact", self.exact)
+        _require_one_of(BATCH_INVARIANT, "batch_invariant", self.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ _OF_REQUESTS = {each.name for each in fields(Request)}
 @cache
 def target_of(name: str = "Llama", **changes: Any) -> Any:
     """A target of a tiny model, opened once and exact. ``changes`` : to what it is opened with."""
-    usual = {"num_slots": 4, "max_length": 96, "max_draft_tokens": 8, "exact": "on"}
+    usual = {"num_slots": 4, "max_length": 96, "max_draft_tokens": 8, "batch_invariant": "on"}
     return open_target(tiny_model(name), **{**usual, **changes})
 
 

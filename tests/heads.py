@@ -74,7 +74,7 @@ def head_drafter(
     """A head beside a fresh target that is exact, and keeps what the head reads."""
     tapped = feature_spec(head, model.device, model.dtype)
     target = open_target(
-        model, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, tapped=tapped, exact="on"
+        model, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, tapped=tapped, batch_invariant="on"
     )  # fmt: skip
     assert isinstance(target, SlotRunner) and target.can_verify_trees
     return target, HeadDrafter(head, target, chunk_tokens=chunk_tokens)

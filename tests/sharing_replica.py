@@ -110,7 +110,7 @@ def text_of(writer: int, number: int) -> list[int]:
 
 def main(url: str, directory: str, writer: str, first: str) -> None:
     """Append sequence after sequence, saying each number, until killed. Seals and merges all the time."""
-    index = IndexConfig(seal_tokens=200, rebuild_interval_s=0.05)
+    index = IndexConfig(flush_tokens=200, rebuild_interval_s=0.05)
     config = CacheConfig(directory=Path(directory), index=index)
     with (
         ReplicationLog(url, fingerprint=FINGERPRINT, vocab_size=VOCAB_SIZE) as log,

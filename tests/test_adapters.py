@@ -76,7 +76,7 @@ def engine(paths: dict[str, str], codec: TextCodec) -> Iterator[Engine]:
             device="cpu",
             caches=caches,
             codec=codec,
-            config=EngineConfig(max_num_seqs=8, max_model_len=128, exact="on"),
+            config=EngineConfig(max_num_seqs=8, max_model_len=128, batch_invariant="on"),
             adapters=paths,
         )
         made.warm_up()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def _config(directory: Path | None = None, **index: float) -> CacheConfig:
     settings: dict[str, float] = {
         "capacity_tokens": 8000,
-        "seal_tokens": 16,
+        "flush_tokens": 16,
         "dedup_block_tokens": 4,
         "lead_in_tokens": 2,
     }
@@ -41,7 +41,7 @@ def _said(caches: CacheManager, namespace: str = "default") -> list[list[int]]:
 
 
 def _wait_until_sealed(caches: CacheManager) -> None:
-    wait_until(lambda: not caches.get().stats().num_tail_tokens)
+    wait_until(lambda: not caches.get().stats().num_memtable_tokens)
 
 
 # Learning
@@ -100,7 +100,7 @@ def test_names_that_could_leave_the_directory_are_refused(name: str) -> None:
 def test_threads_keep_what_several_threads_say() -> None:
     random_tokens = np.random.default_rng(1)
     texts = [random_tokens.integers(0, 50, 200).tolist() for _ in range(400)]
-    with CacheManager(_config(capacity_tokens=1 << 20, seal_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
+    with CacheManager(_config(capacity_tokens=1 << 20, flush_tokens=2048, dedup_block_tokens=0), FINGERPRINT) as caches:
         cache = caches.get()
         stop = threading.Event()
         torn: list[object] = []
@@ -128,7 +128,7 @@ def test_threads_keep_what_several_threads_say() -> None:
         caches.flush()
         stats = cache.stats()
         assert not torn and stats.num_failures == stats.num_dropped_tokens == 0
-        assert stats.num_tail_tokens == 0 and stats.num_merged > 0 and stats.num_segments < 10
+        assert stats.num_memtable_tokens == 0 and stats.num_merges > 0 and stats.num_segments < 10
         assert sorted(_said(caches)) == sorted(texts)
         pattern = texts[0][:3]
         assert snapshot_count(cache.snapshot(), pattern) == naive_count(snapshot_text(cache.snapshot()), pattern)
@@ -142,7 +142,7 @@ def test_the_tail_is_sealed_after_the_interval() -> None:
 
 
 def test_a_shared_log_does_not_outrun_the_sealing() -> None:
-    with CacheManager(_config(capacity_tokens=1 << 15, seal_tokens=256), FINGERPRINT) as caches:
+    with CacheManager(_config(capacity_tokens=1 << 15, flush_tokens=256), FINGERPRINT) as caches:
         for i in range(200):
             caches.get().append_replicated([np.array([i % 100] * 120, np.int32)])
         assert caches.get().stats().num_dropped_tokens == 0
@@ -152,7 +152,7 @@ def test_a_shared_log_does_not_outrun_the_sealing() -> None:
 @given(st.lists(st.lists(st.integers(0, 2), max_size=9), max_size=12), st.integers(1, 5), st.integers(20, 200))
 def test_pieces_shared_together_are_stored_as_one_by_one(ids: list[list[int]], together: int, capacity: int) -> None:
     pieces = [np.array(each, np.int32) for each in ids]
-    config = IndexConfig(capacity_tokens=capacity, seal_tokens=16, dedup_block_tokens=4, lead_in_tokens=2)
+    config = IndexConfig(capacity_tokens=capacity, flush_tokens=16, dedup_block_tokens=4, lead_in_tokens=2)
     one, other = (NamespaceCache("a", config, fingerprint=FINGERPRINT) for _ in range(2))
     for piece in pieces:
         one.append_replicated([np.array(piece, np.int32)], source={"n": 1})
@@ -232,7 +232,7 @@ def test_what_could_not_be_written_holds_the_mark_back(
         return written(self, segment)
 
     monkeypatch.setattr(SegmentDirectory, "write", write)
-    with _set(tmp_path / "a", merge_fanout=2, seal_tokens=1) as caches:
+    with _set(tmp_path / "a", merge_fanout=2, flush_tokens=1) as caches:
         cache = caches.get()
         cache.append_replicated([np.array([1, 1, 1, 1], np.int32)], source={"n": 1})
         cache.maintain()

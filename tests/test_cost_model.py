@@ -33,7 +33,7 @@ def learned(fixed: float, per_position: float, wide: float = 0.0) -> CostModel:
 
 
 def draft(*probabilities: float) -> Draft:
-    return Draft(np.arange(len(probabilities), dtype=np.int32), 1, "own", np.array(probabilities))
+    return Draft(np.arange(len(probabilities), dtype=np.int32), 1, "context", np.array(probabilities))
 
 
 def paying(prices: CostModel, *rows: Sequence[float]) -> int:

@@ -215,7 +215,7 @@ def test_nothing_of_one_request_is_seen_in_another(
     shape: DraftShape, script: list[tuple[str, int, int, int, bool]], slots: int, data: st.DataObject
 ) -> None:
     """Whatever was asked before and beside it, in whatever order, by a cache that is empty, full or overflowing."""
-    index = IndexConfig(capacity_tokens=256, seal_tokens=16, merge_fanout=2)
+    index = IndexConfig(capacity_tokens=256, flush_tokens=16, merge_fanout=2)
     requests = []
     for number, (namespace, stream, prompt, length, _) in enumerate(script):
         requests.append(asked_of(str(number), prompt_of(prompt, length), stream, namespace=namespace))

@@ -117,7 +117,7 @@ class Disk:
 def test_a_power_failure_between_any_two_operations_loses_nothing_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = IndexConfig(capacity_tokens=512, seal_tokens=16, merge_fanout=2, dedup_block_tokens=0)
+    index = IndexConfig(capacity_tokens=512, flush_tokens=16, merge_fanout=2, dedup_block_tokens=0)
     acknowledged = 0  # generation of the last commit that returned
     num_states = 0
 
@@ -150,7 +150,7 @@ def test_a_power_failure_between_any_two_operations_loses_nothing_committed(
                     acknowledged = manifest.generation
                     num_commits += 1
         stats = caches.get().stats()
-        assert stats.num_failures == 0 and stats.num_merged > 5 and stats.num_evicted_segments > 2
+        assert stats.num_failures == 0 and stats.num_merges > 5 and stats.num_evicted_segments > 2
     disk.close()
     assert num_states > 500
     assert disk.num_directory_syncs <= 2 * num_commits  # the names of all new segments, then the manifest's

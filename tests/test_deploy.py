@@ -115,8 +115,8 @@ def test_every_metric_that_is_drawn_or_watched_is_exported(server: RunningServer
 
 def test_whatever_tells_that_sharing_is_slow_or_loses_is_documented_drawn_and_watched() -> None:
     page = (ROOT / "docs" / "sharing.md").read_text()
-    for name in ("stream_lag_seconds", "sharing_queued", "sharing_dropped_total", "sharing_connected",
-                 "sharing_invalid_total"):  # fmt: skip
+    for name in ("stream_lag_seconds", "queued", "dropped_total", "connected", "invalid_total"):
+        name = f"replication_{name}"
         assert f"`ssd:{name}" in page
         for where in (panels().values(), [[each] for each in alerts().values()]):
             assert any(f"ssd:{name}" in expression for each in where for expression in each), name
@@ -127,9 +127,9 @@ def test_every_number_of_sharing_is_documented() -> None:
     names = {name.removeprefix("num_").removeprefix("is_") for name in ReplicationStats.__dataclass_fields__} - {
         "streams"
     }
-    (row,) = re.findall(r"sharing_{(published[a-z_,]+)}", page)
-    (failures,) = re.findall(r"sharing_{(failures[a-z_,]+)}", page)
-    alone = re.findall(r"`ssd:sharing_([a-z]+?)(?:_total)?`", page)
+    (row,) = re.findall(r"replication_{(published[a-z_,]+)}", page)
+    (failures,) = re.findall(r"replication_{(failures[a-z_,]+)}", page)
+    alone = re.findall(r"`ssd:replication_([a-z]+?)(?:_total)?`", page)
     assert {*row.split(","), *failures.split(","), *alone} == names
 
 

@@ -29,7 +29,7 @@ FINGERPRINT = "0123456789abcdef" * 2
 
 
 def opened(path: Path, namespace: str = "default") -> CacheManager:
-    index = IndexConfig(capacity_tokens=8000, seal_tokens=16, merge_fanout=4, dedup_block_tokens=0)
+    index = IndexConfig(capacity_tokens=8000, flush_tokens=16, merge_fanout=4, dedup_block_tokens=0)
     return CacheManager(CacheConfig(index=index, directory=path), FINGERPRINT, namespace=namespace, inline=True)
 
 
@@ -297,7 +297,7 @@ def test_damaged_files_of_a_running_cache_are_written_anew_by_merges(tmp_path: P
         for file in path.glob("*.seg"):
             file.write_bytes(b"overwritten")
         learn(caches, range(30, 200))
-        assert caches.get().stats().num_merged > 0 and said(caches) == list(range(200))
+        assert caches.get().stats().num_merges > 0 and said(caches) == list(range(200))
     with opened(tmp_path) as caches:
         assert said(caches) == list(range(200))
 
@@ -352,7 +352,7 @@ def test_a_directory_copied_to_another_namespace_is_refused(tmp_path: Path) -> N
     assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
     with opened(tmp_path / "new", "other") as caches:
         caches.get().add_prebuilt_directory(tmp_path / "other")
-        assert caches.get().stats().num_static_tokens == 30 * 21  # on purpose
+        assert caches.get().stats().num_prebuilt_tokens == 30 * 21  # on purpose
 
 
 # Who may read it

@@ -41,7 +41,7 @@ def test_suffix_says_in_which_part_of_the_index_it_found_a_draft(tree: bool) -> 
     ring[51:61] = range(200, 210)
     segments = (static, born)
     snapshot = Snapshot(1, SegmentTable(segments), ring, 51, 61)
-    for first, source in ((0, "warm"), (100, "segment"), (200, "tail")):
+    for first, source in ((0, "prebuilt"), (100, "cache"), (200, "recent")):
         request = ask([*range(first, first + 5)], snapshot, 4)
         request.allow_tree = tree
         draft = SuffixDrafter(default_token_cost=1e-4).propose([request])[0]

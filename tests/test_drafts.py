@@ -45,7 +45,9 @@ def some_draft(random: np.random.Generator, most: int, *, is_tree: bool, beginni
     nodes = np.array([random.integers(-1, i) if i else -1 for i in range(size)], np.int32)
     is_chain = not is_tree or nodes.tolist() == [*range(-1, size - 1)]
     chances = random.uniform(0.05, 1.0, size) if random.random() < 0.95 else None
-    return Draft(tokens, int(random.integers(0, 9)), "own" if size else "none", chances, None if is_chain else nodes)
+    return Draft(
+        tokens, int(random.integers(0, 9)), "context" if size else "none", chances, None if is_chain else nodes
+    )
 
 
 def known_prices(random: np.random.Generator) -> CostModel:

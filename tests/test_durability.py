@@ -101,7 +101,7 @@ class Halves(RuleBasedStateMachine):
 
     @initialize(capacity=st.sampled_from([16, 64, 200]), fanout=st.integers(2, 3))
     def create(self, capacity: int, fanout: int) -> None:
-        self.config = IndexConfig(capacity_tokens=capacity, seal_tokens=8, merge_fanout=fanout, lead_in_tokens=1)
+        self.config = IndexConfig(capacity_tokens=capacity, flush_tokens=8, merge_fanout=fanout, lead_in_tokens=1)
         self.open()
 
     def open(self) -> None:
@@ -211,7 +211,9 @@ TestHalves.settings = settings(max_examples=60, stateful_step_count=60)
     ),
 )
 def test_a_cache_that_dies_anywhere_has_what_it_had_maintained(capacity: int, operations: list[Text | str]) -> None:
-    index = IndexConfig(capacity_tokens=capacity, seal_tokens=8, merge_fanout=2, dedup_block_tokens=0, lead_in_tokens=1)
+    index = IndexConfig(
+        capacity_tokens=capacity, flush_tokens=8, merge_fanout=2, dedup_block_tokens=0, lead_in_tokens=1
+    )
     with tempfile.TemporaryDirectory() as directory:
         config = CacheConfig(index=index, directory=Path(directory))
         caches = CacheManager(config, FINGERPRINT, inline=True)
@@ -270,7 +272,7 @@ from ssd.retrieval.segment import SEPARATOR
 
 home = Path(sys.argv[1])
 logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s")
-index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64, merge_fanout=2, dedup_block_tokens=0)
+index = IndexConfig(capacity_tokens=1 << 16, flush_tokens=64, merge_fanout=2, dedup_block_tokens=0)
 
 def opened():
     return CacheManager(CacheConfig(index=index, directory=home), "0123456789abcdef" * 2, inline=True)

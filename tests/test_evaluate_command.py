@@ -109,7 +109,7 @@ def test_the_figures_are_those_of_decoding_the_log_request_by_request() -> None:
 
 
 def test_a_small_capacity_forgets_what_a_large_one_drafts_from() -> None:
-    log, large = made_log(400), plan(index=IndexConfig(seal_tokens=64))
+    log, large = made_log(400), plan(index=IndexConfig(flush_tokens=64))
     small = replace(large, index=replace(large.index, capacity_tokens=128))
     forgetful, mindful = (replay(log, each, COSTS.curve, "growing") for each in (small, large))
     assert forgetful.num_cached_tokens <= 128 < mindful.num_cached_tokens
@@ -187,7 +187,7 @@ def test_a_warm_directory_is_searched(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     found = run_json(capsys, path, "--warm", warm, "--cache", "frozen")
     assert [each["cache"] for each in found["by_cache"]] == ["none", "frozen"]
-    assert "warm" in [each["source"] for each in found["by_source"]]
+    assert "prebuilt" in [each["source"] for each in found["by_source"]]
     assert found["speedup"] > found["by_cache"][0]["speedup"]
     both = run_json(capsys, path, "--warm", warm)
     assert [each["cache"] for each in both["by_cache"]] == ["none", "frozen", "growing"]
@@ -201,7 +201,7 @@ STEEP = CostCurve("steep", np.array([1.0, 2.0, 8.0]), np.array([1.0, 1.3, 1.6]))
 
 @contextmanager
 def small_cache() -> Iterator[NamespaceCache]:
-    with CacheManager(CacheConfig(index=IndexConfig(seal_tokens=64)), "0" * 32, inline=True) as caches:
+    with CacheManager(CacheConfig(index=IndexConfig(flush_tokens=64)), "0" * 32, inline=True) as caches:
         yield caches.get()
 
 

@@ -83,7 +83,7 @@ def keep(index: SuffixIndex) -> bool:
 @settings(max_examples=40)
 def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
     random = np.random.default_rng(seed)
-    index = SuffixIndex(IndexConfig(capacity_tokens=capacity, seal_tokens=48, merge_fanout=fanout, lead_in_tokens=4))
+    index = SuffixIndex(IndexConfig(capacity_tokens=capacity, flush_tokens=48, merge_fanout=fanout, lead_in_tokens=4))
     twin = SlowIndex(capacity)
     phrases = [random.integers(0, 500, int(random.integers(10, 60))).tolist() for _ in range(12)]
     num_kept = num_stored = 0
@@ -119,7 +119,7 @@ def test_equals_the_slow_twin(seed: int, capacity: int, fanout: int) -> None:
 
 
 def opened(directory: Path | None = None, capacity_tokens: int = CAPACITY) -> CacheManager:
-    index = IndexConfig(capacity_tokens=capacity_tokens, seal_tokens=256, merge_fanout=2)
+    index = IndexConfig(capacity_tokens=capacity_tokens, flush_tokens=256, merge_fanout=2)
     return CacheManager(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
 
 
@@ -163,10 +163,10 @@ def test_what_was_said_again_and_not_what_was_asked_again_outlives_a_flood_a_res
         for text in (asked, np.concatenate([[7], asked]).astype(np.int32)):
             said(cache, text, prompt_length=len(text))
         flood(cache, 4 * CAPACITY)
-        kept = cache.stats().num_kept_tokens
+        kept = cache.stats().num_retained_tokens
         assert 250 <= kept <= 600 and longest_known(cache.snapshot(), asked) < WINDOW_TOKENS
     with opened(tmp_path) as caches:
-        assert caches.get().stats().num_kept_tokens == kept
+        assert caches.get().stats().num_retained_tokens == kept
         assert caches.get().stats().num_failures == 0
         flood(caches.get(), 4 * CAPACITY)
         assert longest_known(caches.get().snapshot(), TEXT) >= 250
@@ -180,17 +180,17 @@ def test_a_smaller_capacity_after_a_restart_leaves_room_for_new_text(tmp_path: P
             text = random.integers(0, 30_000, 100).astype(np.int32)
             said(caches.get(), text)
             said(caches.get(), text)
-        assert caches.get().stats().num_kept_tokens > CAPACITY / 4
+        assert caches.get().stats().num_retained_tokens > CAPACITY / 4
     with opened(tmp_path, capacity_tokens=CAPACITY // 4) as caches:
         assert caches.get().stats().num_tokens <= CAPACITY / 4
-        assert caches.get().stats().num_kept_tokens <= CAPACITY / 8
+        assert caches.get().stats().num_retained_tokens <= CAPACITY / 8
 
 
 # The index alone
 
 
 def index_of(capacity_tokens: int = 800, merge_fanout: int = 2) -> SuffixIndex:
-    config = IndexConfig(capacity_tokens=capacity_tokens, seal_tokens=4, merge_fanout=merge_fanout, lead_in_tokens=1)
+    config = IndexConfig(capacity_tokens=capacity_tokens, flush_tokens=4, merge_fanout=merge_fanout, lead_in_tokens=1)
     return SuffixIndex(config)
 
 

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def opened(name: str, dtype: torch.dtype) -> tuple[Target, np.ndarray, torch.Tensor]:
     """A target, texts, and their logits, each text read alone and in one pass."""
     model = tiny_model(name, **CHANGES.get(name, {})).to(dtype)
-    target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, max_draft_tokens=WIDTH, exact="on")
+    target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, max_draft_tokens=WIDTH, batch_invariant="on")
     texts = np.random.default_rng(3).integers(0, VOCAB, (NUM_SLOTS, LENGTH - 1))
     expected = []
     for text in texts:
@@ -167,7 +167,7 @@ def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH)
     assert not target.batch_invariance.holds and target.batch_invariance.reason
     with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
-        open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="on")
+        open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="on")
     assert target.batch_invariance.reason in str(refused.value)
-    off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, exact="off")
+    off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="off")
     assert not off.batch_invariance.holds and off.batch_invariance.reason == "switched off"

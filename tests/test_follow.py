@@ -55,7 +55,7 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
         config = IndexConfig(
-            capacity_tokens=int(self.random.choice([64, 256, 1024])), seal_tokens=4, merge_fanout=2, lead_in_tokens=1
+            capacity_tokens=int(self.random.choice([64, 256, 1024])), flush_tokens=4, merge_fanout=2, lead_in_tokens=1
         )
         self.index = SuffixIndex(config)
         self.num_built = 0
@@ -130,7 +130,7 @@ def test_what_is_carried_over_gives_a_fresh_drafters_draft_or_follows_a_place_th
 @pytest.mark.parametrize("is_sealed", [False, True])
 def test_text_that_is_gone_is_not_followed(is_sealed: bool) -> None:
     """Dropped by the ring where sealing lags; or sealed and evicted: no segments before and none after."""
-    index = SuffixIndex(IndexConfig(capacity_tokens=2000, seal_tokens=4, lead_in_tokens=1))
+    index = SuffixIndex(IndexConfig(capacity_tokens=2000, flush_tokens=4, lead_in_tokens=1))
     index.append(np.arange(100, dtype=np.int32))
     carried = drafter()
     assert carried.propose([ask([*range(20)], index.snapshot())])[0].token_ids.tolist() == [20, 21, 22, 23]

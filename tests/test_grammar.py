@@ -233,7 +233,7 @@ def test_a_draft_of_another_branch_leaves_no_trace_in_later_masks() -> None:
 @pytest.fixture(scope="module")
 def target() -> Any:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=2, max_length=192, max_draft_tokens=8, exact="on")
+    return open_target(model, num_slots=2, max_length=192, max_draft_tokens=8, batch_invariant="on")
 
 
 def output_of(

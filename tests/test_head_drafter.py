@@ -65,7 +65,7 @@ def model_drafter(
     """A target, and a smaller model of random weights that is as exact."""
     small = tiny_model(hidden_size=32, num_hidden_layers=1).to(model.dtype)
     target, draft = (
-        open_target(each, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, exact="on")
+        open_target(each, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, batch_invariant="on")
         for each in (model, small)
     )
     assert isinstance(target, SlotRunner)

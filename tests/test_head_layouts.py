@@ -262,7 +262,7 @@ def test_the_first_drafted_token_is_what_the_twin_says_next(name: str, tmp_path:
 
     head = load_head(directory, model)
     tapped = feature_spec(head, model.device, model.dtype)
-    target = open_target(model, num_slots=4, max_length=64, tapped=tapped, exact="on")
+    target = open_target(model, num_slots=4, max_length=64, tapped=tapped, batch_invariant="on")
     drafter, text, fed = HeadDrafter(head, target), np.random.default_rng(5).integers(3, VOCAB, 30), 0
     for length in (9, 10, 14, 30):
         target.forward([1], text[None, fed : length - 1], [length - 1 - fed])

@@ -92,7 +92,7 @@ def truncated(scores: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def trained(path: Path, draft: DraftConfig, **options: Any) -> Noted:
-    config = EngineConfig(max_num_seqs=2, max_model_len=64, exact="on")
+    config = EngineConfig(max_num_seqs=2, max_model_len=64, batch_invariant="on")
     with Rollouts(config=config, draft=draft, **options) as rollouts:
         noted = Noted(rollouts)
         make_trainer(path, noted).train()
@@ -124,7 +124,7 @@ def test_log_probabilities_are_those_of_the_policy_of_that_step(runs: tuple[Note
 
 def test_scoring_a_sample_gives_the_log_probabilities_it_was_drawn_with_to_the_bit(tmp_path: Path) -> None:
     """Generated token by token, with drafts and beside others; scored as a prompt, in one pass. Also of new weights."""
-    config = EngineConfig(max_num_seqs=4, max_model_len=64, exact="on")
+    config = EngineConfig(max_num_seqs=4, max_model_len=64, batch_invariant="on")
     with Rollouts(config=config) as rollouts:
         trainer = make_trainer(tmp_path, rollouts, temperature=1.0, top_p=1.0)
         for step in range(2):

@@ -42,7 +42,7 @@ class Failure(Exception):
 @cache
 def target_of_all() -> Target:
     model = load_model(MODEL_PATH, dtype="float32", device="cpu")
-    return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4, exact="on")
+    return open_target(model, num_slots=SLOTS, max_length=128, max_draft_tokens=4, batch_invariant="on")
 
 
 def engine_of(caches: CacheManager, *, overlap: bool, shape: Any, drafter: Any = "ssd") -> Engine:

@@ -56,7 +56,7 @@ def test_speculation_changes_no_token_and_no_log_probability(
     """
     codec = TextCodec.load(str(MODEL_PATH))
     model = load_model(MODEL_PATH, dtype=dtype, device="cpu")
-    target = open_target(model, num_slots=8, max_length=256, exact="on")
+    target = open_target(model, num_slots=8, max_length=256, batch_invariant="on")
     prompts = [codec.encode_prompt(text)[-96:] for text in snippets(1)[:NUM_PROMPTS]]
     if kind == "greedy":
         sampling = [SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)] * NUM_PROMPTS

@@ -231,7 +231,7 @@ def words(owner: str, draw: int) -> list[int]:
 
 
 def inline_set(capacity: int = 256, directory: Path | None = None) -> CacheManager:
-    index = IndexConfig(capacity_tokens=capacity, seal_tokens=16, merge_fanout=2)
+    index = IndexConfig(capacity_tokens=capacity, flush_tokens=16, merge_fanout=2)
     return CacheManager(CacheConfig(index=index, directory=directory), FINGERPRINT, inline=True)
 
 
@@ -281,7 +281,7 @@ def test_readers_search_what_is_sealed_of_the_shared_namespace_in_the_same_memor
         (lent,), (own,) = reader.cache.snapshot().segments, caches.get().snapshot().segments
         assert lent.text is own.text and lent.order is own.order and lent.start is None
         stats = reader.cache.stats()
-        assert (stats.num_tokens, stats.num_static_tokens, stats.num_borrowed_tokens) == (0, 0, len(own))
+        assert (stats.num_tokens, stats.num_prebuilt_tokens, stats.num_shared_tokens) == (0, 0, len(own))
         table = reader.cache.snapshot().segment_table.number
         caches.maintain()
         assert reader.cache.snapshot().segment_table.number == table  # nothing new: nothing published
@@ -310,7 +310,7 @@ def test_warm_up_directories_are_read_by_every_namespace_and_loaded_once(tmp_pat
 def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_nothing_more(
     tmp_path: Path, inline: bool
 ) -> None:
-    index = IndexConfig(capacity_tokens=1 << 16, seal_tokens=64)
+    index = IndexConfig(capacity_tokens=1 << 16, flush_tokens=64)
     closed: list[str] = []
     with CacheManager(
         CacheConfig(index=index, directory=tmp_path),
@@ -336,7 +336,7 @@ def test_a_namespace_that_is_forgotten_is_gone_from_memory_and_disk_and_takes_no
         again = holder(caches, "a").cache
         assert again is not None and again is not mine.cache and seen(again.snapshot()) == set()
         again.append([1, 2])
-        assert caches.get("a").stats().num_tail_tokens == 3
+        assert caches.get("a").stats().num_memtable_tokens == 3
         with pytest.raises(ConfigError):
             caches.discard("default")
 

@@ -31,7 +31,7 @@ FINGERPRINT = "0123456789abcdef" * 2
 
 def config(path: Path | None, **settings: Any) -> CacheConfig:
     index = IndexConfig(
-        **{"capacity_tokens": 4096, "seal_tokens": 16, "merge_fanout": 2, "dedup_block_tokens": 0, **settings}
+        **{"capacity_tokens": 4096, "flush_tokens": 16, "merge_fanout": 2, "dedup_block_tokens": 0, **settings}
     )
     return CacheConfig(index=index, directory=path)
 
@@ -100,7 +100,7 @@ def test_what_is_sealed_while_nothing_can_be_written_is_searched_and_written_lat
         learn(caches, range(20, 60))
         stats = caches.get().stats()
         assert said(caches) == list(range(60))
-        assert stats.num_failures > 1 and stats.num_merged > 2 and stats.num_dropped_tokens == 0
+        assert stats.num_failures > 1 and stats.num_merges > 2 and stats.num_dropped_tokens == 0
         for number in (5, 25, 55):
             assert longest_match(caches.get().snapshot(), np.array([number, number % 3, number % 3]), 32).length == 3
         (level, message), *others = messages(caplog)
@@ -201,7 +201,7 @@ def test_a_merge_that_fails_is_counted_logged_once_and_tried_again_later_while_o
         stats = cache.stats()
         refused = memory.num_refused
         assert stats.num_failed_merges == refused and 0 < refused < 30  # each plan once, not at every maintenance
-        assert stats.num_merged > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
+        assert stats.num_merges > 20 and stats.num_segments < 30 and said(caches) == list(range(60))
         ((_, message),) = messages(caplog)
         assert "a merge failed" in message and "no memory to sort" in message
         assert cache._files is not None
@@ -269,7 +269,7 @@ def test_closing_and_flushing_do_not_wait_for_what_is_appended_meanwhile(
         before = num_sorts
         call()
         assert num_sorts == before + 1
-    assert cache.stats().num_tail_tokens > 0  # the last one, in memory
+    assert cache.stats().num_memtable_tokens > 0  # the last one, in memory
     cache.append_replicated([np.array([next(numbers)], np.int32)])
     assert cache.stats().num_failures == 0
     learned = next(numbers) - 2
@@ -283,7 +283,7 @@ def test_appends_of_a_log_do_not_wait_for_room_in_a_cache_that_is_being_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(namespace_cache, "_ROOM_WAIT_S", 1e6)
-    settings = IndexConfig(capacity_tokens=64, seal_tokens=16)
+    settings = IndexConfig(capacity_tokens=64, flush_tokens=16)
     cache = NamespaceCache("a", settings, fingerprint=FINGERPRINT, wake=lambda: None)
     piece = [1] * 6
     for _ in range(5):
@@ -308,7 +308,7 @@ def test_maintenance_ends_with_the_segment_it_is_at_when_the_cache_is_being_clos
 ) -> None:
     sorted_, num_merged = build_segment, 0
     cache = NamespaceCache(
-        "a", IndexConfig(capacity_tokens=4096, seal_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT
+        "a", IndexConfig(capacity_tokens=4096, flush_tokens=4, merge_fanout=2), fingerprint=FINGERPRINT
     )
     with monkeypatch.context() as patch:
         patch.setattr(NamespaceCache, "_merge", lambda _, wait: None)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, Exact
+from ssd.config import BatchInvariant, CacheConfig
 from ssd.engine import Engine, FinishReason, Request, RequestOutput, pipeline
 from ssd.engine.batch import Batch
 from ssd.engine.forward_pass import ForwardPass
@@ -38,8 +38,10 @@ def opened(kind: str) -> Any:
         model = load_model(MODEL_PATH, dtype="float32", device="cuda" if kind == "device" else "cpu")
     else:
         model = tiny_model()
-    exact: Exact = "auto" if kind == "bundled" else "on"  # not every CPU has it of packed weights
-    target: Any = open_target(model, num_slots=3, max_length=128, max_draft_tokens=4, keeps_top=True, exact=exact)
+    exact: BatchInvariant = "auto" if kind == "bundled" else "on"  # not every CPU has it of packed weights
+    target: Any = open_target(
+        model, num_slots=3, max_length=128, max_draft_tokens=4, keeps_top=True, batch_invariant=exact
+    )
     if kind == "static":
         target.graph_runner = CudaGraphRunner(target, run_eagerly, tolerance=1e-4, sampler=formula, keeps_top=True)
     return target

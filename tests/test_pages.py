@@ -111,9 +111,9 @@ def test_default_that_changed_without_a_word_is_refused() -> None:
     from benchmarks.report.choices import Choice
     from benchmarks.report.code import constants_section
 
-    chosen = Choice({"IndexConfig.merge_fanout": 4, "IndexConfig.seal_tokens": 4096}, "haste", "a run")
+    chosen = Choice({"IndexConfig.merge_fanout": 4, "IndexConfig.flush_tokens": 4096}, "haste", "a run")
     page = constants_section([chosen, Choice({"IndexConfig.merge_fanout": 4}, "delay")])
-    assert "| `merge_fanout`, `seal_tokens` | `4`, `4096` | haste | a run |" in page
+    assert "| `merge_fanout`, `flush_tokens` | `4`, `4096` | haste | a run |" in page
     assert "| `merge_fanout` | `4` | delay | not measured |" in page
     for changed, says in (({"IndexConfig.merge_fanout": 5}, "merge_fanout is 4"), ({"IndexConfig.gone": 1}, "is None")):
         with pytest.raises(SystemExit, match=says):

@@ -34,7 +34,7 @@ def make_engine(
     name: str = "Llama", *, slots: int = 3, random_drafts: bool = True, chunk: int = 512, reuse: bool = True
 ) -> Engine:
     """An engine that takes priorities."""
-    target = target_of(name, num_slots=slots, exact="auto" if name in NOT_EXACT else "on")
+    target = target_of(name, num_slots=slots, batch_invariant="auto" if name in NOT_EXACT else "on")
     return engines.make_engine(
         RandomDrafter(VOCAB) if random_drafts else "ssd", target, prefill_chunk_tokens=chunk,
         enable_prefix_caching=reuse, scheduling_policy="priority", coupled_streams=STREAMS,

@@ -43,7 +43,7 @@ def figures(steps: Steps) -> tuple[Any, ...]:
 
 def test_settings_side_by_side_count_what_each_counts_alone() -> None:
     rows = as_rows(made_rows())
-    options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(seal_tokens=64)}
+    options: dict[str, Any] = {"draft": DraftConfig(num_speculative_tokens=8), "index": IndexConfig(flush_tokens=64)}
     settings = settings_of(OURS, 8, tree=False, costs=[flat_curve(32), flat_curve(2)])
     with OurDrafter(settings, tree=False, **options) as contender:
         together = [figures(steps) for steps in replay_stream(rows, contender)]

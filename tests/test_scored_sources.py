@@ -146,7 +146,7 @@ def drafted(drafter: SuffixDrafter, context: list[int], offered: Offered, **more
     return drafter.propose([asked(None, context, 8, offered, 0.0, token_costs=np.array([0.02]), **more)])[0]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(HEAD, "head"), (MODEL, "model"), (LOOKAHEAD, "guess")])
+@pytest.mark.parametrize(("kind", "name"), [(HEAD, "head"), (MODEL, "model"), (LOOKAHEAD, "lookahead")])
 def test_an_offer_is_drafted_where_nothing_was_said_before(kind: int, name: str) -> None:
     chain: Offered = [(7, -1, 0.9, kind), (8, 0, 0.9, kind), (9, 1, 0.8, kind)]
     draft = drafted(SuffixDrafter(), [1, 2, 3], chain)
@@ -159,7 +159,7 @@ def test_what_the_target_held_likely_is_drafted_where_nothing_was_said_before() 
     drafter.observe_scores(told := said([(2, 3, [40, 41]), (3, 40, [42]), (40, 42, [43])]))
     drafter.learn_scores(told)
     draft = drafted(drafter, [1, 2, 3], [])
-    assert (draft.token_ids.tolist()[:2], draft.source) == ([40, 42], "recycled")
+    assert (draft.token_ids.tolist()[:2], draft.source) == ([40, 42], "recycling")
     assert len(drafted(SuffixDrafter(recycling=False), [1, 2, 3], []).token_ids) == 0
 
 
@@ -208,7 +208,7 @@ def test_what_was_said_behind_a_wrong_token_is_offered_at_its_place(
     for _ in range(2):  # asked again in the same step, with what others offer
         draft = drafter.propose([request])[0]
         assert draft.token_ids.tolist() == guessed
-        assert draft.source == ("guess" if guessed else "none")
+        assert draft.source == ("lookahead" if guessed else "none")
     drafter.finish("a")
     assert len(drafter.propose([request])[0].token_ids) == 0
 

@@ -237,7 +237,7 @@ def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def opened(home: Path) -> CacheManager:
-    index = IndexConfig(capacity_tokens=4000, seal_tokens=16, merge_fanout=2, dedup_block_tokens=0)
+    index = IndexConfig(capacity_tokens=4000, flush_tokens=16, merge_fanout=2, dedup_block_tokens=0)
     return CacheManager(CacheConfig(index=index, directory=home), FINGERPRINT, inline=True)
 
 

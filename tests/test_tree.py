@@ -282,7 +282,7 @@ def test_trees_are_asked_for_where_they_can_be_verified(
     shape: Any, count: int, expected: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     drafter, on_falcon = Asked(), shape == "on falcon"
-    target = target_of("falcon", exact="auto") if on_falcon else target_of()
+    target = target_of("falcon", batch_invariant="auto") if on_falcon else target_of()
     engine = make_engine(drafter, target, shape="tree" if on_falcon else shape)
     # Where there are two, neither is ever alone.
     asked = [ask(str(i), (5, 6 + i), max_tokens=3 if count == 1 else 1, temperature=1.0) for i in range(count)]

@@ -348,9 +348,9 @@ def fill(
     segment touched. Raises AssertionError when text was lost.
     """
     began = time.perf_counter()
-    stored = _append(cache, stream, num_tokens - min(num_tokens // 8, _SLOW_TOKENS), 8 * index.seal_tokens)
+    stored = _append(cache, stream, num_tokens - min(num_tokens // 8, _SLOW_TOKENS), 8 * index.flush_tokens)
     tokens_per_s = stored / (time.perf_counter() - began)
-    _append(cache, stream, num_tokens - stored, index.seal_tokens)
+    _append(cache, stream, num_tokens - stored, index.flush_tokens)
     _settle(cache)
     for _ in range(LAST_COMPLETIONS):
         cache.append(next(stream))
@@ -369,8 +369,8 @@ def fill(
         "ingest_tokens_per_s": round(tokens_per_s),
         "bytes_per_token": round(grown / snapshot.num_tokens, 2),
         "segment_bytes_per_token": round(held / snapshot.num_tokens, 2),
-        "num_sealed": stats.num_sealed,
-        "num_merged": stats.num_merged,
+        "num_flushes": stats.num_flushes,
+        "num_merges": stats.num_merges,
     }
 
 
@@ -384,7 +384,7 @@ def _append(cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, mo
         tokens = next(stream)
         cache.append(tokens)
         stored += len(tokens) + 1
-        while cache.stats().num_tail_tokens >= most_unsealed:
+        while cache.stats().num_memtable_tokens >= most_unsealed:
             time.sleep(0.0005)
     return stored
 
@@ -395,7 +395,7 @@ def _settle(cache: NamespaceCache) -> None:
     while time.monotonic() - since < _SETTLED_S:
         time.sleep(0.05)
         stats = cache.stats()
-        if stats.generation != generation or stats.num_tail_tokens or _is_merging():
+        if stats.generation != generation or stats.num_memtable_tokens or _is_merging():
             generation, since = stats.generation, time.monotonic()
 
 

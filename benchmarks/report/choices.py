@@ -41,7 +41,7 @@ CHOICES: Final = (
         "memory, 8 to 9 bytes a token: a draft takes up to twice as long among 16M as among 1M (`benchmarks.index`)",
     ),
     Choice(
-        {"IndexConfig.seal_tokens": 4096},
+        {"IndexConfig.flush_tokens": 4096},
         "length of a sealed tail",
         "a seal took 2.7 ms; a backlog of 16M tokens sorts each 5.5 times, with 16,000 4.2 times",
     ),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from cyclopts import Argument, Group
 
 from benchmarks.report.choices import CHOICES, Choice
-from server.admission.auth_middleware import NO_LEARN_HEADER
+from server.admission.auth_middleware import CACHE_CONTROL_HEADER
 from server.command.arguments import build_app
 from server.command.flags import shown_default
 from server.schema.anthropic import AnthropicBody, CountTokensBody
@@ -66,7 +66,7 @@ _HEADERS = (
         "x-request-id",
         "The request id, at most 128 visible characters. The response and the log contain it. Default: created.",
     ),
-    (NO_LEARN_HEADER, "`1` has the effect of `store: false`, for clients that cannot set this field."),
+    (CACHE_CONTROL_HEADER, "`no-store` has the effect of `store: false`, for clients that cannot set this field."),
     ("anthropic-version", "With it, `/v1/models` answers in Anthropic's format. Ignored on other paths."),
     ("anthropic-beta", "Ignored."),
     ("traceparent", "W3C trace context. Used if the server exports traces."),

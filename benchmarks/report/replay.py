@@ -179,7 +179,7 @@ def gains_section(
         no_gain(f"{shape('overhead-large')}: ", rows_of(gpu, "overhead-large", "overhead"))
     for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
         for kind, rates in cost["rates"].items():
-            add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--exact off`", rates[0])
+            add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--batch-invariant off`", rates[0])
     add(f"the same {again['requests']} greedy requests again, tokens/s", off, again["speedup_second"])
     for row in coupled["rows"]:
         if (row["streams"], row["temperature"]) == _COUPLED and row["workload"] in ("asked again", "near-variants"):

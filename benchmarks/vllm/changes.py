@@ -87,7 +87,7 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
         with CacheManager(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             engine = Engine.from_pretrained(
                 MODEL_PATH, dtype=dtype, device="cpu", codec=codec, caches=caches,
-                config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, exact="on"),
+                config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, batch_invariant="on"),
                 draft=DraftConfig(num_speculative_tokens=limit),
             )  # fmt: skip
             found[what] = ask(engine, requests)

@@ -66,7 +66,7 @@ BLOCK_TOKENS: Final = 64
 RUN_TOKENS: Final = 8
 """The length of the token runs that are compared. Runs of this length rarely coincide by accident."""
 
-_WARM: Final = SOURCES.index("warm")
+_WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
 """The number of tokens up to which a verification pass is assumed to be free. Drafts are long at this cost, so the
 replay finds the text that helps on any device.

@@ -20,11 +20,11 @@ _CACHES: Final = {
     "growing": "all that was said before too",
 }
 _SOURCES: Final = {
-    "own": "the request's own text",
-    "tail": "the newest requests",
-    "segment": "requests before",
-    "warm": "warm directories",
-    "guess": "guesses behind a wrong token",
+    "context": "the request's own context",
+    "recent": "the newest requests",
+    "cache": "earlier requests",
+    "prebuilt": "prebuilt caches",
+    "lookahead": "lookahead after a rejected token",
 }
 
 

@@ -130,13 +130,14 @@ def account_of(scope: Scope) -> Account:
     return account
 
 
-NO_LEARN_HEADER = "x-ssd-no-learn"
-_KEEP_OUT, _TAKE_IN = ("1", "true"), ("", "0", "false")
+CACHE_CONTROL_HEADER = "x-ssd-cache-control"
 
 
 def allows_caching(headers: Headers) -> bool:
     """Return False if the header excludes the request from the cache, for clients that cannot send ``store``."""
-    value = headers.get(NO_LEARN_HEADER, "").strip().lower()
-    if value not in (*_KEEP_OUT, *_TAKE_IN):
-        raise RequestError(f"{NO_LEARN_HEADER} must be 1 or 0, got {quote_value(value)}", param=NO_LEARN_HEADER)
-    return value in _TAKE_IN
+    value = headers.get(CACHE_CONTROL_HEADER, "").strip().lower()
+    if value not in ("", "no-store"):
+        raise RequestError(
+            f"{CACHE_CONTROL_HEADER} must be no-store, got {quote_value(value)}", param=CACHE_CONTROL_HEADER
+        )
+    return not value

@@ -84,9 +84,9 @@ class CorsOptions:
 class ObfuscationOptions:
     """Protection against observers of stream sizes and times."""
 
-    obfuscation: Literal["asked", "default", "always"] = "asked"
-    """Which streams are sent in padded chunks of equal size: "asked": those with include_obfuscation; "default": all
-    except those that decline it; "always": all streams, and complete answers too.
+    obfuscation: Literal["on-request", "default", "always"] = "on-request"
+    """Streams that are sent in padded chunks of equal size. on-request: those with include_obfuscation; default: all
+    except those that decline it; always: all streams, and complete answers too.
     """
     obfuscation_tokens: int = 16
     """Number of tokens per chunk of an obfuscated stream."""
@@ -98,7 +98,7 @@ class ObfuscationOptions:
 class PageOptions:
     """The web UI and the draft details in streams."""
 
-    no_page: bool = False
+    no_web_ui: bool = False
     """Disable the web UI at / and the draft details in streams."""
 
 

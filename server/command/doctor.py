@@ -43,7 +43,7 @@ class Report:
     def line(self, name: str, text: str, *, is_ok: bool = True) -> None:
         """Print the result of a check."""
         self.num_failed += not is_ok
-        print(f"{'ok  ' if is_ok else 'FAIL'}  {name:<11} {' '.join(text.split())}", flush=True)
+        print(f"{'ok  ' if is_ok else 'FAIL'}  {name:<16} {' '.join(text.split())}", flush=True)
 
     def check(self, name: str, find: Callable[[], str]) -> None:
         """Print the result of ``find``, or the reason of its failure."""
@@ -130,14 +130,14 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
 
     from ssd.engine.pass_timing import timed_passes
 
-    counts, exactness, speculation = kernel_counts(), engine.target.batch_invariance, engine.speculation
+    counts, invariance, speculation = kernel_counts(), engine.target.batch_invariance, engine.speculation
     report.line("threads", f"{torch.get_num_threads()} for the passes of this model")
     report.line(
         "kernels",
         f"{counts.prebuilt} prebuilt, {counts.cached} cached, {counts.compiled} compiled in "
         f"{counts.compile_seconds:.1f} s; kept in {machine_code_directory() or 'no directory'}",
     )
-    report.line("exactness", str(exactness))
+    report.line("batch invariance", str(invariance))
     report.line("speculation", speculation.reason, is_ok=speculation.active)
     if not engine.is_speculating:
         return

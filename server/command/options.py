@@ -22,7 +22,15 @@ from server.admission.tenant_config import (
 )
 from server.command.flags import check_range
 from server.observe.logs import LogFormat
-from ssd.config import MAX_COUPLED_STREAMS, CacheConfig, DraftConfig, EngineConfig, Exact, IndexConfig, SchedulingPolicy
+from ssd.config import (
+    MAX_COUPLED_STREAMS,
+    BatchInvariant,
+    CacheConfig,
+    DraftConfig,
+    EngineConfig,
+    IndexConfig,
+    SchedulingPolicy,
+)
 from ssd.errors import ConfigError
 from ssd.numbers import parse_number
 from ssd.text.load_tokenizer import HubOptions
@@ -218,7 +226,7 @@ class EngineOptions:
     """
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """Keep the KV cache of finished requests for requests with the same prefix."""
-    exact: Exact = _ENGINE.exact
+    batch_invariant: BatchInvariant = _ENGINE.batch_invariant
     """Bit-identical outputs with and without drafts. auto: if the model allows it; on: refuse to serve the model
     otherwise; off: not required.
     """

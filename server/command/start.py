@@ -255,16 +255,16 @@ def summary_of(
 ) -> dict[str, object]:
     """Return a summary of model, device, slots, noise, cache, Redis and tenants for the log."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
-    drafting: dict[str, object] = {"drafts": "none"}
+    drafting: dict[str, object] = {"num_speculative_tokens": "none"}
     if engine.caches is not None and target.can_roll_back:
         drafting = {
-            "drafts": draft.draft.num_speculative_tokens,
+            "num_speculative_tokens": draft.draft.num_speculative_tokens,
             "draft_model": draft.draft_model or "none",
             "draft_head": draft.draft_head or "none",
             "namespace": options.cache.namespace,
             "cache_tokens": format_number(cache.index.capacity_tokens),
-            "cached": engine.caches.get().stats().num_tokens,
-            "warm": len(options.cache.warm_directories) or "none",
+            "cached_tokens": engine.caches.get().stats().num_tokens,
+            "prebuilt_caches": len(options.cache.warm_directories) or "none",
             "cache_dir": str(cache.directory or "none"),
             "redis": "none" if cache.redis_url is None else redacted_address(cache.redis_url),
         }
@@ -272,13 +272,13 @@ def summary_of(
         "model": settings.model,
         "adapters": len(settings.adapters) or "none",
         "class": type(target.model).__name__,
-        "way": target.backend.replace(" ", "-"),
+        "backend": target.backend.replace(" ", "-"),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "slots": target.num_slots,
         "context": engine.max_model_len,
         "coupled_streams": engine.config.coupled_streams or "none",
-        **({} if noise_root is None else {"noise": noise_root.source}),
+        **({} if noise_root is None else {"noise_secret": noise_root.source}),
         **drafting,
         "tenants": num_tenants or "none",
     }

@@ -35,7 +35,6 @@ from server.base.settings import VERSION, ServerSettings
 from server.endpoints.service import Service
 from server.observe.access import Access, SpanSink
 from server.observe.metrics import NamespaceStats
-from server.page.routes import add_files, add_page, docs_files, page_files
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import ELSEWHERE, IGNORED, REFUSED, Body, renamed_fields
@@ -49,6 +48,7 @@ from server.schema.chat import (
 )
 from server.schema.generate import CompletionBody, StreamOptions
 from server.schema.responses import ResponsesBody
+from server.web_ui.routes import add_files, add_ui, docs_files, ui_files
 from ssd.errors import ConfigError, SSDError
 
 _Asked = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
@@ -127,7 +127,7 @@ def add_models(app: FastAPI, service: Service) -> None:
             "root": settings.adapters.get(name, settings.model),
             "parent": settings.model_name if name in settings.adapters else None,
             "max_model_len": engine.max_model_len, "permission": [],
-            "decoding": target.backend, "can_speculate": target.can_roll_back,
+            "backend": target.backend, "can_speculate": target.can_roll_back,
             "speculation": engine.speculation._asdict(),
         }  # fmt: skip
 
@@ -187,10 +187,12 @@ def add_state(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         engine = worker.loaded_engine
         if worker.state is WorkerState.READY and engine is not None:
-            exactness = engine.target.batch_invariance
-            why = {} if exactness.holds else {"reason": str(exactness)}
+            invariance = engine.target.batch_invariance
+            why = {} if invariance.holds else {"reason": str(invariance)}
             speculation = engine.speculation._asdict()
-            return JSONResponse({"status": "ok", "exact": exactness.holds, **why, "speculation": speculation})
+            return JSONResponse(
+                {"status": "ok", "batch_invariant": invariance.holds, **why, "speculation": speculation}
+            )
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)
 
@@ -377,7 +379,7 @@ def create_app(
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.root_path = settings.root_path  # requests come with it and without
     docs = docs_files()
-    files = {} if settings.no_page else page_files()
+    files = {} if settings.no_web_ui else ui_files()
     sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
     app.add_middleware(
         AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, enter=worker.enter, exit=worker.exit
@@ -406,8 +408,8 @@ def create_app(
     add_tokenizer(app, service)
     add_state(app, service)
     add_files(app, docs)
-    if not settings.no_page:
-        add_page(app, files, worker, settings, tenants, service.lanes.answers)
+    if not settings.no_web_ui:
+        add_ui(app, files, worker, settings, tenants, service.lanes.answers)
     add_admin(app, service)
     describe(app, needs_key=tenants.is_closed)
     return app

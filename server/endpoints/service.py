@@ -236,10 +236,10 @@ class Service:
         return generation
 
     def _require_draft_details(self) -> None:
-        if not self.settings.no_page and self.settings.obfuscation != "always":
+        if not self.settings.no_web_ui and self.settings.obfuscation != "always":
             return
-        why = "started the server with --no-page"
-        if not self.settings.no_page:
+        why = "started the server with --no-web-ui"
+        if not self.settings.no_web_ui:
             why = "obfuscates all streams (--obfuscation always)"
         message = f"include_drafts is not allowed here: the operator {why}"
         raise RequestError(message, param="stream_options.include_drafts")

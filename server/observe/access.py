@@ -19,7 +19,7 @@ from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
 
-PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/page/stats"})
+PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/ui/stats"})
 """Paths that probes and open pages request every few seconds. Their usual answers are logged at level DEBUG."""
 
 _PROBED = frozenset({200, 503})
@@ -109,7 +109,7 @@ class Access:
                 "request_id": record.request_id,
                 "tenant": record.tenant,
                 "param": param if param is None or param in self.fields else "other",
-                "asked": None if beginning is None else beginning[0],
+                "path_prefix": None if beginning is None else beginning[0],
             }
             log.log(level, Fields("request", **facts, **_remaining_fields(record, ended, ids)))
 
@@ -146,10 +146,10 @@ def _remaining_fields(record: RequestRecord, ended_s: float, ids: tuple[str, str
             "coupled": record.is_coupled or None,
             "queue_s": seconds_between(record.submitted_s, record.started_s),
             "ttft_s": seconds_between(record.received_s, record.first_token_s),
-            "finish": sorted(set(record.finish_reasons)) or None,
+            "finish_reasons": sorted(set(record.finish_reasons)) or None,
             "passes": record.num_steps,
-            "drafted": record.num_draft_tokens,
-            "accepted": record.num_accepted_tokens,
+            "draft_tokens": record.num_draft_tokens,
+            "accepted_tokens": record.num_accepted_tokens,
             "accepted_per_pass": record.num_accepted_tokens / record.num_steps if record.num_steps else None,
             "sources": dict(sorted(record.accepted_by_source.items())) or None,
         }

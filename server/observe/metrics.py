@@ -72,8 +72,8 @@ OTHERS = "(others)"
 """The label of all other namespaces; no namespace has this name, because brackets are refused."""
 
 _SIZES = frozenset({
-    "num_tokens", "num_static_tokens", "num_borrowed_tokens", "num_kept_tokens", "num_tail_tokens", "num_segments",
-    "generation", "is_connected", "num_queued", "lag_seconds",
+    "num_tokens", "num_prebuilt_tokens", "num_shared_tokens", "num_retained_tokens", "num_memtable_tokens",
+    "num_segments", "generation", "is_connected", "num_queued", "lag_seconds",
 })  # fmt: skip
 """Statistics that may decrease; all others are counters."""
 
@@ -93,7 +93,7 @@ class NamespaceFamilies:
 
     def collect(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
         """Yield one family per statistic, and the number of namespaces. O(namespaces)."""
-        yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Namespaces that are open.", len(stats))
+        yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Open namespaces.", len(stats))
         self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
         for name, text in self._texts.items() if stats else ():
             values = {namespace: float(getattr(counts, name)) for namespace, counts in stats.items()}
@@ -126,80 +126,104 @@ _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "
 """Maps our finish reasons to vLLM's."""
 
 _ENGINE_NUMBERS = {
-    "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Drafts that were not empty."),
-    "vllm:spec_decode_num_draft_tokens": (COUNTER, "num_draft_tokens", "Drafted tokens."),
-    "vllm:spec_decode_num_accepted_tokens": (COUNTER, "num_accepted_tokens", "Draft tokens emitted."),
-    "ssd:verify_steps": (COUNTER, "num_verify_steps", "Rows verified, with a draft or without."),
-    "ssd:drafter_failures": (COUNTER, "drafter_failures", "Steps that went on without a failed drafter."),
+    "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Non-empty drafts."),
+    "vllm:spec_decode_num_draft_tokens": (COUNTER, "num_draft_tokens", "Draft tokens."),
+    "vllm:spec_decode_num_accepted_tokens": (COUNTER, "num_accepted_tokens", "Accepted draft tokens."),
+    "ssd:verify_steps": (COUNTER, "num_verify_steps", "Sequences in decoding passes, with or without a draft."),
+    "ssd:drafter_failures": (
+        COUNTER,
+        "drafter_failures",
+        "Steps in which a drafter failed; they continued without its draft.",
+    ),
     "vllm:prompt_tokens": (COUNTER, "prompt_tokens", "Prompt tokens."),
     "vllm:generation_tokens": (COUNTER, "generation_tokens", "Generated tokens."),
     "vllm:prefix_cache_queries": (
         COUNTER,
         "prefix_cache_queries",
-        "Prompt tokens looked up among keys and values kept.",
+        "Prompt tokens that were looked up in the prefix cache.",
     ),
-    "vllm:prefix_cache_hits": (COUNTER, "prefix_cache_hits", "Prompt tokens that were not computed again."),
-    "vllm:num_preemptions": (COUNTER, "num_preemptions", "Requests that made room for more urgent ones."),
-    "ssd:failed_passes": (COUNTER, "num_failed_passes", "Passes that failed and were computed again."),
-    "ssd:integrity_violations": (COUNTER, "integrity_violations", "Faults found in the idle engine."),
+    "vllm:prefix_cache_hits": (COUNTER, "prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
+    "vllm:num_preemptions": (
+        COUNTER,
+        "num_preemptions",
+        "Requests that were preempted by requests with a higher priority.",
+    ),
+    "ssd:failed_passes": (COUNTER, "num_failed_passes", "Forward passes that failed and were retried."),
+    "ssd:integrity_violations": (
+        COUNTER,
+        "integrity_violations",
+        "Internal inconsistencies found by the check of the idle engine.",
+    ),
     "ssd:coupled_requests": (
         COUNTER,
         "num_coupled_requests",
-        "Choices that ended, drawn with noise that others share.",
+        "Finished sequences that were sampled with shared noise (coupled sampling).",
     ),
-    "vllm:num_requests_running": (GAUGE, "num_running", "Choices in a slot."),
-    "vllm:num_requests_waiting": (GAUGE, "num_waiting", "Choices that wait for a slot."),
-    "vllm:kv_cache_usage_perc": (GAUGE, "kv_usage", "Share of the KV cache in use, 1 is all."),
+    "vllm:num_requests_running": (GAUGE, "num_running", "Sequences that are running."),
+    "vllm:num_requests_waiting": (GAUGE, "num_waiting", "Sequences that wait for a slot."),
+    "vllm:kv_cache_usage_perc": (GAUGE, "kv_usage", "Used share of the KV cache; 1 is all of it."),
 }
 _ENGINE_HISTOGRAMS = {
-    "vllm:request_queue_time_seconds": ("queue", "From submission to the first slot, of ended choices."),
-    "vllm:request_prefill_time_seconds": ("prefill", "From the first slot to the first token, of ended choices."),
-    "vllm:request_decode_time_seconds": ("decode", "From the first token to the last, of ended choices."),
-    "vllm:request_inference_time_seconds": ("inference", "From the first slot to the last token, of ended choices."),
-    "vllm:inter_token_latency_seconds": ("inter_token", "Between two passes that gave a choice tokens."),
-    "vllm:request_prompt_tokens": ("prompt_tokens", "Prompt tokens of an ended choice."),
-    "vllm:request_generation_tokens": ("generation_tokens", "Tokens generated for an ended choice."),
-    "vllm:request_params_max_tokens": ("max_tokens", "Most tokens that an ended choice might have had."),
-    "vllm:iteration_tokens_total": ("step_tokens", "Prompt tokens computed and tokens generated in a step."),
+    "vllm:request_queue_time_seconds": (
+        "queue",
+        "Time from submission until a slot is assigned, per finished sequence.",
+    ),
+    "vllm:request_prefill_time_seconds": (
+        "prefill",
+        "Time from the assignment of a slot to the first token, per finished sequence.",
+    ),
+    "vllm:request_decode_time_seconds": ("decode", "Time from the first to the last token, per finished sequence."),
+    "vllm:request_inference_time_seconds": (
+        "inference",
+        "Time from the assignment of a slot to the last token, per finished sequence.",
+    ),
+    "vllm:inter_token_latency_seconds": (
+        "inter_token",
+        "Time between two forward passes that added tokens to a sequence.",
+    ),
+    "vllm:request_prompt_tokens": ("prompt_tokens", "Prompt tokens per finished sequence."),
+    "vllm:request_generation_tokens": ("generation_tokens", "Generated tokens per finished sequence."),
+    "vllm:request_params_max_tokens": ("max_tokens", "Value of max_tokens per finished sequence."),
+    "vllm:iteration_tokens_total": ("step_tokens", "Prefilled and generated tokens per step."),
 }
 _TENANT_COUNTS = {
-    "requests": "HTTP requests of a tenant that were let in.",
-    "prompt_tokens": "Prompt tokens of a tenant.",
-    "output_tokens": "Generated tokens of a tenant.",
+    "requests": "Admitted HTTP requests per tenant.",
+    "prompt_tokens": "Prompt tokens per tenant.",
+    "output_tokens": "Generated tokens per tenant.",
 }
 _CACHE_TEXTS = {
-    "num_tokens": "Learned tokens that can be drafted from.",
-    "num_kept_tokens": "Of those, what stays for having been of use.",
-    "num_static_tokens": "Tokens of warm-up directories that can be drafted from.",
-    "num_borrowed_tokens": "Tokens of the shared cache that can be drafted from.",
-    "num_tail_tokens": "Learned tokens that no segment holds yet.",
-    "num_segments": "Segments that are searched.",
-    "generation": "Number of the newest snapshot.",
-    "num_appended_tokens": "Tokens given to the cache, those of other replicas included.",
-    "num_skipped_tokens": "Of those, prompt tokens that were stored already.",
-    "num_sealed": "Times the tail became a segment.",
-    "num_merged": "Segments merged into larger ones.",
-    "num_failed_merges": "Merges that failed; each is tried again.",
-    "num_evicted_segments": "Segments that left for newer text.",
-    "num_evicted_tokens": "Tokens that left for newer text.",
-    "num_dropped_tokens": "Tokens lost because sealing could not keep up.",
-    "num_failures": "Refused appends, files that could not be read or written, failed merges.",
+    "num_tokens": "Cached tokens from which drafts are made, without prebuilt and shared ones.",
+    "num_retained_tokens": "Part of the cached tokens that is not evicted because outputs repeated it.",
+    "num_prebuilt_tokens": "Tokens of prebuilt caches from which drafts are made.",
+    "num_shared_tokens": "Tokens of the shared namespace from which drafts are made.",
+    "num_memtable_tokens": "Cached tokens that are not in a segment yet.",
+    "num_segments": "Segments that are searched for drafts.",
+    "generation": "Number of the latest snapshot.",
+    "num_appended_tokens": "Tokens appended to the cache, including those of other replicas.",
+    "num_skipped_tokens": "Prompt tokens that were not appended because the cache contains them already.",
+    "num_flushes": "Flushes of the memtable to a new segment.",
+    "num_merges": "Merges of neighbouring segments.",
+    "num_failed_merges": "Failed merges; each is retried.",
+    "num_evicted_segments": "Evicted segments.",
+    "num_evicted_tokens": "Evicted tokens.",
+    "num_dropped_tokens": "Tokens lost because they were overwritten before they were flushed.",
+    "num_failures": "Rejected appends, failed reads and writes of files, and failed merges.",
 }
-_SHARING_TEXTS = {
-    "is_connected": "1 while Redis answers.",
-    "num_published": "Entries sent to the other replicas.",
-    "num_published_tokens": "Tokens sent to the other replicas.",
-    "num_queued": "Entries that wait to be sent.",
-    "num_received": "Entries of other replicas that were stored.",
-    "num_received_tokens": "Tokens of other replicas that were stored.",
-    "num_known": "Entries read that were in the cache already.",
-    "num_dropped": "Entries given up because Redis was away for longer than the queue could hold them.",
-    "num_invalid": "Entries read that failed a check.",
-    "num_failures": "Calls of Redis that failed.",
-    "num_reconnects": "Times the connection was made again.",
+_REPLICATION_TEXTS = {
+    "is_connected": "1 while Redis is connected, else 0.",
+    "num_published": "Entries written to Redis.",
+    "num_published_tokens": "Tokens written to Redis.",
+    "num_queued": "Entries that wait to be written to Redis.",
+    "num_received": "Entries of other replicas that were added to the cache.",
+    "num_received_tokens": "Tokens of other replicas that were added to the cache.",
+    "num_known": "Entries of other replicas that the cache contained already.",
+    "num_dropped": "Entries that were never written to Redis because the queue was full.",
+    "num_invalid": "Entries of other replicas that failed a check and were ignored.",
+    "num_failures": "Failed Redis calls.",
+    "num_reconnects": "Reconnections to Redis.",
 }
 _STREAM_TEXTS = {
-    "lag_seconds": "How long it is not known that all the log holds was read, beyond half a second; 0 if all is well."
+    "lag_seconds": "Seconds since all entries in Redis were known to be read; 0 if less than half a second."
 }
 
 
@@ -215,8 +239,8 @@ class ServerMetrics(Collector):
         self._worker, self._tenants, self._sharing_stats = worker, tenants, sharing_stats
         self._families = families = Families(labels)
         self._caches = NamespaceFamilies("ssd:cache", _CACHE_TEXTS, families)
-        self._sharing = NamespaceFamilies("ssd:sharing", _SHARING_TEXTS, families)
-        self._streams = NamespaceFamilies("ssd:stream", _STREAM_TEXTS, families)
+        self._replication = NamespaceFamilies("ssd:replication", _REPLICATION_TEXTS, families)
+        self._streams = NamespaceFamilies("ssd:replication_stream", _STREAM_TEXTS, families)
         ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
@@ -236,48 +260,56 @@ class ServerMetrics(Collector):
         """Yield all families; those of the engine once it is loaded."""
         of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
-        yield of(GAUGE, "ssd:ready", "1 while requests are taken.", float(is_ready))
+        yield of(GAUGE, "ssd:ready", "1 while requests are accepted, else 0.", float(is_ready))
         requests = CounterMetricFamily(
-            "http_requests", "HTTP requests that ended, by path, method and class of status.",
+            "http_requests", "Finished HTTP requests by path, method and class of status code.",
             labels=["handler", "method", "status"],
         )  # fmt: skip
         for labels, number in dict(http.requests).items():
             requests.add_metric(labels, number)
         yield requests
         yield by(
-            COUNTER, "ssd:requests_refused",
-            "HTTP requests answered with an error of the client's or of load, by reason.", "reason",
+            COUNTER, "ssd:requests_rejected",
+            "HTTP requests that were rejected because of an error or the load, by reason.", "reason",
             dict.fromkeys(_REASONS, 0) | dict(http.refused),
         )  # fmt: skip
-        yield of(GAUGE, "ssd:http_requests_under_way", "HTTP requests being handled.", http.num_under_way)
-        yield of(COUNTER, "ssd:log_lines_dropped", "Log lines that nobody read fast enough.", num_dropped_lines())
-        yield self._families.info("ssd:build_info", "What runs here.", **_build())
+        yield of(GAUGE, "ssd:http_requests_in_progress", "HTTP requests in progress.", http.num_under_way)
+        yield of(
+            COUNTER,
+            "ssd:log_lines_dropped",
+            "Log lines that were dropped because the reader of the log was too slow.",
+            num_dropped_lines(),
+        )
+        yield self._families.info("ssd:build_info", "Versions of the server and its libraries.", **_build())
         yield from self._of_tenants()
         engine = self._worker.loaded_engine
         if engine is not None:
             yield from self._of_engine(engine)
             shared = self._sharing_stats()  # of the log, by the one namespace it is named after
-            yield from self._sharing.collect(self._by_label(shared))
+            yield from self._replication.collect(self._by_label(shared))
             for log in shared.values():
                 yield from self._streams.collect(self._by_label(log.streams))
 
     def _of_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
         status = engine.speculation
-        speculates = str(engine.is_speculating).lower()
+        speculative = str(engine.is_speculating).lower()
         yield families.info(
-            "ssd:target_info", "How the model is driven.", backend=target.backend, speculates=speculates
+            "ssd:model_runner_info",
+            "Backend that runs the model, and whether speculation is on.",
+            backend=target.backend,
+            speculative=speculative,
         )
         yield families.info(
             "vllm:cache_config_info",
-            "The KV cache: a block is a slot, which holds one sequence of up to the context's length.",
+            "Sizes of the KV cache. A block is a slot for one sequence of up to the maximum length.",
             block_size=str(engine.max_model_len),
             num_gpu_blocks=str(target.num_slots),
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
-        text = "1 while drafts are verified; 0 if speculation is off, withheld or not ready: /health says why."
+        text = "1 while drafts are verified; 0 if speculation is off, suspended or not ready. /health gives the reason."
         yield families.of(GAUGE, "ssd:speculation_active", text, float(status.active))
-        text = "Estimated time of a pass of 16 tokens of one sequence, in single-token passes; 0 while unknown."
+        text = "Estimated duration of a forward pass of 16 tokens, relative to a pass of one token; 0 while unknown."
         yield families.of(GAUGE, "ssd:pass_cost_16_tokens", text, engine.relative_pass_cost(16))
         for name, (kind, count, text) in _ENGINE_NUMBERS.items():
             yield families.of(kind, name, text, getattr(counts, count))
@@ -289,10 +321,15 @@ class ServerMetrics(Collector):
         accepted = {source: each.num_accepted_tokens for source, each in by_source.items()}
         ended = {name: finished.get(reason, 0) for reason, name in _FINISHED_REASONS.items()}
         for name, text, label, values in (
-            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens emitted, by place.", "position", places),
-            ("ssd:source_draft_tokens", "Drafted tokens, by source.", "source", drafted),
-            ("ssd:source_accepted_tokens", "Draft tokens emitted, by source.", "source", accepted),
-            ("vllm:request_success", "Choices that ended, by reason.", "finished_reason", ended),
+            (
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Accepted draft tokens by position in the draft.",
+                "position",
+                places,
+            ),
+            ("ssd:source_draft_tokens", "Draft tokens by source.", "source", drafted),
+            ("ssd:source_accepted_tokens", "Accepted draft tokens by source.", "source", accepted),
+            ("vllm:request_success", "Finished sequences by finish reason.", "finished_reason", ended),
         ):
             yield families.by(COUNTER, name, text, label, values)
         if engine.caches is not None:
@@ -308,10 +345,12 @@ class ServerMetrics(Collector):
             used = {tenant: getattr(use, f"num_{name}") for tenant, use in uses.items()}
             yield by(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
         refused = {(tenant, reason): use.num_refused[reason] for tenant, use in uses.items() for reason in REFUSALS}
-        text = "Requests that were answered 429, by what was used up."
-        yield by(COUNTER, "ssd:tenant_refused", text, ("tenant", "reason"), refused)
+        text = "Requests that were rejected with 429, by the exhausted quota."
+        yield by(COUNTER, "ssd:tenant_requests_rejected", text, ("tenant", "reason"), refused)
         in_flight = {tenant: use.num_in_flight for tenant, use in uses.items()}
-        yield by(GAUGE, "ssd:tenant_in_flight", "Choices that wait or run.", "tenant", in_flight)
+        yield by(
+            GAUGE, "ssd:tenant_choices_in_progress", "Waiting and running sequences per tenant.", "tenant", in_flight
+        )
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the names of tenants' namespaces by the tenants' names."""

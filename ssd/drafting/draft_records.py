@@ -49,15 +49,15 @@ def parent_of(out: DraftRecord, node: int) -> int:
 
 
 SOURCES: Final = (
-    "warm",
-    "segment",
-    "tail",
-    "own",
+    "prebuilt",
+    "cache",
+    "recent",
+    "context",
     "prediction",
     "head",
     "model",
-    "guess",
-    "recycled",
+    "lookahead",
+    "recycling",
     "coupled",
 )
 """The names of the sources, by their number in a draft record.

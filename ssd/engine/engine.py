@@ -178,13 +178,13 @@ class Engine:
             loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
             max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
-            exact="off",  # verified below, when the number of threads is known
+            batch_invariant="off",  # verified below, when the number of threads is known
             adapters=adapted, tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )  # fmt: skip
         report("tuning the number of threads, and checking whether passes are bit-identical")
         tune_threads(target)
-        verify_batch_invariance(target, config.exact)
+        verify_batch_invariance(target, config.batch_invariant)
         log.info("%s", target.batch_invariance)
         drafters = [make_drafter(drafter, draft)]
         if head is not None:

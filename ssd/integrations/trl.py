@@ -197,7 +197,7 @@ class Rollouts:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
-            exact=config.exact,
+            batch_invariant=config.batch_invariant,
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0,
         )
         engine = Engine(

@@ -113,20 +113,20 @@ class CacheStats:
 
     num_tokens: int
     """The number of ring tokens that can be matched, at most the capacity."""
-    num_kept_tokens: int
+    num_retained_tokens: int
     """The part of ``num_tokens`` in retained segments: reused text that is older than evicted text."""
-    num_static_tokens: int
-    num_borrowed_tokens: int
+    num_prebuilt_tokens: int
+    num_shared_tokens: int
     """The number of tokens of attached shared segments: prebuilt segments, and the text of the shared namespace."""
-    num_tail_tokens: int
+    num_memtable_tokens: int
     num_segments: int
     generation: int
     num_appended_tokens: int
     """The number of tokens passed to ``append`` and ``append_replicated``."""
     num_skipped_tokens: int
     """The part of ``num_appended_tokens`` that was skipped, because a prompt's beginning was stored already."""
-    num_sealed: int
-    num_merged: int
+    num_flushes: int
+    num_merges: int
     num_failed_merges: int
     """The number of merges that failed for lack of memory or disk space. Each is retried later."""
     num_evicted_segments: int

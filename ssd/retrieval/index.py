@@ -28,7 +28,7 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
     least ``merge_fanout`` neighbours are of one class, the cheapest run of them is merged: the one with the fewest
     sorted tokens per token that is not in the run's largest segment. Classes then never grow with position, so that
     there are fewer than ``merge_fanout`` segments in each class, except those whose sum would be too large. A token is
-    sorted about log(capacity / seal_tokens) times, even if flushing is far ahead of merging.
+    sorted about log(capacity / flush_tokens) times, even if flushing is far ahead of merging.
 
     Args:
         segments: The segments, oldest first.
@@ -40,7 +40,7 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
         The segments to merge; None if no merge is due.
     """
     classes = [
-        int(math.log(max(1.0, len(segment) / config.seal_tokens), config.merge_fanout) + 1e-9) for segment in segments
+        int(math.log(max(1.0, len(segment) / config.flush_tokens), config.merge_fanout) + 1e-9) for segment in segments
     ]
     best, best_cost = None, math.inf
     stop = len(segments)
@@ -117,7 +117,7 @@ class SuffixIndex:
         self._gaps = gaps
         self.config = config
         self.max_segment_tokens = max(2, min(config.capacity_tokens // 8, MAX_SEGMENT_TOKENS))
-        limit = min(config.capacity_tokens, max(_RING_FLUSHES * config.seal_tokens, _RING_TOKENS))
+        limit = min(config.capacity_tokens, max(_RING_FLUSHES * config.flush_tokens, _RING_TOKENS))
         self.max_piece_tokens = min(self.max_segment_tokens, max(2, limit // 2)) - 1
         self.num_evicted_segments = 0
         self.num_evicted_tokens = 0

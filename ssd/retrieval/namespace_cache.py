@@ -99,7 +99,7 @@ class NamespaceCache:
         self._is_closing = self._is_closed = False
         self._is_discarded = False  # appends are ignored
         self._listeners: tuple[Listener, ...] = ()
-        self._num_appended = self._num_flushes = self._num_merged = self._num_failed_merges = self._num_failures = 0
+        self._num_appended = self._num_flushes = self._num_merges = self._num_failed_merges = self._num_failures = 0
         self._logged: set[str] = set()
 
         self._files = None if directory is None else DurableSegments(name, directory, self.report_failure)
@@ -248,7 +248,7 @@ class NamespaceCache:
                 self._index.attach_shared(segments)
 
     def _wake_if_due(self) -> None:
-        if self._wake is not None and self._index.num_memtable_tokens >= self._config.seal_tokens:
+        if self._wake is not None and self._index.num_memtable_tokens >= self._config.flush_tokens:
             self._wake()
 
     def stats(self) -> CacheStats:
@@ -259,16 +259,16 @@ class NamespaceCache:
             num_prebuilt = sum(len(segment) for segment in snapshot.segments if segment.start is None) - num_shared
             return CacheStats(
                 num_tokens=snapshot.num_tokens - num_prebuilt - num_shared,
-                num_kept_tokens=index.num_retained_tokens,
-                num_static_tokens=num_prebuilt,
-                num_borrowed_tokens=num_shared,
-                num_tail_tokens=index.num_memtable_tokens,
+                num_retained_tokens=index.num_retained_tokens,
+                num_prebuilt_tokens=num_prebuilt,
+                num_shared_tokens=num_shared,
+                num_memtable_tokens=index.num_memtable_tokens,
                 num_segments=len(snapshot.segments),
                 generation=snapshot.generation,
                 num_appended_tokens=self._num_appended,
                 num_skipped_tokens=index.num_skipped_tokens,
-                num_sealed=self._num_flushes,
-                num_merged=self._num_merged,
+                num_flushes=self._num_flushes,
+                num_merges=self._num_merges,
                 num_failed_merges=self._num_failed_merges,
                 num_evicted_segments=index.num_evicted_segments,
                 num_evicted_tokens=index.num_evicted_tokens,
@@ -291,7 +291,7 @@ class NamespaceCache:
                 return
             try:
                 if wait or len(self._index.ring_segments) <= _MAX_SEGMENTS or not self._index.has_room():
-                    self._flush_memtable(1 if flush_all else self._config.seal_tokens)
+                    self._flush_memtable(1 if flush_all else self._config.flush_tokens)
                 self._retain_hot()
                 self._merge(wait=wait)
                 if time.monotonic() >= self._retry_writes_at or (flush_all and wait):
@@ -444,7 +444,7 @@ class NamespaceCache:
             return
         with self._lock:
             if self._index.install_merged(inputs, written):
-                self._num_merged += 1
+                self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
         """Defer a merge.

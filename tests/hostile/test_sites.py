@@ -60,7 +60,7 @@ def test_a_server_without_keys_is_called_by_its_names(server: RunningServer, hos
 
 
 @pytest.mark.parametrize("host", FOREIGN)
-@pytest.mark.parametrize("path", ["/version", "/page/stats", "/", "/v1/models", "/live", "/metrics", "/v1/models/"])
+@pytest.mark.parametrize("path", ["/version", "/ui/stats", "/", "/v1/models", "/live", "/metrics", "/v1/models/"])
 def test_and_by_no_other_that_a_page_can_lead_to_it(server: RunningServer, host: str, path: str) -> None:
     answer = ask(server.port, "GET", path, {"host": host})
     assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
@@ -84,7 +84,7 @@ def test_and_by_no_other_that_a_page_can_lead_to_it(server: RunningServer, host:
 )
 def test_no_page_of_another_site_may_ask(server: RunningServer, headers: dict[str, str]) -> None:
     for method, body in (("POST", BODY), ("GET", None)):
-        path = "/v1/completions" if body else "/page/stats"
+        path = "/v1/completions" if body else "/ui/stats"
         answer = ask(server.port, method, path, {**headers, **JSON}, body)
         assert (answer.status, answer.error["code"]) == (403, "origin_not_allowed")
         assert "--allowed-origins" in answer.error["message"]
@@ -105,7 +105,7 @@ def test_no_page_of_another_site_may_ask(server: RunningServer, headers: dict[st
 )
 def test_its_own_page_a_named_site_and_programs_may(server: RunningServer, headers: dict[str, str]) -> None:
     assert ask(server.port, "POST", "/v1/completions", {**headers, **JSON}, BODY).status == 200
-    assert ask(server.port, "GET", "/page/stats", headers).status == 200
+    assert ask(server.port, "GET", "/ui/stats", headers).status == 200
 
 
 def test_a_link_on_another_site_leads_to_the_page(server: RunningServer) -> None:

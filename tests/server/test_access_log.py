@@ -42,7 +42,7 @@ def test_the_line_of_a_request_holds_its_counts_and_times(server: RunningServer,
     assert status == line["status"] == 200
     assert (line["method"], line["path"], line["message"]) == ("POST", "/v1/completions", "request")
     assert (line["prompt_tokens"], line["output_tokens"], line["choices"]) == (6, 8, 2)
-    assert (line["finish"], line["model"], line["stream"]) == (["length"], "test-model", False)
+    assert (line["finish_reasons"], line["model"], line["stream"]) == (["length"], "test-model", False)
     assert line["total_s"] > 0 and "reason" not in line and "disconnected" not in line
     assert line["response_id"].startswith("cmpl-")
     assert line["tenant"] and KEY not in line["tenant"]
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_is_said_to_have_left(server: RunningServer, log: L
     line = log.of(name)
     assert line["disconnected"] is True
     assert line["status"] == (200 if stream else 499)
-    assert line["output_tokens"] < 200 and "finish" not in line
+    assert line["output_tokens"] < 200 and "finish_reasons" not in line
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_refused_requests_say_why_and_are_counted(
     server: RunningServer, log: Log, path: str, body: Any, headers: dict[str, str], status: int, reason: str
 ) -> None:
     name = f"refused-{status}-{reason}-{len(path)}"
-    before = metric(server.port, "ssd:requests_refused_total", reason=reason)
+    before = metric(server.port, "ssd:requests_rejected_total", reason=reason)
     assert send(server, name, body, path=path, **headers) == status
     line = log.of(name)
     assert (line["status"], line["reason"]) == (status, reason)
     assert line["path"] in ("/v1/completions", "/v1/models", "other")
-    assert metric(server.port, "ssd:requests_refused_total", reason=reason) == before + 1
+    assert metric(server.port, "ssd:requests_rejected_total", reason=reason) == before + 1
     assert line.get("param") == {"invalid": "n"}.get(reason, "model" if "model" in body else line.get("param"))
-    assert "asked" not in line
+    assert "path_prefix" not in line
 
 
 def test_a_line_holds_no_field_and_no_path_that_may_be_a_text(server: RunningServer, log: Log) -> None:
@@ -95,7 +95,7 @@ def test_a_line_holds_no_field_and_no_path_that_may_be_a_text(server: RunningSer
         assert log.of(f"field-{field}")["param"] == named
     for path, begins in (("/v1/secret", None), ("/v1/embeddings/secret", "/v1/embeddings"), ("/filessecret", None)):
         assert send(server, f"path-{path}", {}, path=path) == 404
-        assert log.of(f"path-{path}").get("asked") == begins
+        assert log.of(f"path-{path}").get("path_prefix") == begins
 
 
 def test_the_trace_of_a_client_is_in_the_line(server: RunningServer, log: Log) -> None:
@@ -110,7 +110,7 @@ def test_probes_leave_no_line_at_the_usual_level(log: Log) -> None:
     with serving(lambda _: FailingEngine(), wait=False) as starting:
         get(starting.port, "/health", headers={"x-request-id": "probe-while-loading"})
         starting.wait_until(WorkerState.READY)
-        for path in ("/live", "/health", "/metrics", "/page/stats"):
+        for path in ("/live", "/health", "/metrics", "/ui/stats"):
             assert get(starting.port, path, headers={"x-request-id": f"probe{path}"}).status == 200
         post(starting.port, "/v1/completions", {"prompt": "a"}, headers={"x-request-id": "after-probes"})
         log.of("after-probes")

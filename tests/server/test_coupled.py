@@ -155,7 +155,7 @@ def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_ser
         port = stack.enter_context(served("--coupled-sampling", "1", "--redis", redis_server.url)).port
         own = texts(port)
         assert texts(port) == own
-        assert metric(port, "ssd:sharing_failures_total") > 0
+        assert metric(port, "ssd:replication_failures_total") > 0
         client.delete(KEY)
         wait_until(lambda: bool(client.exists(KEY)))
         assert texts(port) == own  # its root is that of all now

@@ -21,7 +21,7 @@ def doctor(*arguments: str) -> tuple[int, dict[str, tuple[str, str]], str]:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
     *lines, last = run.stdout.splitlines()
     assert len(lines) < 25, run.stdout
-    return run.returncode, {line[6:17].strip(): (line[:4].strip(), line[18:]) for line in lines}, last
+    return run.returncode, {line[6:22].strip(): (line[:4].strip(), line[23:]) for line in lines}, last
 
 
 def test_a_machine_that_drafts_passes_all_checks(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_machine_that_drafts_passes_all_checks(redis_server: RedisServer, tmp_
     assert {verdict for verdict, _ in found.values()} == {"ok"}
     assert not (tmp_path / "new").exists(), "it leaves nothing behind"
     assert found.keys() >= {
-        "versions", "CPU", "threads", "cache dir", "Redis", "model", "kernels", "exactness", "speculation",
+        "versions", "CPU", "threads", "cache dir", "Redis", "model", "kernels", "batch invariance", "speculation",
         "pass times", "draft cost", "a repeat",
     }  # fmt: skip
 

@@ -246,7 +246,7 @@ def test_models(client: openai.OpenAI) -> None:
     extra = client.models.retrieve(MODEL).model_extra
     assert extra is not None
     assert (extra["root"], extra["max_model_len"]) == (str(MODEL_PATH), MAX_MODEL_LEN)
-    assert (extra["decoding"], extra["can_speculate"]) == ("slot attention", True)
+    assert (extra["backend"], extra["can_speculate"]) == ("slot attention", True)
 
 
 def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
@@ -259,7 +259,7 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
 
 def test_state_endpoints(server: RunningServer) -> None:
     speculation = {"active": True, "reason": "drafts are verified if their expected gain exceeds their cost"}
-    assert get(server.port, "/health").json == {"status": "ok", "exact": True, "speculation": speculation}
+    assert get(server.port, "/health").json == {"status": "ok", "batch_invariant": True, "speculation": speculation}
     assert get(server.port, "/v1/models").json["data"][0]["speculation"] == speculation
     assert get(server.port, "/live").status == 200
     assert get(server.port, "/version").json["version"]

@@ -17,7 +17,7 @@ from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, metric, post
 from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer, serving
-from tests.server.test_page import SOURCES
+from tests.server.test_web_ui import SOURCES
 
 REPEATS = {"prompt": [7, 8, 9] * 20, "max_tokens": 40, "ignore_eos": True}
 SPANS: list[RequestRecord] = []
@@ -46,9 +46,9 @@ def test_the_line_says_where_time_and_tokens_went(server: RunningServer, log: Lo
     usage = answer.json["usage"]
     assert (line["prompt_tokens"], line["output_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
     assert 0 <= line["queue_s"] < line["ttft_s"] <= line["total_s"]
-    assert line["passes"] + line["accepted"] == line["output_tokens"]
-    assert line["accepted_per_pass"] == pytest.approx(line["accepted"] / line["passes"], abs=1e-5)
-    assert sum(line["sources"].values()) == line["accepted"] > 0
+    assert line["passes"] + line["accepted_tokens"] == line["output_tokens"]
+    assert line["accepted_per_pass"] == pytest.approx(line["accepted_tokens"] / line["passes"], abs=1e-5)
+    assert sum(line["sources"].values()) == line["accepted_tokens"] > 0
     assert (line["trace_id"], line["span_id"], line["namespace"]) == ("1" * 32, "2" * 16, "default")
     record = SPANS[-1]
     times = [record.received_s, record.submitted_s, record.started_s, record.first_token_s, record.last_token_s]
@@ -99,7 +99,7 @@ def test_vllm_s_counters_and_histograms_count_what_was_served(server: RunningSer
     assert metric(server.port, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") > 0
     assert ended() == length + 2
     assert (after["vllm:num_requests_running"], after["vllm:num_requests_waiting"]) == (0, 0)
-    assert after["ssd:ready"] == after["ssd:target_info"] == 1 and after["ssd:cache_tokens"] > 0
+    assert after["ssd:ready"] == after["ssd:model_runner_info"] == 1 and after["ssd:cache_tokens"] > 0
     parts = grown["vllm:request_prefill_time_seconds_sum"] + grown["vllm:request_decode_time_seconds_sum"]
     assert parts == pytest.approx(grown["vllm:request_inference_time_seconds_sum"])
     assert grown["vllm:inter_token_latency_seconds_sum"] == pytest.approx(grown["vllm:request_decode_time_seconds_sum"])

@@ -173,7 +173,7 @@ def test_a_server_killed_while_grammars_compile_leaves_its_cache_to_one_of_two_t
             {"prompt": "x", "structured_outputs": {"regex": f"(a{{900}}){{{1000 + number}}}"}} for number in range(4)
         ]
         asked = [clients.submit(post, port, "/v1/completions", grammar) for grammar in grammars]
-        wait_until(lambda: metric(port, "ssd:http_requests_under_way") >= 4)
+        wait_until(lambda: metric(port, "ssd:http_requests_in_progress") >= 4)
         process.kill()
         assert all(isinstance(each.exception(), OSError | http.client.HTTPException) for each in asked)
     log = tmp_path / "log"

@@ -97,7 +97,7 @@ def test_what_a_tenant_has_used_up_is_its_own_429_and_nobody_elses(tmp_path: Pat
         assert [complete(server, "bobs-key").status for _ in range(5)] == [200] * 5
         with official_client(server.port, "rated-key") as client, pytest.raises(openai.RateLimitError):
             client.completions.create(model="test-model", prompt="abc")
-        assert metric(server.port, "ssd:tenant_refused_total", tenant="rated", reason="requests") == 2
+        assert metric(server.port, "ssd:tenant_requests_rejected_total", tenant="rated", reason="requests") == 2
         assert metric(server.port, "ssd:tenant_requests_total", tenant="bob") == 5
         assert metric(server.port, "ssd:tenant_output_tokens_total", tenant="bob") == 10
 
@@ -206,7 +206,7 @@ def drafted(server: RunningServer, key: str, **fields: Any) -> float:
 
 def num_drafted(server: RunningServer) -> float:
     return sum(
-        metric(server.port, "ssd:source_draft_tokens_total", source=each) for each in ("warm", "segment", "tail")
+        metric(server.port, "ssd:source_draft_tokens_total", source=each) for each in ("prebuilt", "cache", "recent")
     )
 
 
@@ -237,8 +237,8 @@ def test_readers_draft_from_what_an_operator_said_and_others_do_not(cached_serve
     drafts_soon(cached_server, "ops-key", **fields)
     caches_of(cached_server).flush()
     assert metric(cached_server.port, "ssd:cache_tokens", namespace="default") > 60
-    assert metric(cached_server.port, "ssd:cache_borrowed_tokens", namespace="alice") > 60
-    assert metric(cached_server.port, "ssd:cache_borrowed_tokens", namespace="bob") == 0
+    assert metric(cached_server.port, "ssd:cache_shared_tokens", namespace="alice") > 60
+    assert metric(cached_server.port, "ssd:cache_shared_tokens", namespace="bob") == 0
     assert drafted(cached_server, "slow-key", **fields, max_tokens=2) == 0
     drafts_soon(cached_server, "alices-key", **fields)
 

@@ -310,6 +310,6 @@ def load_draft_model(
         max_length=target.max_length if limit is None else min(limit, target.max_length),
         max_draft_tokens=READ_WIDTH - 1,
         enforce_eager=enforce_eager,
-        exact="off",  # any draft is valid, so bit-identical logits are not needed
+        batch_invariant="off",  # any draft is valid, so bit-identical logits are not needed
     )
     return DraftModelDrafter(draft_target, vocab_size=target.vocab_size)

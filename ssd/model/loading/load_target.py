@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ssd.config import Exact
+from ssd.config import BatchInvariant
 from ssd.errors import ModelError, first_line
 from ssd.model.layers.hidden_states import FeatureSpec, check_hidden_states
 from ssd.model.layers.packed_linear import PackedLinear, packable_dtypes
@@ -224,7 +224,7 @@ def open_target(
     adapters: Adapters | None = None,
     tapped: FeatureSpec | None = None,
     keeps_top: bool = False,
-    exact: Exact = "auto",
+    batch_invariant: BatchInvariant = "auto",
 ) -> Target:
     """Return the fastest runner of ``model`` that reproduces the model's own logits.
 
@@ -240,7 +240,7 @@ def open_target(
         adapters: The adapters that slots may use.
         tapped: The features of every position that are stored for a draft head.
         keeps_top: Whether captured passes find the most probable tokens, which other passes do on request.
-        exact: See `verify_batch_invariance`.
+        batch_invariant: See `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.
@@ -280,7 +280,7 @@ def open_target(
             raise ModelError(f"{how}, where a draft head cannot read hidden states: leave the draft head out")
         log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
-        verify_batch_invariance(other, exact)
+        verify_batch_invariance(other, batch_invariant)
         return other
     target = SlotRunner(model, slots.num_slots, slots.max_length, max_draft_tokens + 1)
     if tapped is not None:
@@ -294,7 +294,7 @@ def open_target(
             attach_cuda_graphs, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
         )
         target.recapture_graphs()
-    verify_batch_invariance(target, exact)
+    verify_batch_invariance(target, batch_invariant)
     return target
 
 

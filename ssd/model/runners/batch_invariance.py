@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ssd.config import Exact
+from ssd.config import BatchInvariant
 from ssd.errors import ModelError, first_line
 from ssd.jit.code_cache import machine_code_directory, source_stamp
 from ssd.model.layers.adapted_linear import AdaptedLinear
@@ -87,7 +87,7 @@ _results: dict[str, dict[str, Any]] = {}
 """The test results of this process, by `_result_key`."""
 
 
-def verify_batch_invariance(target: Target, wanted: Exact) -> None:
+def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
     """Make the target's forward passes batch-invariant if possible, and set ``target.batch_invariance``.
 
     The result holds for the calling thread's number of torch threads. Takes at most a second for a small model.
@@ -114,12 +114,12 @@ def verify_batch_invariance(target: Target, wanted: Exact) -> None:
     differ = str(found["differ"])
     if differ and wanted == "on":
         raise ModelError(
-            f"--exact on: {type(target.model).__name__} ({target.backend}) does not compute bit-identical logits here: "
-            f"{differ}. "
+            f"--batch-invariant on: {type(target.model).__name__} ({target.backend}) does not compute bit-identical "
+            f"logits here: {differ}. "
             "Omit the option to serve the model with outputs that are equal up to rounding"
         )
     if differ and kernels is not None:
-        differ += "; --exact on uses our batch-invariant kernels instead, which verify draft chains only"
+        differ += "; --batch-invariant on uses our batch-invariant kernels instead, which verify draft chains only"
     _apply_plans(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
     if kernels is not None:
         kernels.use_invariant_kernels(bool(found["kernels"]))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.page.routes import docs_files, page_files
+from server.web_ui.routes import docs_files, ui_files
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from tests.server.bundled_engine import load_bundled
@@ -18,7 +18,7 @@ from tests.server.failing_engine import FailingEngine, RunningServer, SayingEngi
 
 PROMPT = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SOURCES = {"own", "tail", "segment", "warm", "prediction", "model", "head", "recycled", "guess", "coupled"}
+SOURCES = {"context", "recent", "cache", "prebuilt", "prediction", "model", "head", "recycling", "lookahead", "coupled"}
 
 
 def drafted(port: int, path: str = COMPLETIONS, **fields: Any) -> Answer:
@@ -70,15 +70,15 @@ def test_texts_of_drafts_are_the_text_and_tokens_of_every_pass_are_counted(
 def test_a_text_said_before_is_drafted_from_the_index_and_counted_in_the_stats(server: RunningServer) -> None:
     prompt = "def read(path):\n"
     first = drafted(server.port, prompt=prompt).events
-    before = get(server.port, "/page/stats").json
+    before = get(server.port, "/ui/stats").json
     again = drafted(server.port, prompt=prompt).events
     accepted: dict[str, int] = {}
     drafts = [choice["draft"] for chunk in again for choice in chunk["choices"] if "draft" in choice]
     for draft in drafts:
         accepted[draft["source"]] = accepted.get(draft["source"], 0) + draft["num_accepted"]
-    assert sum(accepted.get(source, 0) for source in ("tail", "segment")) > 40
+    assert sum(accepted.get(source, 0) for source in ("recent", "cache")) > 40
     assert len(again) < len(first)
-    after = get(server.port, "/page/stats").json
+    after = get(server.port, "/ui/stats").json
     for source, number in accepted.items():
         if number:
             counted = after["sources"][source]["accepted"] - before["sources"].get(source, {"accepted": 0})["accepted"]
@@ -93,7 +93,7 @@ class DraftingEngine(SayingEngine):
 
     def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
         output = super()._advance(request, stats)
-        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "tail", 4, len(output.token_ids) - 1))
+        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "recent", 4, len(output.token_ids) - 1))
 
 
 def test_passes_are_told_of_though_a_call_that_they_spell_is_not_shown_yet() -> None:
@@ -128,7 +128,7 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": 
 
 
 def test_every_file_is_open_and_answers_with_headers_that_keep_strangers_out(locked: RunningServer) -> None:
-    for path, file in (page_files() | docs_files()).items():
+    for path, file in (ui_files() | docs_files()).items():
         found = get(locked.port, path)
         assert (found.status, found.content) == (200, file.read_bytes())
         assert TYPES[file.suffix] in found.headers["content-type"]
@@ -141,26 +141,26 @@ def test_every_file_is_open_and_answers_with_headers_that_keep_strangers_out(loc
         assert (head.status, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])
         known = get(locked.port, path, headers={"if-none-match": found.headers["etag"]})
         assert (known.status, known.content) == (304, b"")
-    assert get(locked.port, "/page/../files.py").status in (401, 404)
+    assert get(locked.port, "/ui/../files.py").status in (401, 404)
 
 
 def test_files_name_no_other_origin_and_nothing_inline() -> None:
-    files = page_files() | docs_files()
+    files = ui_files() | docs_files()
     files["/openapi.json"] = files["/docs"]  # what the framework answers
     for path, file in files.items():
         text = file.read_text()
         links = re.findall(r"""(?:src|href)="([^"#][^"]*)"|from "\./([^"]+)\"""", text)
         for link in links:
-            assert f"/{link[0]}" in files or f"/page/{link[1]}" in files, (path, link)
+            assert f"/{link[0]}" in files or f"/ui/{link[1]}" in files, (path, link)
         assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
         assert not re.search(r"""["'`]/\w""", text)  # a proxy may have put a path before all of them
         assert "innerHTML" not in text and "eval(" not in text and "style=" not in text and " onclick" not in text
 
 
 def test_counters_need_a_key_where_there_are_keys(locked: RunningServer) -> None:
-    refused = get(locked.port, "/page/stats")
+    refused = get(locked.port, "/ui/stats")
     assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
-    found = get(locked.port, "/page/stats", headers={"authorization": "Bearer secret"})
+    found = get(locked.port, "/ui/stats", headers={"authorization": "Bearer secret"})
     assert (found.status, found.json["state"], found.headers["cache-control"]) == (200, "ready", "no-store")
 
 
@@ -171,7 +171,7 @@ def test_a_tenant_sees_the_sizes_of_its_own_cache_alone() -> None:
             bearer = {"authorization": f"Bearer {key}"}
             body = {"prompt": f"{PROMPT}{key}", "max_tokens": 8 if key == "alice" else 64}
             assert post(running.port, COMPLETIONS, body, headers=bearer).status == 200
-            shown[key] = get(running.port, "/page/stats", headers=bearer).json["namespaces"]
+            shown[key] = get(running.port, "/ui/stats", headers=bearer).json["namespaces"]
         sizes = {key: [sum(parts.values()) for parts in found.values()] for key, found in shown.items()}
         assert len(sizes["alice"]) == len(sizes["bob"]) == 1
         assert 0 < sizes["alice"][0] < sizes["bob"][0]
@@ -180,9 +180,9 @@ def test_a_tenant_sees_the_sizes_of_its_own_cache_alone() -> None:
 
 def test_no_page_leaves_nothing_and_refuses_the_details_of_drafts() -> None:
     body = {"prompt": "abc", "stream": True, "stream_options": {"include_drafts": True}}
-    with serving(lambda _: FailingEngine(), no_page=True) as running:
-        for path in [*page_files(), "/page/stats"]:
+    with serving(lambda _: FailingEngine(), no_web_ui=True) as running:
+        for path in [*ui_files(), "/ui/stats"]:
             assert get(running.port, path).status == 404
         refused = post(running.port, COMPLETIONS, body)
         assert (refused.status, refused.error["param"]) == (400, "stream_options.include_drafts")
-        assert "--no-page" in refused.error["message"]
+        assert "--no-web-ui" in refused.error["message"]

@@ -1,16 +1,16 @@
-// Where drafts come from: names of the API, what people call them, and what they are.
+// The sources of drafts: their names in the API, their titles and their descriptions.
 
 export const SOURCES = {
-  own: ["this request", "its prompt, and the answer so far"],
-  tail: ["newest answers", "learned in the last minutes"],
-  segment: ["earlier answers", "all that was learned before"],
-  warm: ["loaded text", "what ssd-cache built, and what tenants share"],
-  prediction: ["expected output", "what the request said would come"],
+  context: ["this request", "its prompt and the answer so far"],
+  recent: ["recent answers", "cached text that is not in a segment yet"],
+  cache: ["cache", "segments of text from earlier requests"],
+  prebuilt: ["prebuilt cache", "built by ssd-cache, or shared between tenants"],
+  prediction: ["predicted output", "the request's field prediction"],
   model: ["draft model", "a smaller model"],
   head: ["draft head", "layers that read the model's hidden states"],
-  recycled: ["likely before", "what the model held likely here the last time"],
-  guess: ["the last miss", "what the model said behind a wrong draft"],
-  coupled: ["same draw", "what the same noise chose before"],
+  recycling: ["token recycling", "the model's earlier candidates after the same tokens"],
+  lookahead: ["lookahead", "the model's tokens after a rejected draft token"],
+  coupled: ["coupled sampling", "tokens sampled earlier with the same noise"],
 };
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);

@@ -5,8 +5,8 @@ import { Chart } from "./charts.js";
 import { SOURCES, count, element, percent, short, span } from "./sources.js";
 
 const MOST_NAMESPACES = 8;
-const PARTS = { tail: "newest", segments: "older", kept: "kept for use", warm: "loaded" };
-const ALWAYS = ["own", "tail", "segment"];
+const PARTS = { recent: "recent", cache: "indexed", retained: "retained", prebuilt: "prebuilt" };
+const ALWAYS = ["context", "recent", "cache"];
 
 const find = (id) => document.getElementById(id);
 
@@ -35,7 +35,7 @@ export function watch({ onRefused, onReady }) {
     if (!isKnown) onReady(now);
     isKnown = true;
     showSaved(now);
-    const held = Object.values(now.namespaces).reduce((sum, n) => sum + n.tail + n.segments + n.kept + n.warm, 0);
+    const held = Object.values(now.namespaces).reduce((sum, n) => sum + n.recent + n.cache + n.retained + n.prebuilt, 0);
     if (before) {
       const passes = now.passes - before.passes;
       rate.push((now.tokens - before.tokens) / (now.time_s - before.time_s));
@@ -107,7 +107,7 @@ function showNamespaces(namespaces) {
   const rows = names.slice(0, MOST_NAMESPACES).map((name) => {
     const parts = Object.entries(PARTS).filter(([part]) => namespaces[name][part]);
     const about = parts.map(([part, label]) => `${label} ${short(namespaces[name][part])}`).join(", ") || "empty";
-    const shares = parts.map(([part]) => [part === "segments" ? "segment" : part, namespaces[name][part] / total(name)]);
+    const shares = parts.map(([part]) => [part, namespaces[name][part] / total(name)]);
     return element("li", "", element("b", "mono", name), element("span", "number", short(total(name))), bar(shares),
       element("span", "soft rate", about));
   });

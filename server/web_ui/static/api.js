@@ -27,7 +27,7 @@ async function checked(response) {
 
 /** The counters of the service. Raises ApiError. */
 export async function stats() {
-  return (await checked(await fetch("page/stats", { headers: headers() }))).json();
+  return (await checked(await fetch("ui/stats", { headers: headers() }))).json();
 }
 
 /** The chunks of a streamed answer, as they come, those that came together together. Raises ApiError. */

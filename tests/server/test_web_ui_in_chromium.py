@@ -81,9 +81,9 @@ def figures(page: Page, name: str) -> list[int]:
 def test_what_is_shown_is_what_the_api_says_and_colours_are_the_accepted_tokens(
     page: Page, server: RunningServer
 ) -> None:
-    before = get(server.port, "/page/stats").json
+    before = get(server.port, "/ui/stats").json
     verdict = ask_for(page, PROMPT)
-    after = get(server.port, "/page/stats").json
+    after = get(server.port, "/ui/stats").json
     body = {"prompt": PROMPT, "max_tokens": 120, "temperature": 0, "seed": 0}
     text = post(server.port, "/v1/completions", body).json["choices"][0]["text"]
     assert shown(page) == [text, text]
@@ -196,7 +196,7 @@ def test_thousands_of_tokens_are_drawn_with_few_elements(page: Page) -> None:
     drawn = page.driver.execute_async_script(
         """
         const done = arguments[0];
-        import("/page/tokens.js").then(({ TokenStream }) => {
+        import("/ui/tokens.js").then(({ TokenStream }) => {
           const place = document.createElement("div");
           document.body.append(place);
           const view = new TokenStream(place, () => {});
@@ -204,7 +204,7 @@ def test_thousands_of_tokens_are_drawn_with_few_elements(page: Page) -> None:
           for (let at = 0; at < 20000; at += 1) {
             const texts = ["a" + at, " b", "\\n"];
             text += texts.join("");
-            view.push([{ pass: at, source: "own", num_drafted: 3, num_accepted: 2, texts }]);
+            view.push([{ pass: at, source: "context", num_drafted: 3, num_accepted: 2, texts }]);
             if (at % 1000 == 0) view.flush();
           }
           view.flush();
@@ -223,7 +223,7 @@ class Drafting(FailingEngine):
 
     def _advance(self, request: Request, stats: RequestStats) -> RequestOutput:
         output = super()._advance(request, stats)
-        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "own", 2, 1))
+        return replace(output, draft=VerifiedDraft(stats.num_output_tokens, "context", 2, 1))
 
 
 def test_markup_in_prompts_and_answers_is_text(browser: Page) -> None:

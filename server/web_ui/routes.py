@@ -1,4 +1,4 @@
-"""The routes of the web UI: /, /docs, their files, and /page/stats."""
+"""The routes of the web UI: /, /docs, their files, and /ui/stats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from server.admission.registry import Tenants
 from server.base.settings import ServerSettings
 from server.running.engine_thread import Worker
 
-_PAGE = Path(__file__).parent / "static"
+_STATIC = Path(__file__).parent / "static"
 _DOCS = Path(__file__).parent / "docs"
 _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
@@ -39,11 +39,11 @@ SECURITY_HEADERS: Mapping[str, str] = {
 }
 
 
-def page_files() -> dict[str, Path]:
-    """Return the files of the web UI by their path in the service, below /page/ as its links expect."""
-    files = {f"/page/{path.name}": path for path in sorted(_PAGE.iterdir())}
-    files["/"] = files.pop("/page/index.html")
-    files["/favicon.ico"] = files["/page/icon.svg"]
+def ui_files() -> dict[str, Path]:
+    """Return the files of the web UI by their path in the service, below /ui/ as its links expect."""
+    files = {f"/ui/{path.name}": path for path in sorted(_STATIC.iterdir())}
+    files["/"] = files.pop("/ui/index.html")
+    files["/favicon.ico"] = files["/ui/icon.svg"]
     return files
 
 
@@ -51,11 +51,11 @@ def docs_files() -> dict[str, Path]:
     """Return the files of /docs by their path in the service."""
     files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
-    files["/docs/icon.svg"] = _PAGE / "icon.svg"
+    files["/docs/icon.svg"] = _STATIC / "icon.svg"
     return files
 
 
-def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
+def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
     """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
@@ -89,10 +89,10 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
             own = tenants.cache_use(account, settings.namespace, None).namespace
         found["namespaces"] = {
             labels.get(name, name): {
-                "tail": cache.num_tail_tokens,
-                "segments": cache.num_tokens - cache.num_tail_tokens - cache.num_kept_tokens,
-                "kept": cache.num_kept_tokens,
-                "warm": cache.num_static_tokens,
+                "recent": cache.num_memtable_tokens,
+                "cache": cache.num_tokens - cache.num_memtable_tokens - cache.num_retained_tokens,
+                "retained": cache.num_retained_tokens,
+                "prebuilt": cache.num_prebuilt_tokens,
             }
             for name, cache in engine.caches.stats().items()
             if own is None or name == own
@@ -119,7 +119,7 @@ def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
         app.add_route(path, answers(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def add_page(
+def add_ui(
     app: FastAPI,
     files: Mapping[str, Path],
     worker: Worker,
@@ -130,7 +130,7 @@ def add_page(
     """Serve the web UI and its counters, which need a key if there are keys. ``aside`` runs the reading of counters."""
     add_files(app, files)
 
-    @app.get("/page/stats", include_in_schema=False)
+    @app.get("/ui/stats", include_in_schema=False)
     async def stats(request: Request) -> Response:
-        found = await aside.run(page_stats, worker, settings, tenants, account_of(request.scope))
+        found = await aside.run(ui_stats, worker, settings, tenants, account_of(request.scope))
         return JSONResponse(found, headers={**SECURITY_HEADERS, "cache-control": "no-store"})
