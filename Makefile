@@ -1,4 +1,5 @@
 # make serve | quick | test | fuzz | bench | bench-vllm | bench-clients | lint: each sets up .venv in the checkout first.
+# make docs: the documentation as a website in site/.
 # make wheel: what `pip install` takes, into dist/, with prebuilt kernels.
 # make real-model | bench-real: a pretrained model under terms of its own, and what was measured on it.
 
@@ -29,7 +30,7 @@ OTHERS := $(REPLAY) --tokenizer llama3-128k --max-output-tokens 5000 --drafter s
 CHAINS := llama-cpp vllm-ngram prompt-lookup-hf
 TREES := sglang --tree
 
-.PHONY: serve wheel quick test kernels fuzz bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
+.PHONY: serve wheel quick test kernels fuzz docs bench bench-peers bench-vllm bench-clients real-model bench-real lint format clean
 
 # Torch by its exact version: a looser request would pull the CUDA build and its gigabytes of libraries.
 INSTALL = $(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 --editable
@@ -91,6 +92,11 @@ fuzz: $(READY)
 kernels: $(TESTS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile_ahead
 
+# The documentation as a website, with an API reference from the docstrings. A link that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "docs: open site/index.html"
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -104,6 +110,9 @@ format: $(READY)
 # recorded traces and tokenizers; other people's drafters are asked where `make bench-peers` installed them.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.growth --out benchmarks/results/growth.json
+	@if [ -n "$$SSD_TRACES" ] && [ -n "$$SSD_TOKENIZERS" ]; then \
+		$(BIN)/python -m benchmarks.learning --out benchmarks/results/learning.json --picture docs/pictures/growth.png; \
+	fi
 	$(BIN)/python -m benchmarks.evaluate --save-cost benchmarks/results/verify-cost.json \
 		--out benchmarks/results/evaluate.json
 	$(BIN)/python -m benchmarks.decode --out benchmarks/results/decode.json

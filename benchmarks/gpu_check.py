@@ -13,7 +13,7 @@ hangs or has no time left is said and does not stop the next, and what it had fo
 not, and one JSON line; status 1 where a part failed, was cut or skipped. With --out the result is written after every
 part, beside other parts that the file has, and logs of what failed; ``--marks`` reads all results there, of each part
 the newest, and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script itself.
-docs/gpu.md says more.
+docs/operations/gpus.md says more.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def device_of(results: Mapping[str, Found], part: str) -> str:
 
 
 def section(results: Found) -> str:
-    """The marks and the steps of the large shape, for docs/gpu.md. ``results`` : of `read_results`."""
+    """The marks and the steps of the large shape, for docs/operations/gpus.md. ``results`` : of `read_results`."""
     columns = (("mark", "{mark}"), ("on", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
     steps = (
         (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),

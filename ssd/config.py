@@ -185,9 +185,9 @@ class EngineConfig:
     """
 
     coupled_streams: int = 0
-    """The number of noise streams that sampled requests without a seed share, see ``docs/coupled-sampling.md``. Earlier
-    answers can then be drafted, and requests of one stream give the same answer to the same prompt. 0: each request has
-    its own noise.
+    """The number of noise streams that sampled requests without a seed share (docs/concepts/coupled-sampling.md).
+    Earlier answers can then be drafted, and requests of one stream give the same answer to the same prompt. 0: each
+    request has its own noise.
     """
 
     coupled_window: int = 8

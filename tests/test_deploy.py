@@ -114,7 +114,7 @@ def test_every_metric_that_is_drawn_or_watched_is_exported(server: RunningServer
 
 
 def test_whatever_tells_that_sharing_is_slow_or_loses_is_documented_drawn_and_watched() -> None:
-    page = (ROOT / "docs" / "sharing.md").read_text()
+    page = (ROOT / "docs" / "guides" / "sharing.md").read_text()
     for name in ("stream_lag_seconds", "queued", "dropped_total", "connected", "invalid_total"):
         name = f"replication_{name}"
         assert f"`ssd:{name}" in page
@@ -123,7 +123,7 @@ def test_whatever_tells_that_sharing_is_slow_or_loses_is_documented_drawn_and_wa
 
 
 def test_every_number_of_sharing_is_documented() -> None:
-    page = (ROOT / "docs" / "sharing.md").read_text()
+    page = (ROOT / "docs" / "guides" / "sharing.md").read_text()
     names = {name.removeprefix("num_").removeprefix("is_") for name in ReplicationStats.__dataclass_fields__} - {
         "streams"
     }

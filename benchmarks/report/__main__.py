@@ -32,6 +32,7 @@ Result = Mapping[str, Any]
 SECTIONS: Final = {
     "SECURITY.md": {"faults": ("faults", "faults"), "fleet-faults": ("faults", "fleet-faults")},
     "docs/benchmarks.md": {
+        "learning": ("learning", "learning"),
         "growth": ("growth", "growth growth-gemma"),
         "engine": ("decode", "decode decode-gemma"),
         "overhead": ("contenders", "overhead overhead-gemma"),
@@ -41,11 +42,14 @@ SECTIONS: Final = {
         "soak": ("soak", "soak"),
         "index": ("index", "index-1m index-16m index-256m"),
     },
-    "docs/clients.md": {"clients": ("clients", "clients")},
-    "docs/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
-    "docs/engines.md": {"vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
-    "docs/tuning.md": {"mechanisms": ("contenders", "mechanisms")},
-    "docs/exact.md": {"exact": ("exact", "exact exact-gemma"), "vllm-changes": ("vllm.changes", "vllm-changes")},
+    "docs/guides/clients.md": {"clients": ("clients", "clients")},
+    "docs/concepts/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
+    "docs/guides/vllm.md": {"vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
+    "docs/reference/defaults.md": {"mechanisms": ("contenders", "mechanisms")},
+    "docs/concepts/bit-identical.md": {
+        "exact": ("exact", "exact exact-gemma"),
+        "vllm-changes": ("vllm.changes", "vllm-changes"),
+    },
 }
 """By page and marker: the program whose columns are shown, and the results, of which some may be missing."""
 
@@ -54,7 +58,7 @@ _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
         "replay-others replay-others-tree gpu_check"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
-    ("docs/gpu.md", "gpu"): (gpu_check.section, "gpu_check"),
+    ("docs/operations/gpus.md", "gpu"): (gpu_check.section, "gpu_check"),
 }  # fmt: skip
 """What is put together of many rows; all results must be there."""
 
@@ -78,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def pages() -> dict[str, str]:
     """The text that every page with figures should have, by its path below the root."""
     found = {
-        ("docs/serving.md", "flags"): flags_section(),
-        ("docs/api.md", "api"): api_section(),
-        ("docs/tuning.md", "constants"): constants_section(),
+        ("docs/reference/options.md", "flags"): flags_section(),
+        ("docs/reference/api.md", "api"): api_section(),
+        ("docs/reference/defaults.md", "constants"): constants_section(),
     }
     for page, sections in SECTIONS.items():
         for marker, (program, names) in sections.items():

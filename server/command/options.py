@@ -162,13 +162,13 @@ class ServiceOptions:
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """Names by which requests may call the model (default: MODEL)."""
     api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
-    """File with API keys, one per line. docs/tenants.md lists the paths that need no key."""
+    """File with API keys, one per line. docs/guides/tenants.md lists the paths that need no key."""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
     """One API key; repeatable. It is visible in the process list for a moment at the start; $SSD_API_KEY and
     --api-key-file are not.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
-    """File with tenants, their keys and quotas, and the operators, see docs/tenants.md. It is read again when it
+    """File with tenants, their keys and quotas, and the operators, see docs/guides/tenants.md. It is read again when it
     changes.
     """
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None

@@ -18,7 +18,7 @@ stream: the turns of a conversation then share no key.
 
 In both cases all keys of one sequence are different, each key is a function of the preceding text, and noise at
 different keys is independent. So each token is drawn, given the preceding text, with noise that nothing before it
-depends on, and it follows the model's distribution. ``docs/coupled-sampling.md`` has the full argument.
+depends on, and it follows the model's distribution. ``docs/concepts/coupled-sampling.md`` has the full argument.
 """
 
 from __future__ import annotations

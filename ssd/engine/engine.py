@@ -135,7 +135,7 @@ class Engine:
             drafter: The name of the drafter.
             draft_model: A smaller model with the same tokenizer, which drafts if its expected gain exceeds its cost. It
                 requires the drafter "ssd", and is not loaded without speculation.
-            draft_head: A draft head trained for this model, see ``docs/heads.md``, under the same conditions.
+            draft_head: A draft head trained for this model (docs/concepts/draft-heads.md), under the same conditions.
             adapters: Directories or ids of LoRA adapters by the names that requests use.
             hub: How ``model`` is fetched from the Hub.
             draft_hub: How the draft model and the draft head are fetched from the Hub.

@@ -9,9 +9,9 @@
 
 The engine has a copy of the policy, whose weights are updated in place whenever a training step has changed the
 trainer's. Every sample is drawn from the current policy with the temperature and the truncation of the trainer's
-settings. Drafts come from the outputs of all epochs, and noise is shared (``docs/coupled-sampling.md``): sample i of a
-prompt is drawn with noise stream i in every epoch. So it repeats the output of the previous epoch as far as the policy
-has not changed, and the repeated part takes few passes. Samples of one prompt have different streams and are
+settings. Drafts come from the outputs of all epochs, and noise is shared (docs/concepts/coupled-sampling.md): sample i
+of a prompt is drawn with noise stream i in every epoch. So it repeats the output of the previous epoch as far as the
+policy has not changed, and the repeated part takes few passes. Samples of one prompt have different streams and are
 independent.
 
 The price is that repeated noise is not fresh. When a prompt is sampled for the first time, its samples have the
@@ -21,7 +21,7 @@ distribution exactly, and a gradient estimated from them is biased. Training the
 scenarios, as PEGASUS does on purpose (Ng and Jordan 2000, arXiv 1301.3878). As with a fixed set of prompts, it may find
 reward that does not hold beyond this set; the more scenarios, the less. ``fresh_noise_every`` is the number of epochs
 after which the noise changes: 1 gives the usual distribution at every step, and drafts then depend on other texts.
-Evaluation always uses fresh noise, so its results hold. ``docs/rollouts.md`` has measurements.
+Evaluation always uses fresh noise, so its results hold. ``docs/guides/rollouts.md`` has measurements.
 """
 
 from __future__ import annotations

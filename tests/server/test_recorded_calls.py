@@ -1,4 +1,4 @@
-"""Recorded outputs of nine model families, each read whole and in pieces: the score that docs/tools.md publishes.
+"""Recorded outputs of nine model families, each read whole and in pieces: the score in docs/guides/tools.md.
 
 The recordings and their checks are those of canitoolcall (Apache-2.0).
 """
@@ -126,7 +126,7 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
         if every != "pass":
             is_cut = fixture.truncated and status(fixture, without_last_call(found[0])) == "pass"
             failed[fixture.id] = NAMED.get(fixture.id, CUT if is_cut else "unknown")
-    said = " ".join(Path("docs/tools.md").read_text().split())
+    said = " ".join(Path("docs/guides/tools.md").read_text().split())
     total, total_whole = (sum(scores.values(), Counter[str]()) for scores in (streamed, whole))
     assert f"canitoolcall {version('canitoolcall')} has {total.total()} recorded outputs" in said
     assert f"streamed {score(total)}, not streamed {score(total_whole)}." in said
