@@ -94,7 +94,7 @@ kernels: $(TESTS)
 
 # The documentation as a website, with an API reference from the docstrings. A link that leads nowhere is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: open site/index.html"
 
 lint: $(READY)

@@ -8,8 +8,7 @@ which some requests recur, some are near-variants and some are new; "new", with 
 requests by the name of their trace, cut to 320 tokens. Requests go in windows; every window runs once with speculation
 and once without, the order alternating, so that a machine that slows down slows both. The last fifth is then asked of a
 new engine too: the difference is what use has brought, whatever these requests gain by themselves. Every output is
-compared token by token. Prints a table and ends stdout with one JSON line; with ``--out`` a picture lies beside the
-result.
+compared token by token. Prints a table and ends stdout with one JSON line.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -73,21 +71,18 @@ Window = tuple[int, Mapping[str, Tally]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, plot."""
+    """Run and print; return the exit status."""
     run = Run("growth", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
     codec, model = run.load(speaks=True)
     again = repeat(model, codec, args.repeated, args.max_tokens, seed=args.seed)
     run.say(f"the same {again['requests']} greedy requests twice: {again['steps_first']} verify steps, then "
             f"{again['steps_second']}; the second run has {again['speedup_second']}x the tokens/s of off")  # fmt: skip
-    found = []
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, _LENGTH - args.max_tokens)
         for sampling in args.sampling:
             windows, anew, comparison = run_stream(model, codec, stream, sampling, args)
-            found.append((run.row(summary(stream, sampling, windows, anew, comparison)), windows))
-    if args.out is not None and found:
-        plot(found, len(args.sampling), args.out.with_suffix(".png"))
+            run.row(summary(stream, sampling, windows, anew, comparison))
     differs = again["mismatches"] or any(row["mismatches"] for row in run.rows)
     is_wrong = bool(differs) and (again["is_exact"] or model.dtype == torch.float32)
     return run.end(repeated_requests=again, is_exact=again["is_exact"], is_wrong=is_wrong)
@@ -187,35 +182,6 @@ def summary(
             for (cached, tallies), width in zip(windows, widths, strict=True)
         ],
     }
-
-
-def plot(runs: Sequence[tuple[dict[str, Any], Sequence[Window]]], columns: int, path: Path) -> None:
-    """Tokens per second, on and off, against tokens cached: a panel a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = len(runs) // columns
-    size = (5.5 * columns, 3.5 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, sharex=False, sharey=True, squeeze=False)
-    for axis, (row, windows) in zip(axes.flat, runs, strict=True):
-        x = [cached / 1000 for cached, _ in windows]
-        for way, colour in (("on", "tab:green"), ("off", "tab:gray")):
-            values = [tallies[way].tokens_per_s for _, tallies in windows]
-            smooth = [median(values[max(0, place - 3) : place + 4]) for place in range(len(values))]
-            axis.plot(x, values, ".", color=colour, alpha=0.35)
-            axis.plot(x, smooth, color=colour, label=f"speculation {way}", linewidth=2)
-        axis.set_title(f"{row['sampling']}: {row['shares']}")
-        axis.set_xlabel("tokens cached (thousands)")
-        axis.grid(alpha=0.3)
-        axis.set_ylim(bottom=0)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("tokens per second")
-    axes[0, 0].legend(loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def test_every_example_is_in_its_index() -> None:
 
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     run = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
     )
@@ -85,6 +86,56 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path: Path) 
 def test_tables_are_what_results_and_code_say() -> None:
     old = [name for name, text in pages().items() if text != (ROOT / name).read_text()]
     assert not old, "run python -m benchmarks.report"
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def readme_figures() -> dict[str, list[float]]:
+    """The figures of each row of the README's table of speed-ups, from the results, by the beginning of the row."""
+    pretrained, bundled = results("growth-gemma"), results("growth")
+    last = {
+        (name, row["stream"], row["sampling"]): row["speedup_last"][0]
+        for name, result in (("gemma", pretrained), ("bundled", bundled))
+        for row in result["rows"]
+    }
+    shares = [float(share) for share in re.findall(r"\d+", bundled["rows"][0]["shares"])]
+    idle = [row["over_off"][0] for row in results("overhead")["rows"] if row["traffic"] == "cold"]
+    inside = {row["batch"]: row["against_suffix"][0] for row in results("vllm")["rows"] if row["method"] == "ssd"}
+    (synthetic,) = results("gpu_check")["repeats"]["results"]
+    return {
+        "requests that never recur": [
+            pretrained["parameters"]["requests"],
+            *(last["gemma", "no repeats", sampling] for sampling in ("sampled", "greedy")),
+        ],
+        "greedy requests, sent a second time |": [pretrained["repeated_requests"]["speedup_second"]],
+        "59 % new requests": [
+            *(shares[0], shares[1], shares[2], bundled["parameters"]["requests"]),
+            *(last["bundled", "mixed", sampling] for sampling in ("sampled", "greedy")),
+        ],
+        "unpredictable text": [min(idle), max(idle)],
+        "greedy requests, sent a second time (synthetic": [synthetic["repeated_requests"]["speedup_second"]],
+        "[inside vLLM]": [inside[1], inside[4], inside[8]],
+    }
+
+
+def test_every_figure_in_the_readme_is_that_of_its_result() -> None:
+    table = re.search(r"\| workload \|.*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert table is not None
+    rows = [row.removeprefix("| ") for row in table[0].strip().split("\n")[2:]]
+    figures = readme_figures()
+    assert len(rows) == len(figures)
+    for row in rows:
+        (name,) = (name for name in figures if row.startswith(name))
+        workload, _, gains = row.removesuffix(" |").split(" | ")
+        shown = re.findall(r"(\d+) %|after (\d+) requests", workload)
+        written = [next(filter(None, each)) for each in shown] + re.findall(r"([\d.]+)x", gains)
+        assert len(written) == len(figures[name]), row
+        for text, figure in zip(written, figures[name], strict=True):
+            digits = len(text.partition(".")[2])
+            assert f"{figure:.{digits}f}" == text, row
 
 
 def test_a_replay_is_read_at_each_cost_by_settings_of_that_cost() -> None:

@@ -1,1 +1,1 @@
-"""Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``."""
+"""Write measured figures into SECURITY.md and docs/: ``python -m benchmarks.report``."""

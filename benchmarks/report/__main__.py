@@ -1,4 +1,4 @@
-"""Splice measured figures into README.md, SECURITY.md and docs/: ``python -m benchmarks.report``.
+"""Write the measured figures into SECURITY.md and docs/: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
@@ -54,8 +54,6 @@ SECTIONS: Final = {
 """By page and marker: the program whose columns are shown, and the results, of which some may be missing."""
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
-    ("README.md", "gains"): (replay.gains_section, "growth growth-gemma coupled overhead vllm replay-curve "
-        "replay-others replay-others-tree gpu_check"),
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
     ("docs/operations/gpus.md", "gpu"): (gpu_check.section, "gpu_check"),

@@ -64,7 +64,7 @@ CHOICES: Final = (
     Choice(
         {"EngineConfig.coupled_window": 8},
         "tokens that coupled noise depends on",
-        "[agreement of near-variants](coupled-sampling.md#measured)",
+        "[agreement of near-variants](../concepts/coupled-sampling.md#measured)",
     ),
     Choice(
         {"EngineConfig.max_num_seqs": 16, "EngineConfig.prefill_chunk_tokens": 512}, "rows and prompt tokens of a step"

@@ -1,4 +1,4 @@
-"""Replays of recorded outputs, a table a question; and the one table of the README: where speculation gains."""
+"""The tables of the replays of recorded outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.gpu_check import device_of, is_whole, rows_of
 from benchmarks.replay.job import ARCTIC_DEFAULT, DEFAULT, FLAT_WIDTH, OURS, PRICED_BY
 from benchmarks.run import Columns, table
 
@@ -133,86 +132,6 @@ def _is_default(drafter: str, setting: str) -> bool:
     if drafter == "arctic":
         return setting == ARCTIC_DEFAULT
     return setting == f"{PRICED_BY}{_MEASURED}" if drafter == OURS else setting.startswith(DEFAULT)
-
-
-_STREAMS: Final = {"mixed": "requests of which some recur", "no repeats": "requests that never recur"}
-_NO_GAIN: Final = {
-    "cold": "nothing to gain",
-    "adversarial": "other answers known",
-    "full": "1M tokens of shuffled text known",
-}
-_COUPLED: Final = (4, 0.7)
-"""Streams and temperature."""
-
-
-def gains_section(
-    growth: Result, pretrained: Result, coupled: Result, overhead: Result, vllm: Result, curve: Result, chains: Result,
-    trees: Result, gpu: Result,
-) -> str:  # fmt: skip
-    """A line a question, above 1 is good for us: all batches that were measured, those that lose among them.
-
-    ``pretrained`` : growth of another model than the bundled one. ``chains``, ``trees`` : replays beside all drafters.
-    ``gpu`` : of `benchmarks.gpu_check`, whose cut parts are left out.
-    """
-    off, again, rows = "speculation off", growth["repeated_requests"], list[dict[str, Any]]()
-
-    def add(what: str, against: str, *over: float) -> None:
-        rows.append({"what": what, "against": against, "ratio": " / ".join(f"{ratio:.2f}x" for ratio in over)})
-
-    shown = [part for part in ("repeats", "overhead-large", "exact-cost") if is_whole(gpu, part)]
-
-    def shape(part: str) -> str:
-        return f"{device_of(gpu, part)}, 8B shape"
-
-    def no_gain(where: str, found: Rows) -> None:
-        for traffic, about in _NO_GAIN.items():
-            if some := [row for row in found if row["traffic"] == traffic]:
-                what = f"{where}{about}, temperature 1, batch {' / '.join(str(row['batch']) for row in some)}"
-                add(what, off, *(row["over_off"][0] for row in some))
-
-    for grown, model in ((growth, ""), (pretrained, f"{pretrained['model']}: ")):
-        for run in sorted(grown["rows"], key=lambda run: bool(run["sampling"] == "greedy")):  # as most ask, first
-            what = f"{model}{_STREAMS[run['stream']]}, {run['sampling']}: from nothing / after "
-            add(f"{what}{grown['parameters']['requests']}", off, run["speedup_last_anew"][0], run["speedup_last"][0])
-    no_gain("", overhead["rows"])
-    if "overhead-large" in shown:
-        no_gain(f"{shape('overhead-large')}: ", rows_of(gpu, "overhead-large", "overhead"))
-    for cost in rows_of(gpu, "exact-cost", "exact") if "exact-cost" in shown else ():
-        for kind, rates in cost["rates"].items():
-            add(f"{shape('exact-cost')}: equal to the bit, {kind}", "`--batch-invariant off`", rates[0])
-    add(f"the same {again['requests']} greedy requests again, tokens/s", off, again["speedup_second"])
-    for row in coupled["rows"]:
-        if (row["streams"], row["temperature"]) == _COUPLED and row["workload"] in ("asked again", "near-variants"):
-            what = f"`--coupled-sampling {row['streams']}`, temperature {row['temperature']}: {row['workload']}"
-            add(f"{what}, all streams known", off, row["coupled"]["over_off"][0])
-    inside = [row for row in vllm["rows"] if row["runner"] == "v1" and row["method"] == "ssd"]
-    what = f"our drafter inside vLLM, batch {' / '.join(str(row['batch']) for row in inside)}"
-    add(what, "vLLM's suffix as vLLM sets it", *(row["against_suffix"][0] for row in inside))
-    ours = best_speed_up(curve["rows"], OURS)
-    what = f"{len(_traces(curve))} recorded traces, at the bundled model's cost of a pass, drafting's time left out"
-    add(what, "plain decoding", ours)
-    add("the same", "Arctic Inference at the best setting tried", ours / best_speed_up(curve["rows"], "arctic"))
-    for result, drafter, against in ((chains, "llama-cpp", "llama.cpp's"), (trees, "sglang", "SGLang's trie")):
-        ratio = best_speed_up(result["rows"], OURS) / best_speed_up(result["rows"], drafter)
-        what = f"their first {result['parameters']['max_output_tokens']:,} output tokens, at the same cost"
-        add(what, f"{against} at the best setting tried", ratio)
-    for asked in gpu["repeats"]["results"] if "repeats" in shown else ():
-        some = asked["repeated_requests"]
-        what = f"{shape('repeats')} whose every token names the next: the same {some['requests']} greedy requests again"
-        add(what, off, some["speedup_second"])
-    machines = dict.fromkeys(
-        "{environment[cpu]}, {environment[cores]} cores".format_map(each)
-        for each in (growth, pretrained, coupled, overhead, vllm, curve, chains, trees)
-    )
-    when = _origins((growth, pretrained, coupled, overhead, vllm, curve, chains, trees, *(gpu[part] for part in shown)))
-    note = (
-        "8B shape: random weights, made so that each token clearly names the next, bfloat16, `python -m "
-        f"benchmarks.gpu_check --call 1`. The rest: bundled model unless named, float32, {' and '.join(machines)}; "
-        "ratios of rates, above 1 is good for us. Prompts are pieces of numpy's code, on which the bundled model was "
-        f"not trained. The traces are other models' outputs, replayed. Commits: {when}."
-    )
-    columns = (("what", "{what}"), ("against", "{against}"), (">", "{ratio}"))
-    return "\n".join([*table(columns, rows), "", note])
 
 
 def _origins(results: Iterable[Result]) -> str:
