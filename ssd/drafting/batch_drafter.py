@@ -153,7 +153,7 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 @kernel
 def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
-    """Return how many draft tokens to use: up to the first end-of-text token; none if a token is not in the vocabulary."""
+    """Return how many draft tokens to use: up to the first end-of-text token; 0 if a token is out of vocabulary."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
     for i in range(size):
         if tokens[i] < 0 or tokens[i] >= batch.vocab_size:

@@ -21,7 +21,7 @@ Segments = tuple[Segment, ...]
 
 
 def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfig, max_tokens: int) -> Segments | None:
-    """Choose neighbouring segments to merge next: size-tiered, as in Lucene. O(number of segments).
+    """Choose neighbouring segments to merge next: size-tiered, as in Lucene.
 
     A segment's size class is the logarithm of its size to the base ``merge_fanout``. A segment with a larger, newer
     neighbour counts as of that neighbour's class; otherwise small segments between large ones would stay forever. If at
@@ -60,7 +60,10 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
 
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
-    """Return the cheapest run of two to ``fanout`` neighbours of at most ``max_tokens`` tokens, and its cost."""
+    """Return the two to ``fanout`` neighbouring segments that are cheapest to merge, and the cost of that.
+
+    The merged segment has at most ``max_tokens`` tokens.
+    """
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
@@ -110,7 +113,7 @@ class SuffixIndex:
         next_position: int = 0,
         gaps: Sequence[int] = (),
     ) -> None:
-        """Start with the ring ``segments`` of a directory, oldest first, and an empty memtable.
+        """Start with the ``segments`` of a directory, oldest first, and an empty memtable.
 
         ``gaps`` are ring positions, in order, across which segments are not merged.
         """
@@ -122,9 +125,11 @@ class SuffixIndex:
         self.num_evicted_segments = 0
         self.num_evicted_tokens = 0
         self.num_dropped_tokens = 0
-        """The number of tokens that left the ring before they were flushed, because flushing was too slow."""
+        """The number of tokens that were overwritten in the ring buffer before they were flushed, because flushing was
+        too slow.
+        """
         self.num_skipped_tokens = 0
-        """The number of prompt tokens that were stored already."""
+        """The number of prompt tokens that were not stored because they were stored already."""
 
         self._deduplicator = PromptDeduplicator(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
         self._output_spans = OutputSpans()
@@ -137,7 +142,7 @@ class SuffixIndex:
         """The attached segments of another namespace."""
         self._prebuilt: Segments = ()
         self.ring_segments: Segments = tuple(segments)
-        """The segments with a ring position, retained ones included, in order of position."""
+        """The segments made from the ring buffer, retained ones included, in order of position."""
         self._num_ring_tokens = sum(map(len, segments))
         self._num_retained = sum(1 for _ in takewhile(lambda segment: is_retained(segment.segment_id), segments))
         self._generation = 0
@@ -146,12 +151,10 @@ class SuffixIndex:
         self._publish_segments()
 
     def snapshot(self) -> Snapshot:
-        """Return the current snapshot. O(1), safe from any thread."""
         return self._snapshot
 
     @property
     def next_position(self) -> int:
-        """The ring position of the next appended token."""
         return self._ring.memtable_stop
 
     @property
@@ -162,26 +165,24 @@ class SuffixIndex:
 
     @property
     def num_retained_tokens(self) -> int:
-        """The number of tokens in retained segments."""
         return sum(map(len, self.ring_segments[: self._num_retained]))
 
     @property
     def num_memtable_tokens(self) -> int:
-        """The number of tokens in the memtable."""
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """Return whether less than half of the ring is unflushed."""
+        """Return whether less than half of the ring buffer is unflushed."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
 
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
-        """Store a sequence (int32[n], ids >= 0), prompt then completion, and publish it. Returns the stored pieces.
+        """Store a sequence, prompt then completion, so that it can be searched at once; return the stored parts.
 
         Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
         occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
-        unflushed sequences are dropped, to stay within the capacity. O(n).
+        unflushed sequences are dropped, to stay within the capacity.
         """
         new = self._deduplicator.new_pieces(tokens, prompt_length, self.next_position)
         self.num_skipped_tokens += len(tokens) - sum(map(len, new))
@@ -191,12 +192,12 @@ class SuffixIndex:
         return pieces
 
     def add(self, tokens: Tokens) -> None:
-        """Store a piece from another replica's index. It may become searchable only with the next ``publish``. O(n)."""
+        """Store text from another replica. It may become searchable only with the next ``publish``."""
         self._deduplicator.note_replicated(tokens, self.next_position)
         self._add(tokens, 0)
 
     def _add(self, tokens: Tokens, num_output: int) -> list[Tokens]:
-        """Store pieces of a sequence, whose last ``num_output`` tokens are an output."""
+        """Store the new parts of a sequence, whose last ``num_output`` tokens are an output."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
         ring, num_dropped = self._ring, self.num_dropped_tokens
         begin, prompt = ring.memtable_stop, max(0, len(tokens) - num_output)
@@ -216,7 +217,7 @@ class SuffixIndex:
         return pieces
 
     def publish(self) -> None:
-        """Make everything added so far searchable. O(1)."""
+        """Make everything stored so far searchable, in a new snapshot."""
         ring = self._ring
         self._generation += 1
         # One assignment of an immutable object, so that a reader gets either the old or the new snapshot.
@@ -233,7 +234,7 @@ class SuffixIndex:
         return start, self._ring.read(start, self._flushing_stop)
 
     def install_flushed(self, segment: Segment) -> None:
-        """Replace the text of ``memtable_to_flush`` by ``segment``, and publish."""
+        """Replace the memtable text that ``memtable_to_flush`` returned by the segment sorted from it."""
         assert segment.stop is not None
         self._ring.release(segment.stop)
         self.ring_segments = (*self.ring_segments, segment)
@@ -255,7 +256,7 @@ class SuffixIndex:
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
-        """Replace ``inputs`` by ``merged`` and publish. Return False, without a change, if an input is gone."""
+        """Replace the segments ``inputs`` by ``merged``. Return False, without a change, if one of them is gone."""
         first = next(
             (i for i, segment in enumerate(self.ring_segments) if segment is inputs[0]), len(self.ring_segments)
         )
@@ -271,9 +272,9 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments with the data that tells which text of them was reused; None if there are none.
+        """Return the evicted segments with the data needed to find their reused text; None if there are none.
 
-        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``. O(memtable).
+        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``.
         """
         if not self._evicting:
             return None
@@ -285,7 +286,7 @@ class SuffixIndex:
         )
 
     def install_retained(self, evicted: Segments, retained: Sequence[tuple[Segment, Segment]]) -> None:
-        """Free the ``evicted`` segments, add the segments of their reused text, and publish.
+        """Free the ``evicted`` segments, and add the segments of their reused text.
 
         ``retained`` are pairs of an evicted segment and the segment made of its reused text, in order. A pair is
         ignored if its evicted segment was freed meanwhile.
@@ -310,19 +311,18 @@ class SuffixIndex:
     # Prebuilt and shared segments
 
     def add_prebuilt(self, segments: Sequence[Segment]) -> None:
-        """Add prebuilt ``segments``, outside the capacity, and publish."""
+        """Add prebuilt segments, which do not count against the capacity."""
         assert all(segment.start is None for segment in segments)
         self._prebuilt = (*self._prebuilt, *segments)
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no position, and publish."""
+        """Replace the attached segments of another namespace by ``segments``, which have no ring position."""
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()
 
     def clear(self) -> None:
-        """Remove all text, attached segments included, and publish."""
         self.shared_segments = self._prebuilt = self.ring_segments = ()
         self._num_ring_tokens = self._num_retained = 0
         self._evicting.clear()
@@ -338,12 +338,12 @@ class SuffixIndex:
         return len(self.ring_segments) < before
 
     def _trim_retained(self) -> None:
-        """Drop the oldest retained segments until the rest is within its share."""
+        """Drop the oldest retained segments until the rest takes at most its share of the capacity."""
         while self.num_retained_tokens > _RETAINED_SHARE * self.config.capacity_tokens:
             self._drop(0)
 
     def _drop(self, number: int) -> None:
-        """Remove a segment from the index. Reused text of a segment that was not retained yet may come back."""
+        """Remove a segment from the index. Its reused text may come back in a retained segment later."""
         segment, was_retained = self.ring_segments[number], number < self._num_retained
         self.ring_segments = (*self.ring_segments[:number], *self.ring_segments[number + 1 :])
         self._num_ring_tokens -= len(segment)
