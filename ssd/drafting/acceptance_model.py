@@ -60,7 +60,9 @@ class AcceptanceModel:
         try:
             return cls() if learned.stored is None else cls.from_bytes(learned.stored)
         except ValueError as error:
-            log.warning("what was learned beside the text is not used, it begins anew: %s", error)
+            log.warning(
+                "the stored acceptance model of a namespace cannot be used, and a new one is learned: %s", error
+            )
             return cls()
 
     def copy(self) -> Self:
@@ -95,13 +97,13 @@ class AcceptanceModel:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
         body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
         if xxhash.xxh3_64_intdigest(body) != checksum:
-            raise ValueError("the acceptance model's checksum does not fit")
+            raise ValueError("the acceptance model's checksum does not match")
         _, version, entries, sets, inputs, num_learned = _HEADER.unpack_from(body)
         if (version, entries, sets, inputs) != (_VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
         if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
-            raise ValueError("the acceptance model holds numbers that cannot be")
+            raise ValueError("the acceptance model contains numbers that are invalid")
         probabilities, counts, weights, knots = clip_to_learnable(
             kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
         )

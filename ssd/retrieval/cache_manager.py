@@ -329,7 +329,7 @@ class CacheManager:
                 # The arrays are the same. ``start`` is None because ring positions differ between namespaces.
                 self._shared = tuple(
                     known.get(id(each.text)) or replace(each, start=None) for each in snapshot.segments
-                )  # fmt: skip
+                )
             prebuilt = tuple(segment for segment in self._shared if segment.segment_id in self._prebuilt_ids)
             for cache, policy in caches:
                 segments = self._shared if policy.reads_shared else prebuilt

@@ -100,7 +100,7 @@ class Snapshot:
         "ring",
         "segment_table",
         "segments",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, generation: int, table: SegmentTable, ring: npt.NDArray[np.int32], memtable_start: int, memtable_stop: int
