@@ -99,7 +99,7 @@ class PlattScaling:
         self.scale = scale
 
     def estimate(self, probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the acceptance probabilities of tokens that have ``probabilities`` in the draft model, float64[n]."""
+        """Convert the draft model's probabilities of tokens, float64[n], to acceptance probabilities."""
         estimates: npt.NDArray[np.float64] = 1.0 / (1.0 + np.exp(-self.shift - self.scale * _log_odds(probabilities)))
         return estimates
 

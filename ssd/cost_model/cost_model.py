@@ -47,7 +47,7 @@ class CostModel:
         self._costs = self._records[0]
         self._costs.rate.forgetting = FORGETTING
         self.address = self._records.address
-        """The address of the `PassCostRecord`, for kernels."""
+        """The memory address of the `PassCostRecord`, which numba kernels read and update."""
 
     @property
     def pass_time(self) -> PassTimeModel | None:

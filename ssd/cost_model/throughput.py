@@ -110,7 +110,7 @@ class StepThroughput:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the seconds of a recent engine step in which no costly drafter was used; 0 before the first step.
+        """Return the mean seconds of recent engine steps without costly drafters; 0 before the first step.
 
         It is at most the time of an average step, because steps may have become faster since.
         """
@@ -175,7 +175,7 @@ class AcceptanceRates:
         self._own[request_id] = own_accepted + num_accepted, own_tested + tested
 
     def fade(self, request_id: str) -> None:
-        """Lower the weight of a request's counts after a step without a draft."""
+        """Lower the weight of a request's acceptance counts after a step without a draft."""
         if request_id in self._own:
             accepted, tested = self._own[request_id]
             self._own[request_id] = _IDLE_FADING * accepted, _IDLE_FADING * tested
@@ -216,7 +216,11 @@ class MarginalGain:
         return (total + _GAIN_PRIOR_WEIGHT * self._sum / self._count) / (count + _GAIN_PRIOR_WEIGHT)
 
     def learn(self, expected_accepted: float, first: float, gain: int) -> None:
-        """Record that another drafter added ``gain`` accepted tokens to a draft with these estimates."""
+        """Record that another drafter added ``gain`` accepted tokens to a draft.
+
+        ``expected_accepted`` is the expected number of accepted tokens of that draft, and ``first`` the acceptance
+        probability of its first token.
+        """
         self._sum, self._count = _faded(self._sum, self._count, gain, _GAIN_MEMORY)
         cell = _cell(expected_accepted, first)
         self._cells[cell] = _faded(*self._cells.get(cell, (0.0, 0.0)), gain, _CELL_MEMORY)

@@ -31,58 +31,64 @@ Floats = npt.NDArray[np.float64]
 # supports (numbers of matches) and shares (of their votes) are bucketed.
 
 CONTEXT: Final = 0
-"""The acceptance model's feature for the longest match in the request's context.
+"""A feature of the acceptance model: the longest match in the request's context.
 
-It combines match length, number of matches, the token's share of them, whether the newest match continues with the
-token, and whether that match lies in the output.
+Its value combines the match length, the number of matches, the share of them that continue with the candidate token,
+whether the newest match does, and whether that match lies in the output.
 """
 INDEX: Final = 1
-"""The acceptance model's feature for the longest match in the retrieval cache.
+"""A feature of the acceptance model: the longest match in the retrieval cache.
 
-It combines match length, number of matches, the token's share of them, whether the newest match continues with the
-token, and that match's source.
+Its value combines the match length, the number of matches, the share of them that continue with the candidate token,
+whether the newest match does, and the source of that match.
 """
 PREDICTION: Final = 2
-"""The acceptance model's feature for the client's predicted output.
+"""A feature of the acceptance model: the client's predicted output.
 
-It combines the number of matching tokens, whether the prediction never differed, and whether it predicts the token.
+Its value combines the number of consecutive tokens that matched the prediction, whether it never differed, and whether
+it continues with the candidate token.
 """
 LEVEL: Final = 3
-"""The first of three features of the acceptance model, one per match length.
+"""The first of three features of the acceptance model, one per match length that is looked up.
 
-Each one combines match length, number of matches, and the token's share of them, over all matches of at least the
-length.
+The value combines the match length, the number of matches of at least this length, and the share of them that continue
+with the candidate token.
 """
 REQUEST: Final = 6
-"""The acceptance model's feature for its own recent error in the request, with length and share of the longest match.
+"""A feature of the acceptance model: the error of its recent estimates in the same request.
+
+Like the next features, it is combined with coarse buckets of the longest match's length and of the share of matches
+that continue with the candidate token.
 """
 TOKEN: Final = 7
-"""The acceptance model's feature for a hash of the candidate token, with coarse match length and share."""
+"""A feature of the acceptance model: a hash of the candidate token, combined with coarse buckets of the text match."""
 BEFORE: Final = 8
-"""The acceptance model's feature for a hash of the token before the candidate, with coarse match length and share."""
+"""A feature of the acceptance model: a hash of the token before the candidate, with coarse buckets of the text match.
+"""
 PAIR: Final = 9
-"""The acceptance model's feature for a hash of the candidate and the token before it, with coarse match length and
-share.
+"""A feature of the acceptance model: a hash of the candidate and the token before it, with coarse buckets of the match.
 """
 PROPOSAL: Final = 10
-"""The acceptance model's feature for a proposal of another drafter at this position.
+"""A feature of the acceptance model: the token that another drafter, such as a draft model, proposes at this position.
 
-It combines the kind of the drafter, whether it proposes the candidate, its probability, and the depth in the draft.
+Its value combines the kind of drafter, whether it proposes the candidate token, its probability, and the depth in the
+draft.
 """
 RECYCLED: Final = 11
-"""The acceptance model's feature for token recycling: the target's earlier top-k tokens after the same token or pair.
+"""A feature of the acceptance model: the target's earlier top-k tokens after the same token or pair (token recycling).
 
-It combines the temperature, whether a pair of tokens matched, and the candidate's rank and share in the top k.
+Its value combines the temperature, whether a pair of tokens matched, and the candidate's rank and share in the top k.
 """
 NOISE: Final = 12
-"""The acceptance model's feature for known Gumbel noise: verdict (see `VERDICTS`), the candidate's noise, length,
-share.
+"""A feature of the acceptance model: the Gumbel noise with which the target will sample, if it is known.
+
+Its value combines a verdict (see `VERDICTS`), the noise of the candidate token, and coarse buckets of the text match.
 """
 CACHED_SAMPLE: Final = 13
-"""The acceptance model's feature for the token that was sampled before with the same Gumbel noise.
+"""A feature of the acceptance model: the token that was sampled before with the same Gumbel noise ("cached sample").
 
-It combines how often that token was confirmed, how many cached samples in a row were right, agreement with matches,
-the temperature, and whether the candidate is that token.
+Its value combines how often that token was sampled again, how many cached samples in a row were right, whether text
+matches agree, the temperature, and whether the candidate is that token.
 """
 NUM_FEATURES: Final = 14
 LEVEL_FEATURES: Final = 3
@@ -154,9 +160,9 @@ _CONSTANT_RATE: Final = 0.003
 _KNOT_RATE: Final = 0.02
 
 _MIN_RATE: Final = 0.01
-"""The minimum learning rate of a table entry.
+"""The minimum learning rate of an entry in the acceptance model's tables.
 
-An entry thus averages about the last hundred candidates, and follows traffic that shifts.
+An entry thus averages about the last hundred outcomes, and follows traffic that shifts.
 """
 
 _PRIOR_COUNT: Final = 2.0
@@ -185,15 +191,15 @@ _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 class AcceptanceTables(Record):
-    """An acceptance model, as kernels read and update it.
+    """The parameters of an acceptance model, as numba kernels read and update them.
 
     Attributes:
         probabilities: The acceptance probability of each table entry.
-        counts: The number of candidates that each table entry has learned from.
+        counts: The number of outcomes that each table entry has learned from.
         log_odds: log(probability / (1 - probability)) of each table entry.
-        weights: The mixer weights of each weight vector; the last weight is that of a constant.
+        weights: The weight vectors of the mixer: a weight for each feature, and one for a constant.
         knots: The correction curve for each depth bucket.
-        learned: The number of candidates that the whole model has learned from.
+        learned: The number of outcomes that the whole model has learned from.
     """
 
     probabilities: Annotated[Floats, np.float64, ENTRIES]
@@ -214,13 +220,11 @@ def length_bucket(length: int) -> int:
 
 @inlined
 def coarse_length(bucket: int) -> int:
-    """Return the coarse bucket, 0..COARSE_LENGTHS - 1, of a match length's bucket."""
     return int(_COARSE_LENGTH[bucket])
 
 
 @inlined
 def support_bucket(support: float) -> int:
-    """Return the bucket, 0..SUPPORTS - 1, of a number of matches."""
     if support < 3.5:
         return 0 if support < 1.5 else (1 if support < 2.5 else 2)
     return 3 if support < 6.5 else (4 if support < 16.0 else 5)
@@ -228,7 +232,7 @@ def support_bucket(support: float) -> int:
 
 @inlined
 def share_bucket(votes: float, support: float) -> int:
-    """Return the bucket, 0..SHARES - 1, of a token's share of all matches: 0 for none, 4 for half, 8 for all."""
+    """Return the bucket of the share of text matches that continue with a token: 0 for none, 4 for half, 8 for all."""
     if votes <= 0.0:
         return 0
     share = votes / support
@@ -243,7 +247,6 @@ def share_bucket(votes: float, support: float) -> int:
 
 @inlined
 def coarse_share(bucket: int) -> int:
-    """Return the coarse bucket, 0..COARSE_SHARES - 1, of a share's bucket."""
     return 0 if bucket < 3 else (1 if bucket < 7 else 2)
 
 
@@ -259,7 +262,6 @@ def hash_of_pair(before: int, token: int) -> int:
 
 @inlined
 def proposed_bucket(probability: float) -> int:
-    """Return the bucket of an acceptance probability that another drafter proposed."""
     if probability < 0.35:
         return 0 if probability < 0.03 else (1 if probability < 0.1 else (2 if probability < 0.2 else 3))
     return 4 if probability < 0.55 else (5 if probability < 0.75 else (6 if probability < 0.92 else 7))
@@ -277,7 +279,7 @@ def weight_set(
     num_levels: int,
     depth: int,
 ) -> int:
-    """Return the index of the mixer's weight vector for a candidate, by the kinds of evidence that are present."""
+    """Return the index of the acceptance model's weight vector, chosen by the kinds of evidence for a candidate."""
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)
     )
@@ -293,7 +295,7 @@ def depth_bucket(depth: int) -> int:
 
 @inlined
 def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
-    """Return the mixer's log odds that a candidate token is accepted, before the correction curve."""
+    """Return the log odds that a candidate token is accepted: the weighted sum of the log odds of all features."""
     total = model.weights[weights_number, NUM_FEATURES]
     for i in range(NUM_FEATURES):
         if inputs[i] >= 0:
@@ -313,10 +315,8 @@ def _curve_position(log_odds: float) -> tuple[int, float]:
 def acceptance_probability(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
     """Estimate the probability that a candidate token is accepted, given that the draft tokens before it are.
 
-    Args:
-        model: The acceptance model.
-        inputs: For each feature, the index of its table entry, int64[NUM_FEATURES]; -1 if the feature is absent.
-        weights_number: The index of the mixer's weight vector.
+    ``inputs`` holds for each feature the index of its table entry, or -1 if the feature is absent. ``weights_number``
+    is the index of the mixer's weight vector.
     """
     knot, part = _curve_position(_mixed(model, inputs, weights_number))
     knots = model.knots[weights_number % DEPTH_BUCKETS]
@@ -446,7 +446,7 @@ def _log_odds(probability: Floats) -> Floats:
 
 
 def _other_token(probability: Floats) -> Floats:
-    """Return the log odds that a token is next, given the probability that a different token is."""
+    """Return the log odds that a candidate token is next, given the probability that a different token is."""
     return _log_odds(0.4 * (1.0 - probability))
 
 

@@ -38,7 +38,7 @@ _prior: npt.NDArray[np.float64] | None = None
 
 
 class AcceptanceModel:
-    """The parameters of one namespace's acceptance model, which kernels read and update at ``address``.
+    """The parameters of one namespace's acceptance model, which numba kernels read and update at ``address``.
 
     Its size is constant. It is owned by one drafter; other threads get copies.
     """
@@ -54,7 +54,7 @@ class AcceptanceModel:
 
     @classmethod
     def of(cls, learned: LearnedState) -> Self:
-        """Return a model that continues from the last published copy, else from the stored copy, else from nothing."""
+        """Return a namespace's model: its last published copy, else the copy on disk, else an untrained model."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
         try:
@@ -66,7 +66,7 @@ class AcceptanceModel:
             return cls()
 
     def copy(self) -> Self:
-        """Return a copy whose memory is read-only; do not give its address to kernels that learn."""
+        """Return a copy in read-only memory. Do not pass its address to numba kernels that update a model."""
         copied = type(self)(self._buffer)
         copied._buffer.setflags(write=False)
         return copied

@@ -52,7 +52,7 @@ _DEFAULT_TOKEN_COST: Final = 0.1
 
 
 class RowTextRecord(Record):
-    """The drafter's copy of one row's text, as kernels read it.
+    """The drafter's copy of one row's text, as numba kernels read it.
 
     Attributes:
         tokens: The address of int32[room]; the first ``length`` tokens are valid.
@@ -68,7 +68,7 @@ class RowTextRecord(Record):
 
 
 class DraftBatchRecord(Record):
-    """The rows of a batch and the settings of its drafter, as kernels read them.
+    """The rows of a batch and the settings of its drafter, as numba kernels read them.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
@@ -239,7 +239,7 @@ Tokens = npt.NDArray[np.int32]
 class RowText:
     """The drafter's own copy of a row's text, because the engine may move or overwrite its array.
 
-    ``address`` is that of the `RowTextRecord` for kernels. The text can grow to ``room`` tokens.
+    ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``room`` tokens.
     """
 
     __slots__ = ("_buffer", "_memory", "_record", "address")

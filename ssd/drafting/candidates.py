@@ -101,14 +101,14 @@ _ERROR_RATE: Final = 0.1
 
 
 class ScoredCandidate(Record):
-    """A candidate token with its estimated features, stored to learn from its outcome.
+    """A candidate token with the features of its acceptance estimate, stored to learn from its outcome.
 
     Attributes:
         parent: The index of the candidate before it; -1 for the end of the context.
         depth: The number of draft tokens before it.
         outcome: 1 if the target produced the token, -1 if it did not, 0 while that is unknown.
-        weight_set: The mixer's weight vector, see `acceptance_mixing.weight_set`.
-        inputs: The table entry of each feature, see `acceptance_mixing.acceptance_probability`.
+        weight_set: The index of the acceptance model's weight vector.
+        inputs: The index of the table entry of each feature.
     """
 
     token: Int64
@@ -158,14 +158,8 @@ def record_candidate(
 ) -> None:
     """Store a candidate token with its features, if there is room, so that its outcome can be learned later.
 
-    Args:
-        scored: The stored candidates of the draft.
-        token: The candidate.
-        parent: The index of the stored candidate before it; -1 for the end of the context.
-        depth: The number of draft tokens before it.
-        weight_set: See `acceptance_mixing.weight_set`.
-        inputs: See `acceptance_mixing.acceptance_probability`.
-        drafted: Whether the candidate is in the draft.
+    ``parent`` is the index of the stored candidate before it (-1 for the end of the context), and ``drafted`` is
+    whether it is in the draft.
     """
     count = scored.count
     if count == MAX_SCORED:
@@ -204,12 +198,8 @@ def learn_from_context(scored: ScoredDraft, context: TokenIds, model: Acceptance
 def learn_from_path(scored: ScoredDraft, num_verified: int, path: TokenIds, model: AcceptanceTables) -> None:
     """Update the acceptance model from the accepted draft tokens of a request that has ended.
 
-    Args:
-        scored: The stored candidates of the last draft.
-        num_verified: The number of draft tokens that were verified; the others were cut.
-        path: The indices of the accepted tokens, int32[n]: 0, 1, 2, ... for a chain. A token was tested if all tokens
-            before it are in the path.
-        model: The acceptance model.
+    Only the first ``num_verified`` draft tokens were verified. ``path`` holds the indices of the accepted tokens, 0, 1,
+    2, ... for a chain; a token was tested if all tokens before it are in the path.
     """
     for i in range(min(scored.num_drafted, num_verified)):
         candidate = scored.candidates[i]
@@ -286,9 +276,9 @@ class Position(NamedTuple):
 
 @inlined
 def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> int:
-    """Return the table entry of a candidate's feature ``NOISE``.
+    """Return the index of a candidate token's table entry for the acceptance model's feature ``NOISE``.
 
-    ``rank`` is the candidate's rank in the target's earlier top k, and ``coarse`` its bucket of match length and share.
+    ``rank`` is the token's rank in the target's earlier top k, and ``coarse`` its bucket of match length and share.
     """
     verdict = noise_verdict(candidates.position_noise, candidates.recycled, rank)
     key = verdict * NOISE_BUCKETS + noise_bucket(candidates.position_noise, token)
@@ -297,7 +287,7 @@ def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> 
 
 @inlined
 def _cached_sample_key(candidates: Candidates, has_places: bool, temperature_bucket: int) -> int:
-    """Return the key of the feature ``CACHED_SAMPLE``, except whether the candidate equals the cached sample."""
+    """Return the part of the feature ``CACHED_SAMPLE`` that is the same for all candidate tokens of a position."""
     cached_sample, votes, agreement = candidates.cached_sample, candidates.votes, 0
     if has_places:
         agreement = (
@@ -435,16 +425,9 @@ def collect_candidates(
 ) -> int:
     """Collect the candidate tokens of a draft position from all sources, and return their number.
 
-    Args:
-        texts: The texts in which the matches lie.
-        samples: The sampled matches of the context.
-        matching: The indices of samples that agree with the draft so far.
-        num_matching: The number of indices in ``matching``.
-        at: The position.
-        most: The maximum number of candidates from matches and proposals, the predicted token and the cached sample
-            included.
-        most_recycled: The maximum number of further candidates from token recycling.
-        candidates: Receives the candidates.
+    ``matching`` holds the indices of the sampled matches that agree with the draft so far. At most ``most`` candidates
+    come from matches and proposals, the client's prediction and the cached sample included, and ``most_recycled``
+    further ones from token recycling.
     """
     votes, recycled = candidates.votes, candidates.recycled
     size = count_votes(texts, samples, matching, num_matching, at.since_lookup, at.predicted, votes)

@@ -285,10 +285,6 @@ def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) 
 def finish_row(row: int, num_verified: int, path: TokenIds, model: int) -> None:
     """Update the acceptance model from the last draft of a request that has ended.
 
-    Args:
-        row: The address of the `DraftRow`.
-        num_verified: The number of draft tokens that were verified.
-        path: The indices of the accepted draft tokens.
-        model: The address of the acceptance model.
+    ``num_verified`` draft tokens were verified, and ``path`` holds the indices of the accepted ones.
     """
     learn_from_path(row_at(row).state.scored, num_verified, path, acceptance_tables_at(model))

@@ -13,7 +13,7 @@ MAX_DRAFT: Final = 128
 
 
 class DraftRecord(Record):
-    """A draft chain or tree, as kernels write it.
+    """A draft chain or tree, as numba kernels write it.
 
     Attributes:
         size: The number of draft tokens.
@@ -86,7 +86,7 @@ def source_name(number: int) -> str:
 
 
 class DraftParams(Record):
-    """The parameters of one draft, as kernels read them: a ``DraftRequest`` without Python objects.
+    """The parameters of one draft, as numba kernels read them: a ``DraftRequest`` without Python objects.
 
     Attributes:
         context: The address of the prompt and the output so far, int32[context_length].

@@ -117,21 +117,11 @@ def grow_chain(
 ) -> bool:
     """Append the most probable token while the chain's acceptance probability exceeds the cost of the next token.
 
-    Args:
-        texts: The texts in which the matches lie.
-        samples: The sampled matches.
-        begin: The number of tokens already in ``out``; they are the last tokens of ``texts.context``.
-        may_look_up: Whether to stop early when another lookup of the draft's own end is worthwhile.
-        params: The parameters of the draft.
-        prediction: The position in the client's prediction.
-        model: The acceptance model.
-        candidates: Scratch for the candidates of a position.
-        scratch: The state to continue from, and to continue from later.
-        scored: Receives the candidates, to learn from them.
-        out: The draft.
+    The draft ``out`` already has ``begin`` tokens. With ``may_look_up``, the chain also ends where another lookup of
+    its own end is worthwhile. ``scratch`` receives the state from which the chain can be continued.
 
     Returns:
-        Whether the chain ended because no candidate was found, or because of a lookup.
+        Whether the chain can be continued, because it ended for lack of candidates or because of a lookup.
     """
     matching, count = scratch.matching, num_samples(samples)
     for i in range(count):
@@ -363,21 +353,9 @@ def grow_tree(
     are added in order of probability, so no other tree of the same size has more expected accepted tokens. O(limit *
     samples).
 
-    The best candidate after every node is recorded, however improbable, because an underestimated token would otherwise
-    never be drafted and corrected. If all matches of a path have ended, the path is looked up again, up to
-    MAX_FURTHER_LOOKUPS times.
-
-    Args:
-        texts: The texts in which the matches lie.
-        samples: The sampled matches of the context.
-        further: The arguments of further lookups.
-        params: The parameters of the draft.
-        prediction: The position in the client's prediction.
-        model: The acceptance model.
-        candidates: Scratch for the candidates of a position.
-        scratch: Scratch for the tree.
-        scored: Receives the candidates, to learn from them.
-        out: The draft.
+    The best candidate after every node is recorded in ``scored``, however improbable, because an underestimated token
+    would otherwise never be drafted and corrected. If all matches of a path have ended, the path is looked up again, up
+    to MAX_FURTHER_LOOKUPS times.
     """
     matching, nodes, heap = scratch.matching, scratch.nodes, scratch.heap
     count = num_samples(samples)

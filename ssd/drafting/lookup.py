@@ -119,11 +119,11 @@ class ScanHits(Record):
 
 
 class SampledHits(Record):
-    """The occurrences sampled from one scanned text.
+    """The occurrences sampled from one scanned text, grouped by match length ("levels"), longest first.
 
     Attributes:
-        positions: The position after each match, longest matches first.
-        ends: For each level of match length, the number of samples down to and including it.
+        positions: The position after each match.
+        ends: For each level, the number of samples down to and including it.
         weights: For each level, the number of occurrences that each of its samples stands for.
     """
 
@@ -212,7 +212,7 @@ def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
 
 @inlined
 def index_source_of(recency: int) -> int:
-    """Return the source of a match in the retrieval cache, given its recency.
+    """Return the source of a match in the retrieval cache, given its recency as in `MatchSamples`.
 
     The source is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
     """
@@ -221,7 +221,7 @@ def index_source_of(recency: int) -> int:
 
 @inlined
 def context_position(recency: int) -> int:
-    """Return the position in the context of a match in the context, given its recency."""
+    """Return the position of a match in the context, given its recency as in `MatchSamples`."""
     return int(recency - _CONTEXT_RECENCY)
 
 
@@ -282,17 +282,7 @@ def _scan_texts(
 ) -> int:
     """Scan the context and the recent text for matches, and choose the match lengths ("levels") of a lookup.
 
-    Args:
-        searched: The snapshot of the cache.
-        context: The context, int32[n].
-        longest: The maximum match length.
-        in_segments: The length of the longest match in the segments.
-        min_length: The minimum match length.
-        scratch: Receives the occurrences and their samples.
-        samples: Receives the match lengths.
-
-    Returns:
-        The number of match lengths.
+    ``in_segments`` is the length of the longest match in the segments. Returns the number of match lengths.
     """
     ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.context_hits, scratch.recent_hits
     num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
@@ -364,7 +354,7 @@ def _add_segment_matches(
 def _locate_segment_matches(
     lanes: SegmentSearches, num_static: int, first: int, size: int, samples: MatchSamples
 ) -> None:
-    """Replace the suffix-array ranks of samples ``[first, size)`` by the addresses of their tokens."""
+    """Replace the suffix-array ranks of samples ``[first, size)`` by the addresses of the tokens after the matches."""
     for sample in range(first, size):
         number = samples.recency[sample]
         lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
@@ -430,7 +420,7 @@ _COMPARED: Final = 8  # the number of last tokens that identify a context
 _WEIGHT_ONE: Final = 65536.0
 
 NO_SEGMENT_TABLE: Final = -1
-"""The number of no segment table, which marks an empty `MatchCursor`."""
+"""The value of ``MatchCursor.table`` if no matches are saved."""
 
 
 class SavedMatch(Record):
@@ -508,7 +498,7 @@ def resume_matches(
 
 @kernel
 def save_matches(cursor: MatchCursor, table: int, texts: SearchedTexts, samples: MatchSamples) -> None:
-    """Save the longest matches for the request's next step."""
+    """Save the longest text matches, so that the request's next step can continue them without a search."""
     cursor.table = NO_SEGMENT_TABLE
     if samples.num_levels == 0:
         return

@@ -90,7 +90,7 @@ def key_at(request: UInt, place: UInt) -> UInt:
 
 @inlined
 def gumbel_at(key: UInt, token: int) -> float:
-    """Return the Gumbel noise of one token at a key.
+    """Return the Gumbel noise of one vocabulary token at a noise key.
 
     It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
@@ -106,7 +106,7 @@ _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class NoiseRecord(Record):
-    """The state from which kernels compute the Gumbel noise keys of one sequence.
+    """The state from which numba kernels compute the Gumbel noise keys of one sequence.
 
     Attributes:
         request: The sequence's `request_key`.
@@ -153,7 +153,6 @@ def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, p
 
 @inlined
 def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
-    """Return the hash-table slot in which a context's occurrences are counted, or would be."""
     slot = np.int64(found & np.uint64(num_slots - 1))
     while table[2 * slot] != np.uint64(0) and table[2 * slot] != found:
         slot = (slot + 1) & (num_slots - 1)
@@ -162,20 +161,23 @@ def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
 
 @inlined
 def times_counted(noise: NoiseRecord, found: UInt) -> int:
-    """Return how often a context, given by its hash, has occurred in the sequence so far."""
+    """Return how often the last tokens of a text, given by their hash, have occurred in the text before."""
     table = uint64_array(noise.table, 2 * noise.num_slots)
     return np.int64(table[2 * _slot_of(table, noise.num_slots, found) + 1])  # type: ignore[return-value]
 
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """Return the argument ``place`` of `key_at` for a context hash that has occurred ``times`` times before."""
+    """Return the argument ``place`` of `key_at` for shared noise.
+
+    ``found`` is the hash of the last tokens, and ``times`` the number of times that they have occurred before.
+    """
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
-    """Return the number of sampled tokens, i.e. tokens after the prompt, in the counted text."""
+    """Return the number of sampled tokens, i.e. tokens after the prompt, that have been counted."""
     return max(0, noise.counted - noise.first)
 
 
@@ -187,7 +189,7 @@ def drawn_tokens(noise: NoiseRecord) -> UInt64:
 
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
-    """Count the contexts before the tokens that are new since the last call."""
+    """Count the occurrences of the windows of preceding tokens, for the tokens that are new since the last call."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
@@ -247,7 +249,7 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 class SequenceNoise:
     """The Gumbel noise of one sequence. Create it with `seeded` or `coupled`.
 
-    ``address`` is that of its `NoiseRecord`, for kernels.
+    ``address`` is that of its `NoiseRecord`, for numba kernels.
     """
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
@@ -292,7 +294,7 @@ class SequenceNoise:
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:
-        """Count the contexts of the new tokens of a sequence's text, on which later keys of shared noise depend.
+        """Update the state of shared noise with the new tokens of a sequence's text.
 
         This cannot be undone, so pass only accepted tokens. ``context`` begins with the text of the last call. O(new
         tokens * window).

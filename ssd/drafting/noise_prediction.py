@@ -93,7 +93,6 @@ def look_up_recycled(recycling_table: int, token_before_last: int, last_token: i
 
 @inlined
 def rank_of(recycled: RecycledTokens, token: int) -> int:
-    """Return the rank of a token among the target's earlier top-k tokens; TOP_K if it is not among them."""
     for rank in range(recycled.count):
         if recycled.tokens[rank] == token:
             return rank
@@ -112,7 +111,7 @@ NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""A typical share of the probability for each bucket of `share_level`."""
+"""A typical share of the top-k probability for each bucket of `share_level`, by which a score is computed."""
 
 assert len(TYPICAL_SHARE) == SHARES
 _LOG_SHARE: Final = np.log(TYPICAL_SHARE)
@@ -220,7 +219,7 @@ def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank:
 
 @inlined
 def noise_bucket(position_noise: PositionNoise, token: int) -> int:
-    """Return the bucket of a token's Gumbel noise at this position."""
+    """Return the bucket, 0..NOISE_BUCKETS - 1, of a candidate token's Gumbel noise at this draft position."""
     noise = gumbel_at(position_noise.key, token)
     return int(min(NOISE_BUCKETS - 1, max(0, int(2.0 * (noise + 1.0) + 1.0))))
 
@@ -255,7 +254,6 @@ class CachedSample(Record):
 
 @inlined
 def run_bucket(run: int) -> int:
-    """Return the bucket of the number of consecutive tokens that equal their cached sample."""
     return int(_RUN_BUCKET_OF[min(run, 16)])
 
 

@@ -189,16 +189,8 @@ def save_lookahead(
 ) -> None:
     """Save the tokens that the target sampled after the first rejected draft token of one row.
 
-    O(positions * MAX_LOOKAHEAD) for a tree, O(MAX_LOOKAHEAD) for a chain.
-
-    Args:
-        lookahead: Receives the tokens.
-        input_ids: The row's tokens in the forward pass, as in `ScoredPass`.
-        parents: The parents of a draft tree.
-        is_tree: Whether to use ``parents``.
-        count: The number of positions.
-        sampled_ids: The token that the target sampled at each position.
-        end: The last accepted position.
+    ``end`` is the last accepted position; ``parents`` is used only if ``is_tree``. O(positions * MAX_LOOKAHEAD) for a
+    tree, O(MAX_LOOKAHEAD) for a chain.
     """
     size, node = 0, NO_TOKEN
     if 0 <= end < count:

@@ -35,7 +35,7 @@ class FaultIsolatingDrafter:
         return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
     def forget(self, request_id: str) -> None:
-        """Draft for a request again that caused a failure, because it has ended or starts anew."""
+        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
         self._failing.discard(request_id)
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -148,9 +148,9 @@ class ProposerState:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether the gains forgone so far cover the one-time ``cost`` of starting to draft for a request.
+        """Return whether to start drafting for a request, because the gains forgone so far cover the one-time ``cost``.
 
-        If they do not, ``gain`` is added to them. Both are in tokens.
+        If they do not, ``gain`` is added to the forgone gains. Both are in tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:
@@ -162,14 +162,14 @@ class ProposerState:
         self.depth += _RECENT * (depth - self.depth)
 
     def record_latency(self, seconds: float, num_rows: int, depth: int) -> None:
-        """Record that drafting for ``num_rows`` requests took ``seconds``; ``depth`` is their deepest draft."""
+        """Record that drafting for ``num_rows`` requests took ``seconds``; the deepest draft has ``depth`` tokens."""
         known = depth * self.seconds_per_token(num_rows)
         if known:
             fixed = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
             self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
-        """Draft for a request again that caused a failure, because it has ended or starts anew."""
+        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
         self._isolated.forget(request_id)
 
     def finish(self, request_id: str) -> None:

@@ -69,19 +69,17 @@ sample_table_at = view_of(SampleTable)
 
 @inlined
 def _known_by(key: UInt) -> UInt:
-    """Return the bits of a noise key that its entry in the sample cache holds; never 0."""
     return max(key & np.uint64((1 << _KEY_BITS) - 1), np.uint64(1))
 
 
 @inlined
 def _first_of(table: SampleTable, known_by: UInt) -> int:
-    """Return the index of the first entry of a noise key's bucket."""
     return int(np.int64(known_by & np.uint64(table.num_buckets - 1)) * BUCKET_SIZE)
 
 
 @inlined
 def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
-    """Return the index of a noise key's entry in its bucket; -1 if there is none."""
+    """Return the index of a noise key's entry in its hash bucket of the sample cache; -1 if there is none."""
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] >> np.uint64(_KEY_AT) == known_by:
             return place
@@ -152,10 +150,10 @@ def _enter(table: SampleTable, key: UInt, token: int) -> None:
 
 @kernel
 def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -> None:
-    """Add the tokens that a request sampled since the last call to the sample cache.
+    """Add the tokens that a request sampled since the last call to its namespace's sample cache.
 
-    It also counts how many of the latest ones in a row equal their cached sample. Without ``allow_caching``, the tokens
-    are only compared.
+    It also counts how many of the latest tokens in a row equal their cached sample. Without ``allow_caching``, the
+    tokens are only compared.
     """
     table, noise = sample_table_at(table_address), noise_at(noise_address)
     drawn, known = drawn_tokens(noise), num_drawn(noise)
@@ -192,7 +190,7 @@ def warm_up() -> None:
 class SampleCache:
     """The tokens of one namespace that were sampled with shared Gumbel noise, by noise key.
 
-    ``address`` is that of its `SampleTable`, for kernels. It never changes.
+    ``address`` is that of its `SampleTable`, for numba kernels. It never changes.
     """
 
     def __init__(self) -> None:
@@ -201,13 +199,13 @@ class SampleCache:
         self._make_buckets(FIRST_BUCKETS)
 
     def make_room(self) -> None:
-        """Enlarge the hash table if it is half full and below its maximum size."""
+        """Enlarge the sample cache's hash table if it is half full and below its maximum size."""
         table = self._table
         if 2 * table.num_entries > BUCKET_SIZE * table.num_buckets and table.num_buckets < MAX_BUCKETS:
             self.spread(GROWTH * table.num_buckets)
 
     def spread(self, num_buckets: int) -> None:
-        """Redistribute the entries over ``num_buckets`` hash buckets, a power of two, at least as many as before."""
+        """Redistribute the sample cache's entries over ``num_buckets`` hash buckets, not fewer than before."""
         before = self._entries
         self._make_buckets(num_buckets)
         _spread(before, self.address)

@@ -56,7 +56,7 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 class Workspace:
     """The scratch memory of one drafter, which grows and never shrinks.
 
-    ``address`` is that of its `DraftScratch`, for kernels.
+    ``address`` is that of its `DraftScratch`, for numba kernels.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,8 @@ class RequestRow:
     """The drafter's state of one request, from its first draft to its end.
 
     Attributes:
-        record: The `DraftRow`, which kernels read and write.
+        record: The `DraftRow`, which numba kernels read and write; in the caller's memory if a record is given.
         references: The arrays that the record points to, which must be kept alive.
-        owns_memory: Whether this object allocated the record.
         learned: The learned models of the request's namespace.
         verified: The outcome of the last draft: the number of verified tokens, and the number of accepted ones or, for
             a tree, their indices. None if nothing is known.
@@ -96,7 +95,6 @@ class RequestRow:
     __slots__ = ("address", "learned", "owns_memory", "record", "references", "verified")
 
     def __init__(self, record: DraftRow | None = None, at: int = 0) -> None:
-        """Use the caller's ``record`` at address ``at``, or allocate one."""
         self.references: object = None
         self.owns_memory = record is None
         if record is None:
@@ -108,7 +106,7 @@ class RequestRow:
 
 
 def draft_of(record: Any) -> Draft:
-    """Convert a `DraftRecord`, as kernels write it, to a `Draft`."""
+    """Convert a `DraftRecord`, as numba kernels write it, to a `Draft`."""
     size = record.size
     if size == 0:
         return EMPTY_DRAFT
@@ -146,7 +144,7 @@ def _temperature_bucket(temperature: float) -> int:
 
 
 def as_kernel_array(context: TokenIds) -> TokenIds:
-    """Return ``context`` as kernels read it: itself, or a contiguous and writable int32 copy.
+    """Return ``context`` as numba kernels read it: itself, or a contiguous and writable int32 copy.
 
     Ids that int32 cannot hold become -1, which is no token.
     """
@@ -159,7 +157,7 @@ def as_kernel_array(context: TokenIds) -> TokenIds:
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """Return the maximum and minimum match length for kernels. Raises ConfigError if the maximum is not in 1..256."""
+    """Return the maximum and minimum match length to use. Raises ConfigError if the maximum is not in 1..256."""
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)

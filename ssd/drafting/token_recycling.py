@@ -38,7 +38,7 @@ SHARES: Final = 8
 """The number of buckets for a token's share of its token-recycling entry's probability, see `share_level`."""
 
 LEAST_SHARE: Final = 1 / 256
-"""The share of the probability up to which a token is not stored for token recycling."""
+"""The minimum share of the probability that a token must exceed to be stored for token recycling."""
 
 NO_ENTRY: Final = -1
 Int8s = npt.NDArray[np.int8]
@@ -191,7 +191,7 @@ Without this limit, if a few more namespaces than tables are busy, every table w
 
 
 class NamespaceTables(Generic[T]):
-    """Tables by namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
+    """A collection of tables, one per namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
 
     A table is deleted with its namespace. If there are too many tables, the least recently used one is replaced, unless
     it was used in the last IDLE_PASSES passes. ``make`` creates a table.

@@ -116,7 +116,6 @@ def _exchange(votes: Votes, one: int, other: int) -> None:
 
 @inlined
 def _find_token(token: int, size: int, votes: Votes) -> int:
-    """Return the index of a token among the first ``size`` candidates; ``size`` if it is not among them."""
     candidate = 0
     while candidate < size and votes.tokens[candidate] != token:
         candidate += 1
@@ -146,17 +145,8 @@ def keep_best(
     """Move the best ``most`` candidate tokens to the front, and return how many there are.
 
     The best candidates are those with the greatest share of the matches at any match length; the probability that
-    another drafter proposes counts as a share. The token predicted by the client and the cached sample always stay.
-
-    Args:
-        votes: The candidates.
-        size: The number of candidates.
-        most: The maximum number to keep.
-        num_levels: The number of match lengths.
-        predicted: The token of the client's prediction; NO_TOKEN for none.
-        cached_sample: The token sampled before with the same Gumbel noise; NO_TOKEN for none.
-        proposals: The tree of tokens that other drafters propose.
-        proposal_node: The node of ``proposals`` at this position.
+    another drafter proposes at ``proposal_node`` counts as a share. The token predicted by the client and the cached
+    sample always stay.
     """
     if size <= most:
         return size
@@ -198,18 +188,11 @@ def count_votes(
     predicted: int,
     votes: Votes,
 ) -> int:
-    """Count the matches that agree with the draft by the token that follows them, and return the number of tokens.
+    """Count the text matches that agree with the draft by the token that follows them; return the number of tokens.
 
-    A match whose sequence has ended counts as a match, but votes for no token. O(samples * tokens).
-
-    Args:
-        texts: The texts in which the matches lie.
-        samples: The sampled matches.
-        matching: The indices of samples that agree with the draft so far, longer matches first.
-        num_matching: The number of indices in ``matching``.
-        since_lookup: The number of draft tokens since the samples were looked up.
-        predicted: The token of the client's prediction, which is added as a candidate; NO_TOKEN for none.
-        votes: Receives the counts.
+    A match whose sequence has ended counts as a match, but not for any token. ``matching`` holds the indices of the
+    sampled matches that agree with the draft, longer ones first; they were looked up ``since_lookup`` draft tokens ago.
+    The token ``predicted`` by the client becomes a candidate too. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.context_support[:] = 0.0

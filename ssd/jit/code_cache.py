@@ -165,7 +165,7 @@ class KernelCounts(NamedTuple):
 
     compiled: int
     cached: int
-    """The number of functions loaded from `machine_code_directory`, where an earlier process stored them."""
+    """The number of functions whose machine code an earlier process stored in `machine_code_directory`."""
     prebuilt: int
     """The number of functions whose machine code was loaded from the installed package."""
     compile_seconds: float
@@ -177,7 +177,7 @@ event.register("numba:compile", _compile_timer)
 
 
 def kernel_counts() -> KernelCounts:
-    """Return the counts since this process started, without a compilation that is still running."""
+    """Return how many numba functions this process has compiled or loaded so far, by origin of the machine code."""
     seconds = _compile_timer.duration if _compile_timer.done else 0.0
     return KernelCounts(_counts["compiled"], _counts["cached"], _counts["prebuilt"], seconds)
 

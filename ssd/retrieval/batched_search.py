@@ -46,10 +46,10 @@ MAX_MATCH_LENGTH: Final = 256
 """The maximum match length of a lookup, in tokens."""
 
 PATTERN_BYTES: Final = (MAX_MATCH_LENGTH + 4) * WIDTHS[-1]
-"""The bytes of a buffer for the searched tokens, packed in one token width."""
+"""The size of a buffer for the tokens that are searched in segments, packed in one token width."""
 
 PATTERNS_BYTES: Final = len(WIDTHS) * PATTERN_BYTES
-"""The bytes of a buffer for the searched tokens, packed in every token width."""
+"""The size of a buffer for the tokens that are searched in segments, packed in every token width."""
 
 _INT32: Final = np.dtype(np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
@@ -74,7 +74,7 @@ def as_context(context: npt.NDArray[Any]) -> TokenIds:
 
 @kernel
 def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> int:
-    """Pack the last ``length`` tokens (ids >= 0) so that they end at address ``pattern``; return the number of bytes.
+    """Pack the last ``length`` context tokens so that they end at address ``pattern``; return the number of bytes.
 
     Packing stops at a token that does not fit ``width`` bytes, because no segment of that width contains it. A zero
     word precedes the packed tokens.
@@ -95,7 +95,7 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 @inlined
 def num_matching_tokens(text: int, pattern: int, num_bytes: int, width: int) -> int:
-    """Return the number of whole tokens on which the text before one address and the bytes before another one agree."""
+    """Return on how many whole tokens the packed text before ``text`` and the context before ``pattern`` agree."""
     agreeing = 0
     while agreeing < num_bytes:
         different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)
@@ -110,16 +110,14 @@ _NARROWEST: Final = WIDTHS[0]
 
 
 class SegmentSearch(Record):
-    """The state of the binary search for one context in one segment.
+    """The state of the binary search for one context in the suffix array of one segment.
 
     Attributes:
         low: While searching, the lower bound of the rank; then the rank found.
         high: While searching, the upper bound of the rank.
         text: The address of the segment's packed text, see `SegmentRecord`.
         order: The address of the segment's suffix array.
-        width: Bytes per token.
         pattern: The address just after the packed context.
-        pattern_bytes: The size of the packed context.
         match_above: The number of matching tokens at the rank found.
         match_below: The number of matching tokens at the rank below it.
         length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
@@ -154,16 +152,17 @@ class SegmentSearch(Record):
 
 
 class RangeExpander(Record):
-    """The state in which a segment search expands its range of ranks in one direction, to find shorter matches.
+    """The state in which a search in a segment looks for further matches in one direction of the suffix array.
 
-    Number 2 * search expands to higher ranks, and 2 * search + 1 to lower ranks.
+    Matches of the same length have neighbouring ranks in a suffix array, so the range of ranks of the longest match is
+    expanded to find shorter matches. Record 2 * i expands search i to higher ranks, and 2 * i + 1 to lower ranks.
 
     Attributes:
         num_ranks: The number of ranks in the range on this side.
         num_ranks_before: The value of ``num_ranks`` before the last ``expand_ranges``.
-        step: The distance of the next probe; it doubles as long as every probe matches.
+        step: The distance of the next compared rank; it doubles as long as the text at every rank matches.
         max_ranks: The maximum number of ranks on this side.
-        is_stepping: Whether the probes still move outwards.
+        is_stepping: Whether the compared ranks still move outwards.
         probe: The rank that is compared next, counted outwards.
         target: The address of that rank's position, then of its text.
         offset: How many bytes before the end of the text are compared next.
@@ -246,10 +245,10 @@ def start_searches(
 
 @kernel
 def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None:
-    """Narrow each segment's search to the ranks between two samples of its sparse index.
+    """Narrow each segment's binary search to the ranks between two samples of its sparse index.
 
-    While searching, the sample is within [low, low + high]. No branch depends on loaded data, because a mispredicted
-    branch costs more than the steps of searches that end before others.
+    No branch depends on loaded data, because a mispredicted branch costs more than the steps of searches that end
+    before others. While searching, the sample is within [low, low + high].
     """
     most = 0
     for number in range(num_searches):
@@ -287,7 +286,7 @@ def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None
 
 @inlined
 def _prefetch_probe(search: SegmentSearch) -> None:
-    """Prefetch the text at the middle rank of a search, which is compared one step later."""
+    """Prefetch the text at the middle rank of a binary search, which is compared one step later."""
     search.probe = (
         code_address(search, position_at(search, min((search.low + search.high) >> 1, search.num_tokens - 1))) - 8
     )
@@ -386,7 +385,7 @@ def added_rank(searches: SegmentSearches, expanders: RangeExpanders, search: int
 
 @inlined
 def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: int) -> None:
-    """Choose the rank that a range expansion compares next, and prefetch its position."""
+    """Choose the suffix-array rank that a range expansion compares next, and prefetch its position."""
     num_ranks, max_ranks = expander.num_ranks, expander.max_ranks
     probe = select_int64(
         expander.is_stepping != 0, min(num_ranks + expander.step, max_ranks) - 1, (num_ranks + max_ranks) >> 1

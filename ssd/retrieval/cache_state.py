@@ -37,24 +37,23 @@ class Checkpoint(NamedTuple):
 
 
 class PendingCheckpoints:
-    """The positions of a replication log whose text is not in files yet, with the ring positions to be flushed.
+    """The positions of a replication log whose text is not in files yet, with the ring-buffer positions to be flushed.
 
     Has one owner and no locks.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
-        """Start with ``checkpoint``, which stays valid until a newer position is in files."""
         self._checkpoint = checkpoint
         self._pending: deque[tuple[int, SourcePosition]] = deque()  # oldest first, so that positions grow
 
     def __len__(self) -> int:
-        """Return the number of waiting positions, at most one per sequence of the memtable and one more."""
         return len(self._pending)
 
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
-        """Add a source position that becomes durable once all text before ring position ``position`` is in files.
+        """Add a source position that becomes durable once all text before ``position`` is in files.
 
-        ``memtable_start`` is the first ring position that is not in a file.
+        ``position`` and ``memtable_start`` are positions in the ring buffer; text before ``memtable_start`` is in
+        files.
         """
         if self._pending and self._pending[-1][0] == position:
             self._pending.pop()
@@ -62,7 +61,7 @@ class PendingCheckpoints:
         self._skip_to(memtable_start)
 
     def durable_at(self, position: int) -> Checkpoint | None:
-        """Return the newest checkpoint that is valid if all text before ring position ``position`` is in files.
+        """Return the newest checkpoint that is valid if all text before ring-buffer position ``position`` is in files.
 
         If ``set`` skipped a position meanwhile, an older checkpoint is returned, which is valid as well.
         """

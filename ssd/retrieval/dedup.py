@@ -28,7 +28,7 @@ class _HashTable:
 
     Attributes:
         keys: int64[n], n a power of two.
-        positions: int64[n], the ring position of the text plus one; 0 in a free slot.
+        positions: int64[n], the ring-buffer position of the text plus one; 0 in a free slot.
         values: int64[n], or int64[0] if the table has no values.
     """
 
@@ -45,7 +45,7 @@ class _HashTable:
         return int(np.count_nonzero(self.positions > self._forgotten))
 
     def forget_before(self, position: int) -> None:
-        """Expire the entries whose text lies before ring position ``position``, because it is evicted."""
+        """Expire the entries whose text lies before ring-buffer position ``position``, because it is evicted."""
         self._forgotten = max(self._forgotten, position)
 
     def put(self, keys: Int64s, values: Int64s, position: int) -> None:
@@ -66,7 +66,6 @@ class _HashTable:
 
 @kernel
 def _slot_of(keys: Int64s, positions: Int64s, key: int) -> int:
-    """Return the hash-table slot of a key, or the free slot for it."""
     slot = key & (len(keys) - 1)
     while positions[slot] != 0 and keys[slot] != key:
         slot = (slot + 1) & (len(keys) - 1)
@@ -155,7 +154,7 @@ class PromptDeduplicator:
             tokens: int32[n], prompt then completion. The completion is always stored, because the number of occurrences
                 of a text ranks drafts.
             prompt_length: The number of prompt tokens.
-            position: The ring position at which the part will be stored, never smaller than before.
+            position: The ring-buffer position at which the part will be stored, never smaller than before.
 
         Returns:
             Views of ``tokens``: none if nothing is new, else one.
@@ -171,7 +170,7 @@ class PromptDeduplicator:
         return [tokens[max(0, skipped - self._lead_in_tokens) :]]
 
     def note_replicated(self, piece: Tokens, position: int) -> None:
-        """Remember the blocks of a text from another replica as stored at ring position ``position``.
+        """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
         If ``piece`` begins like a continuation of a known block, it is regarded as one, and otherwise as the beginning
         of a text. If that is wrong, a beginning may count as stored whose parts are all stored, each with its lead-in,
@@ -186,7 +185,7 @@ class PromptDeduplicator:
         self._remember(*block_hashes(piece, start, seed, self._block_tokens, self._lead_in_tokens), position)
 
     def forget_before(self, position: int) -> None:
-        """Forget the blocks stored before ring position ``position``, because they are evicted."""
+        """Forget the blocks stored before ring-buffer position ``position``, because they are evicted."""
         self._blocks.forget_before(position)
         if self._ends is not None:
             self._ends.forget_before(position)

@@ -413,7 +413,7 @@ class DurableSegments:
     def __init__(
         self, name: str, directory: SegmentDirectory, report_failure: Callable[[str, BaseException], None]
     ) -> None:
-        """Read the directory's state, except its segments, which ``load`` reads."""
+        """Read a cache directory's manifest and learned model. ``load`` reads the segments."""
         self._name = name
         self._directory = directory
         self._report_failure = report_failure
@@ -426,12 +426,11 @@ class DurableSegments:
         except OSError as error:
             report_failure("the learned state of drafters was not read", error)
         self.num_failures = 0
-        """The number of failed writes."""
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False
         self.gaps: Sequence[int] = ()
-        """The ring positions of unusable segment files. Segments are not merged across them, so that a restored file
-        has room.
+        """The ring-buffer positions of unusable segment files. Segments are not merged across them, so that a restored
+        file has room.
         """
         if directory.damage is not None:
             report_failure("the manifest was rebuilt from the segments", directory.damage)

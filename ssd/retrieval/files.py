@@ -254,7 +254,7 @@ MAX_FORMAT = 1000
 """The largest plausible file format number. A larger number means that the file is damaged."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
-"""The largest valid ring position. Real positions are far smaller, so that later text has room."""
+"""The largest valid ring-buffer position. Real positions are far smaller, so that later text has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ class Manifest:
     Attributes:
         fingerprint: The fingerprint of the tokenizer.
         generation: A number that grows with every commit.
-        next_position: The first ring position at which nothing was ever stored.
+        next_position: The first ring-buffer position at which nothing was ever stored.
         segments: ``id``, ``num_tokens`` and ``start`` (None for a prebuilt segment) of each segment. Only ``id`` is
             used; the other fields are for people and tools. Prebuilt segments come first, then ring segments, oldest
             first.

@@ -113,9 +113,9 @@ class SuffixIndex:
         next_position: int = 0,
         gaps: Sequence[int] = (),
     ) -> None:
-        """Start with the ``segments`` of a directory, oldest first, and an empty memtable.
+        """Start with the ring-buffer ``segments`` of a directory, oldest first, and an empty memtable.
 
-        ``gaps`` are ring positions, in order, across which segments are not merged.
+        ``gaps`` are ring-buffer positions, in order, across which segments are not merged.
         """
         self._gaps = gaps
         self.config = config
@@ -159,7 +159,7 @@ class SuffixIndex:
 
     @property
     def recent_position(self) -> int:
-        """The first ring position that was not evicted. Before it, only retained text is stored."""
+        """The first ring-buffer position that was not evicted. Before it, only retained text is stored."""
         recent = self.ring_segments[self._num_retained :]
         return recent[0].start or 0 if recent else self._ring.memtable_start
 
@@ -317,7 +317,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no ring position."""
+        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()
@@ -331,7 +331,10 @@ class SuffixIndex:
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Evict the oldest segments until ``num_new_tokens`` more tokens fit; retained ones only if no others exist."""
+        """Evict the oldest segments until ``num_new_tokens`` more tokens fit.
+
+        Segments that were retained because outputs repeated their text are evicted only if no others exist.
+        """
         capacity, before = self.config.capacity_tokens, len(self.ring_segments)
         while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)

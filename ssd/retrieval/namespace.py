@@ -59,7 +59,6 @@ class NamespaceEntry:
         open_cache: Callable[[NamespaceEntry], NamespaceCache],
         policy: NamespacePolicy = DEFAULT_POLICY,
     ) -> None:
-        """Create a closed entry; ``open_cache`` reads the files and makes the cache."""
         self.name = name
         self.policy = policy
         self.cache: NamespaceCache | None = None

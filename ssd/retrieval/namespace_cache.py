@@ -40,7 +40,7 @@ _ROOM_WAIT_S: Final = 1.0
 class StoredPieces(list[Tokens]):
     """The parts of one sequence that an append stored, in order: int32[n] each, without separators.
 
-    ``position`` is the ring position of the first token. The other parts follow, each after a separator.
+    ``position`` is the ring-buffer position of the first token. The other parts follow, each after a separator.
     """
 
     def __init__(self, pieces: Iterable[Tokens], position: int) -> None:
@@ -241,7 +241,7 @@ class NamespaceCache:
         return self._index.shared_segments
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no ring position."""
+        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
         with self._lock:
             if not self._is_discarded:
                 self._index.attach_shared(segments)
@@ -349,7 +349,7 @@ class NamespaceCache:
 
     @property
     def _memtable_start(self) -> int:
-        """The first ring position that is in no segment."""
+        """The first ring-buffer position that is in no segment."""
         return self._index.next_position - self._index.num_memtable_tokens
 
     # Flushing, and retaining reused text

@@ -124,7 +124,7 @@ class PrebuiltWriter:
             self.discard()
 
     def _commit(self, segments: Sequence[Segment]) -> None:
-        """List the new segments before others in the manifest; a server's ring position and checkpoint stay."""
+        """List the new segments before others in the manifest; a server's ring-buffer position and checkpoint stay."""
         manifest = self._directory.manifest
         self._directory.commit(
             sorted(segments, key=lambda segment: segment.start is not None),

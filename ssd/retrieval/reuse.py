@@ -43,11 +43,11 @@ class OutputSpans:
         self._first = 0
 
     def add(self, begin: int, start: int, stop: int) -> None:
-        """Add an output at ring positions [start, stop), whose prompt was stored from ``begin`` on."""
+        """Add an output at ring-buffer positions [start, stop), whose prompt was stored from ``begin`` on."""
         self._spans.extend((begin, start, stop))
 
     def forget_before(self, position: int) -> None:
-        """Remove outputs that end before ring position ``position``."""
+        """Remove outputs that end before ring-buffer position ``position``."""
         while self._first < len(self._spans) and self._spans[self._first + 2] <= position:
             self._first += 3
         if 2 * self._first > len(self._spans):
@@ -65,7 +65,7 @@ class EvictionPass(NamedTuple):
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
         newer: The ring segments that are newer than ``evicted``.
-        memtable_start: The ring position of the memtable.
+        memtable_start: The ring-buffer position of the memtable.
         memtable: int32[n], the memtable.
         outputs: The result of ``OutputSpans.spans``.
     """
@@ -186,8 +186,8 @@ def _iter_windows(segment: Segment) -> Iterator[Windows]:
 def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     """Return the reused text of a segment: the blocks marked in ``used``, each with the block before and after it.
 
-    ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring position. Each run of blocks
-    becomes a sequence of its own. The result may be empty.
+    ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of
+    blocks becomes a sequence of its own. The result may be empty.
     """
     hot = used.copy()
     hot[1:] |= used[:-1]

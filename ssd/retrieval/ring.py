@@ -41,7 +41,6 @@ class TokenRing:
         self._stops: deque[int] = deque()  # the end of each sequence in the memtable, oldest first
 
     def __len__(self) -> int:
-        """Return the number of tokens in the memtable."""
         return self.memtable_stop - self.memtable_start
 
     def append(self, piece: Tokens) -> int:

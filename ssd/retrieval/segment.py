@@ -28,7 +28,7 @@ from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, Tokeniz
 from ssd.retrieval.files import MAX_FORMAT, NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
-"""Token ids, with ``SEPARATOR`` at the ends of sequences."""
+"""The type of arrays of token ids, with ``SEPARATOR`` at the ends of sequences."""
 Bytes = npt.NDArray[np.uint8]
 
 WIDTHS = (2, 3, 4)
@@ -96,7 +96,7 @@ class Segment:
             Positions preceded by the same tokens are neighbours; the more tokens match, the nearer they are.
         sparse_index: uint64[ceil(n / SPARSE_INDEX_STEP)], the eight bytes of packed text before every
             SPARSE_INDEX_STEP-th position of ``order``. A search begins here, in contiguous memory.
-        start: The ring position of the first token; None for a prebuilt segment, which is never evicted.
+        start: The ring-buffer position of the first token; None for a prebuilt segment, which is never evicted.
         segment_id: A name that is unique within its directory.
     """
 
@@ -112,7 +112,7 @@ class Segment:
 
     @property
     def stop(self) -> int | None:
-        """The ring position after the last token; None for a prebuilt segment."""
+        """The ring-buffer position after the last token; None for a prebuilt segment."""
         return None if self.start is None else self.start + len(self.order)
 
     @property
@@ -170,7 +170,6 @@ def segment_file_size(num_tokens: int, width: int) -> int:
 
 
 def num_samples(num_tokens: int) -> int:
-    """Return the number of entries in the sparse index of a segment with ``num_tokens`` tokens."""
     return -(-num_tokens // SPARSE_INDEX_STEP)
 
 
@@ -187,8 +186,8 @@ def sparse_index_offset(num_tokens: int, width: int) -> int:
 class SegmentHeader:
     """The header of a segment file, with an xxh3-64 checksum of each section.
 
-    ``width`` is the number of bytes per token, and ``start`` the ring position of the first token (None for a prebuilt
-    segment).
+    ``width`` is the number of bytes per token, and ``start`` the ring-buffer position of the first token (None for a
+    prebuilt segment).
     """
 
     width: int

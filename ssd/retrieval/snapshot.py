@@ -15,7 +15,7 @@ _table_numbers = itertools.count(1)
 
 
 class SegmentRecord(Record):
-    """A segment of the retrieval cache in the form that kernels read.
+    """A segment of the retrieval cache in the form that numba kernels read.
 
     Attributes:
         text: The address of the packed text's first token.
@@ -31,14 +31,14 @@ class SegmentRecord(Record):
 
 
 class SnapshotRecord(Record):
-    """A snapshot of the retrieval cache in the form that kernels read.
+    """A snapshot of the retrieval cache in the form that numba kernels read.
 
     Attributes:
         segments: The address of SegmentRecord[num_segments], prebuilt segments first.
         table_number: The number of the ``SegmentTable``.
         ring: The address of the ring buffer, int32[ring_size].
-        memtable_start: The first ring position of the memtable.
-        memtable_stop: The ring position after the memtable.
+        memtable_start: The first ring-buffer position of the memtable.
+        memtable_stop: The ring-buffer position after the memtable.
     """
 
     segments: Address
@@ -56,7 +56,7 @@ snapshot_at = view_of(SnapshotRecord)
 
 
 class SegmentTable:
-    """The segments of a snapshot in the form that kernels read, valid as long as this object exists.
+    """The segments of a snapshot in the form that numba kernels read, valid as long as this object exists.
 
     Attributes:
         segments: The segments, prebuilt ones first.
@@ -88,7 +88,7 @@ class Snapshot:
         ring: int32[power of two]. Absolute position p is at ``ring[p & (len(ring) - 1)]``.
         memtable_start: The first position of the memtable: stored whole sequences that are in no segment yet.
         memtable_stop: The position after the memtable.
-        address: The address of the SnapshotRecord, for kernels.
+        address: The address of the SnapshotRecord, for numba kernels.
     """
 
     __slots__ = (
@@ -121,5 +121,5 @@ class Snapshot:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that can be matched, separators included."""
+        """The number of stored tokens that a lookup can match, separators included."""
         return sum(len(segment) for segment in self.segments) + self.memtable_stop - self.memtable_start
