@@ -101,7 +101,10 @@ _MIN_VARIANCE: Final = 0.05
 """
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight of forward passes timed at start-up, so that they decide what later passes do not determine."""
+"""The minimum weight of the forward passes timed at start-up in the fit of the time estimate.
+
+With it they matter only where later passes do not determine the estimate.
+"""
 _CONTRADICTION: Final = 2.0
 """The ratio of a measured pass time to its estimate, in either direction, from which the estimate is considered wrong.
 """
@@ -111,12 +114,15 @@ _CONFIRMATIONS: Final = 3
 A single fast pass suffices, because no interruption makes a pass faster.
 """
 MIN_PROBE_GAIN: Final = 0.5
-"""The expected accepted tokens per row from which a draft that is too costly by estimate may be verified as a probe."""
+"""The expected accepted tokens per row from which a draft may be verified although its estimated cost exceeds its gain.
+
+Such a verification is a probe, see `PassCostRecord`.
+"""
 _PROBE_WIDTH: Final = 16
 MIN_PROBE_PAUSE: Final = 64
-"""The minimum number of forward passes between two probes of the cost estimate."""
+"""The minimum number of forward passes between two probes: drafts verified only to check the cost estimate."""
 _PROBE_SHARE: Final = 0.01
-"""The maximum share of the time that may be spent on probes of the cost estimate."""
+"""The maximum share of the time that may be spent on probes: drafts verified only to check the cost estimate."""
 
 
 class PassCostRecord(Record):
@@ -199,7 +205,7 @@ def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: flo
 def start_serving(address: int) -> None:
     """Discard all measured forward passes except those timed at start-up, because serving begins now.
 
-    A probe of the cost estimate is due at once.
+    The cost estimate is to be checked with the first draft that it would withhold.
     """
     costs = costs_at(address)
     costs.recent[:, :, :] = 0.0
@@ -239,9 +245,10 @@ def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected
 
 @inlined
 def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
-    """Set the pause until the next probe of the cost estimate, so that probes take about _PROBE_SHARE of the time.
+    """Set the pause until the next probe, i.e. the next draft that is verified only to check the cost estimate.
 
-    The pause follows from the cheaper of the last two probes, because one may have been interrupted.
+    Probes take at most about _PROBE_SHARE of the time. The pause follows from the cheaper of the last two, because one
+    may have been interrupted.
     """
     tokens, time = recent_pass(costs.rate)
     lost = 0.0
@@ -285,8 +292,8 @@ def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
 def draft_token_cost(address: int, num_rows: int) -> float:
     """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
-    It is at most MIN_PROBE_GAIN if a probe of the cost estimate is due, because drafters would otherwise return no
-    draft to probe with.
+    If the cost estimate is due to be checked by verifying a draft (a probe), the result is at most MIN_PROBE_GAIN,
+    because drafters would otherwise draft nothing.
     """
     costs = costs_at(address)
     cost = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
@@ -317,10 +324,11 @@ def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int
 
 @kernel
 def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length to verify: that of ``best_num_steps``, or more if a probe of the cost estimate is due.
+    """Return the draft length to verify: that of ``best_num_steps``, or more if a probe is due.
 
-    A probe verifies up to _PROBE_WIDTH tokens of each row, or four times the best length, because a wrong cost of long
-    drafts does not show in short ones. Further calls before the next measured pass return the same length.
+    A probe checks the cost estimate. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length,
+    because a wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return
+    the same length.
     """
     costs = costs_at(address)
     best = best_num_steps(address, num_rows, step, gains)

@@ -97,9 +97,9 @@ SUPPORTS: Final = 6
 SHARES: Final = 9
 
 ORIGINS: Final = 4
-"""The number of sources of a match in the retrieval cache that the stored model format has room for.
+"""The number of kinds of stored text (prebuilt, recent, ...) that the stored acceptance model can distinguish.
 
-Three are used, see `lookup.index_source_of`.
+`lookup.index_source_of` returns three kinds.
 """
 
 ERROR_BUCKETS: Final = 8
@@ -111,7 +111,10 @@ PROPOSED_PROBABILITIES: Final = 8
 TEMPERATURE_BUCKETS: Final = 3
 
 AGREEMENTS: Final = 3
-"""The number of relations between text matches and a cached sample: no match, disagreement or agreement."""
+"""The number of relations between the text matches and the token sampled before with the same Gumbel noise.
+
+Either there is no match, or the newest matches continue with that token, or with another one.
+"""
 
 DEPTH_BUCKETS: Final = 3
 _SHAPES: Final = (
@@ -135,11 +138,7 @@ ENTRIES: Final = int(OFFSETS[-1])
 _NUM_SOURCE_FLAGS: Final = 7
 
 NUM_WEIGHT_SETS: Final = 2**_NUM_SOURCE_FLAGS * LEVEL_FEATURES * DEPTH_BUCKETS
-"""The number of weight vectors of the acceptance model's mixer.
-
-The vector for a candidate is chosen by the kinds of evidence that are present (context, cache, prediction, proposals,
-recycled tokens, noise, cached sample), by the number of match lengths, and by the depth in the draft.
-"""
+"""The number of weight vectors with which the acceptance model weighs a candidate's features, see `weight_set`."""
 
 _NUM_WEIGHTS: Final = NUM_WEIGHT_SETS * (NUM_FEATURES + 1)
 
@@ -152,7 +151,7 @@ They lie at log odds from -8 to 8, 1 / KNOTS_PER_UNIT apart.
 KNOTS_PER_UNIT: Final = 2.0
 
 NUM_LEARNED: Final = _NUM_WEIGHTS + DEPTH_BUCKETS * KNOTS
-"""The number of learned parameters of an acceptance model besides its tables: mixer weights and curve knots."""
+"""The number of learned parameters of an acceptance model besides its tables: feature weights and curve knots."""
 
 MODEL_FLOATS: Final = 3 * ENTRIES + NUM_LEARNED + 1
 _MIXER_RATE: Final = 0.01
@@ -170,7 +169,7 @@ _MAX_COUNT: Final = 1.0 / _MIN_RATE  # greater counts would not change the learn
 _MIN_PROBABILITY: Final = 1e-4
 
 _MAX_WEIGHT: Final = 4.0
-"""The maximum mixer weight of a feature, four times the greatest weight in replays of recorded outputs.
+"""The maximum weight of a feature in the acceptance model, four times the greatest weight in replays of outputs.
 
 About 87 candidates with a surprising outcome move a weight from one end of its range to the other.
 """
@@ -279,7 +278,11 @@ def weight_set(
     num_levels: int,
     depth: int,
 ) -> int:
-    """Return the index of the acceptance model's weight vector, chosen by the kinds of evidence for a candidate."""
+    """Return the index of the weight vector with which the acceptance model weighs a candidate's features.
+
+    There is one vector for each combination of the kinds of evidence that are present, and coarse buckets of the depth
+    in the draft and of the number of match lengths.
+    """
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)
     )
@@ -316,7 +319,7 @@ def acceptance_probability(model: AcceptanceTables, inputs: Int64s, weights_numb
     """Estimate the probability that a candidate token is accepted, given that the draft tokens before it are.
 
     ``inputs`` holds for each feature the index of its table entry, or -1 if the feature is absent. ``weights_number``
-    is the index of the mixer's weight vector.
+    is the index of the weight vector, see `weight_set`.
     """
     knot, part = _curve_position(_mixed(model, inputs, weights_number))
     knots = model.knots[weights_number % DEPTH_BUCKETS]
@@ -332,12 +335,12 @@ def _bounded_weight(weight: float) -> float:
 def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, label: float) -> float:
     """Update the acceptance model from the outcome of a candidate token; ``label`` is 1.0 if it was accepted, else 0.0.
 
-    The mixer makes a gradient step on the log loss, and the correction curve one on the squared error. The table entry
-    of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay within the bounds of
-    `clip_to_learnable`. ``inputs`` and ``weights_number`` are as in `acceptance_probability`.
+    The weight vector makes a gradient step on the log loss, and the correction curve one on the squared error. The
+    table entry of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay within
+    the bounds of `clip_to_learnable`. ``inputs`` and ``weights_number`` are as in `acceptance_probability`.
 
     Returns:
-        The error of the mixer: label minus estimated probability.
+        The error of the estimate before the correction curve: label minus probability.
     """
     log_odds = _mixed(model, inputs, weights_number)
     knot, part = _curve_position(log_odds)
@@ -451,7 +454,7 @@ def _other_token(probability: Floats) -> Floats:
 
 
 def _prior_weights() -> Floats:
-    """Return the initial mixer weights of an acceptance model.
+    """Return the initial feature weights of an acceptance model.
 
     Features of the same evidence share its influence, and the weights of the features that can be present add up to
     one. Next to matches of the same text, proposals and recycled tokens count less than without matches.

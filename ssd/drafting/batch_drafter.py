@@ -353,7 +353,7 @@ class BatchDrafter:
         self._batch.last_num_drafting = -1
 
     def append(self, texts: Sequence[RowText | None], words: Tokens) -> list[int]:
-        """Append a step's tokens to the rows' texts, and return the indices of texts that miss tokens.
+        """Append a step's tokens to the rows' texts, and return the indices of texts that cannot be extended correctly.
 
         ``words`` is int32[n, width]: for each text its new length, the number of new tokens, and these tokens.
         """

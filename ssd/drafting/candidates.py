@@ -403,7 +403,7 @@ def score_candidates(
 
 
 SURE_LENGTH: Final = 9
-"""The match length from which token recycling is skipped at a draft position, if all matches continue alike."""
+"""The match length from which token recycling adds no candidates to a position, if all matches continue alike."""
 
 
 @inlined
@@ -460,11 +460,11 @@ _BY_NOISE: Final = 9
 
 @inlined
 def set_source(candidates: Candidates, i: int, samples: MatchSamples, predicted: int, out: DraftRecord) -> None:
-    """Write the match length and the source of a draft, given the candidate ``i`` chosen for its first token.
+    """Write where the first token of a draft was found, and the match length, for candidate ``i`` as its first token.
 
-    The source is the kind of text with most of the candidate's votes; for the cache it is that of the longest match.
-    Without votes it is the drafter that proposed the token, or token recycling. The client's prediction and a cached
-    sample take precedence over votes. ``samples`` must be the ones that voted last.
+    The source is the kind of text in which most matches continue with the token (context or cache; for the cache, the
+    kind of the longest such match). If no match does, the source is the drafter that proposed the token, or token
+    recycling. The client's prediction and the sample cache take precedence.
     """
     token = candidates.votes.tokens[i]
     index, own = votes_by_source(candidates.votes, i)

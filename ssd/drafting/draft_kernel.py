@@ -147,7 +147,9 @@ def save_all_lookahead(
 
 
 _MAX_CONTINUATIONS: Final = 4
-"""The maximum number of times that a draft chain is continued by another lookup of its own end."""
+"""The maximum number of times that the last tokens of a draft chain are looked up to continue it, after its matches
+ended.
+"""
 
 
 @kernel
@@ -169,7 +171,7 @@ def _search(
 
 @inlined
 def _continued(scratch: DraftScratch, context: TokenIds, out: DraftRecord) -> TokenIds:
-    """Return the end of the context followed by the draft, as one text to look up."""
+    """Return the end of the context followed by the draft, as one text whose end is looked up to continue the draft."""
     kept, drafted = copy_context_end(context, scratch.continued), out.size
     scratch.continued[kept : kept + drafted] = out.tokens[:drafted]
     return scratch.continued[: kept + drafted]

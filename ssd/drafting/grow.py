@@ -43,24 +43,27 @@ from ssd.jit.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined,
 from ssd.retrieval.snapshot import SnapshotRecord
 
 CONTINUED_CONTEXT: Final = 4096
-"""The maximum number of context tokens before the draft that are used when the draft's own end is looked up."""
+"""The maximum number of context tokens that are searched when the last tokens of a draft are looked up to continue it.
+"""
 
 MIN_CONTINUED_MATCH: Final = 4
-"""The minimum match length when a draft's own end is looked up. Shorter matches mostly continue with something else."""
+"""The minimum match length when the last tokens of a draft are looked up to continue it.
+
+Shorter matches mostly continue with something else.
+"""
 
 _MIN_UNMATCHED: Final = 2
-"""The minimum number of draft tokens after the end of all matches before the draft's own end is looked up."""
+"""The minimum number of draft tokens after the end of all matches before the last draft tokens are looked up."""
 
 
 @inlined
 def needs_lookup(
     texts: SearchedTexts, samples: MatchSamples, matching: Int64s, num_matching: int, since_lookup: int, predicted: int
 ) -> bool:
-    """Return whether to look up the draft's own end, because no text match continues there.
+    """Return whether to look up the last tokens of the draft, because all text matches that it follows have ended.
 
-    ``matching`` are the indices of samples that agree with the draft, ``since_lookup`` is the number of draft tokens
-    since the last lookup, and ``predicted`` is the next token of the client's prediction, with which no lookup is
-    needed.
+    ``matching`` holds the indices of the matches that agree with the draft, and ``since_lookup`` is the number of draft
+    tokens since the last lookup. No lookup is needed if the client's prediction continues with ``predicted``.
     """
     if since_lookup == 0 or predicted >= 0:
         return False
@@ -89,7 +92,7 @@ class ChainScratch(Record):
     """The state at the end of a draft chain, so that the chain can be continued after another lookup.
 
     Attributes:
-        matching: The indices of match samples that agree with the draft.
+        matching: The indices of the text matches that agree with the draft.
         product: The probability that all tokens of the draft are accepted.
         follows: Whether the client's prediction agrees with the draft.
         proposal_node: The node of the proposal tree that the draft leads to; NO_TOKEN if it is not in the tree.
@@ -117,8 +120,8 @@ def grow_chain(
 ) -> bool:
     """Append the most probable token while the chain's acceptance probability exceeds the cost of the next token.
 
-    The draft ``out`` already has ``begin`` tokens. With ``may_look_up``, the chain also ends where another lookup of
-    its own end is worthwhile. ``scratch`` receives the state from which the chain can be continued.
+    The draft ``out`` already has ``begin`` tokens. With ``may_look_up``, the chain also ends where its last tokens
+    should be looked up again. ``scratch`` receives the state from which the chain can be continued.
 
     Returns:
         Whether the chain can be continued, because it ended for lack of candidates or because of a lookup.
@@ -185,17 +188,17 @@ _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _RECORDED: Final = -1
 
 MAX_FURTHER_LOOKUPS: Final = 2
-"""The maximum number of lookups per draft tree for paths whose text matches have ended."""
+"""The maximum number of lookups per draft tree that continue paths whose text matches have ended."""
 
 
 class TreeNode(Record):
     """A token of a draft tree, with the state of the path that leads to it.
 
     Attributes:
-        lookup: The index of the lookup that the node's match samples come from; 0 for that of the context.
+        lookup: The index of the lookup that found the text matches of this path; 0 for that of the context.
         looked_up_at: The depth at which that lookup was made.
-        first: The index in ``TreeScratch.matching`` of the first sample that agrees with the path to the node.
-        num_matching: The number of samples that agree with the path.
+        first: The index in ``TreeScratch.matching`` of the first match that agrees with the path.
+        num_matching: The number of matches that agree with the path.
         follows: Whether the client's prediction agrees with the path.
         proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
         best: The most probable candidate after the node; NO_TOKEN if there is none.
@@ -216,8 +219,8 @@ class OpenCandidate(Record):
 
     Attributes:
         parent: The node before the token; -1 for the end of the context.
-        weight_set: The mixer's weight vector for the token's estimate; _RECORDED once the candidate has been recorded.
-        inputs: The table entries of the token's features.
+        weight_set: The index of the acceptance model's weight vector for the token; _RECORDED once it is recorded.
+        inputs: The indices of the table entries of the token's features.
         product: The probability that the token and all nodes before it are accepted.
         probability: The probability that the token is accepted, given that the nodes before it are.
     """
@@ -249,7 +252,7 @@ class TreeScratch(Record):
 
 
 class FurtherLookups(NamedTuple):
-    """The arguments of the lookups for paths of a draft tree whose text matches have ended.
+    """The arguments of the lookups that continue paths of a draft tree whose text matches have ended.
 
     ``samples_at`` is the address of MatchSamples[MAX_FURTHER_LOOKUPS], which receive the matches.
     """

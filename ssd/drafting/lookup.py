@@ -58,15 +58,13 @@ They are the longest match in the context, the longest match in the cache, and s
 """
 
 ENOUGH_SUPPORT: Final = 16.0
-"""The number of occurrences from which no shorter match is looked up, because shorter matches are less specific."""
+"""The number of text matches from which no shorter matches are looked up, because those are less specific."""
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""The maximum number of occurrences sampled from one scanned text (the context or the recent text of the cache)."""
+"""The maximum number of matches used from one scanned text (the context or the recent text of the cache)."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
-"""The maximum number of occurrences sampled from all segments of the cache together, or one per segment if that is
-more.
-"""
+"""The maximum number of matches used from all segments of the cache together, or one per segment if that is more."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
 _CONTEXT_RECENCY: Final = 1 << 62
@@ -108,7 +106,7 @@ MATCH_SAMPLES_BYTES: Final = dtype_of(MatchSamples).itemsize
 
 
 class ScanHits(Record):
-    """The occurrences that a scan of one text found: position and match length of each, and how many have each length.
+    """The text matches that a scan of one text found: position and length of each, and how many have each length.
 
     A position is that of the token after the match.
     """
@@ -186,7 +184,7 @@ def num_samples(samples: MatchSamples) -> int:
 
 @inlined
 def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTexts) -> int:
-    """Return the token ``depth`` tokens after a sampled match; NO_TOKEN if its sequence has ended.
+    """Return the token ``depth`` tokens after a text match; NO_TOKEN if the matched sequence has ended.
 
     Do not call it with a greater depth after it returned NO_TOKEN. A match in the context that reaches the context's
     end continues from the matched position, as in LZ77, because repetition probably continues.
@@ -206,7 +204,7 @@ def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTe
 
 @inlined
 def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
-    """Move a sampled match ``tokens`` tokens ahead, all of which must be in its sequence."""
+    """Advance a text match by ``tokens`` tokens, because the context has continued as the matched text did."""
     samples.at[sample] += tokens * (samples.width[sample] if samples.kind[sample] == IN_SEGMENT else 1)
 
 
@@ -238,7 +236,6 @@ def is_from_context(samples: MatchSamples, sample: int) -> bool:
 
 @inlined
 def _count_lengths(hits: ScanHits, found: int, longest: int) -> int:
-    """Count the first ``found`` occurrences of a scan by match length, and return the greatest match length."""
     hits.counts[: longest + 1] = 0
     most = 0
     for i in range(found):
@@ -251,7 +248,10 @@ def _count_lengths(hits: ScanHits, found: int, longest: int) -> int:
 def _sample_hits(
     hits: ScanHits, found: int, longest: int, num_possible: int, samples: MatchSamples, scanned: SampledHits
 ) -> None:
-    """Sample the most recent occurrences of each match length, without those that already belong to a longer one."""
+    """Select the most recent occurrences of each match length ("level") in a scanned text.
+
+    An occurrence that belongs to a longer match length is not selected again.
+    """
     taken, below = 0, longest + 1
     for level in range(num_possible):
         length, new = samples.lengths[level], 0
@@ -305,7 +305,7 @@ def _scan_texts(
 
 @inlined
 def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples: MatchSamples, size: int) -> int:
-    """Append the samples of one match length from a scanned text, and return the new number of samples."""
+    """Append the selected occurrences of one match length in a scanned text; return the new number of samples."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         samples.kind[size] = kind
         samples.at[size], samples.width[size] = scanned.positions[i], 1
@@ -319,7 +319,7 @@ def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples
 def _add_segment_matches(
     lanes: SegmentSearches, walkers: RangeExpanders, num_lanes: int, taken: int, samples: MatchSamples, size: int
 ) -> int:
-    """Append samples of the matches that the last range expansion found in segments; return the number of samples.
+    """Append the matches that the last range expansion found in segments; return the new number of samples.
 
     If there are too many matches, they are sampled at even distances. Only the address of a match's rank in the suffix
     array is written; `_locate_segment_matches` reads the position once the prefetch has arrived. ``taken`` is the

@@ -61,7 +61,7 @@ _BITS: Final = 0xFFFFFFFFFFFFFFFF
 
 
 def request_key(seed: int, choice_index: int) -> int:
-    """Return the 64-bit number from which all noise keys of a sequence are derived, see `key_at`."""
+    """Return the 64-bit number from which all Gumbel noise keys of a sequence are derived, see `key_at`."""
     return _mix_int((_mix_int((seed + GAMMA) & _BITS) ^ choice_index) + GAMMA & _BITS)
 
 
@@ -183,7 +183,7 @@ def num_drawn(noise: NoiseRecord) -> int:
 
 @inlined
 def drawn_tokens(noise: NoiseRecord) -> UInt64:
-    """Return the noise key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
+    """Return the Gumbel noise key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
     return uint64_array(noise.drawn, 2 * num_drawn(noise))
 
 
@@ -207,7 +207,6 @@ def _count(noise_address: int, context: TokenIds) -> None:
 
 @kernel
 def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: TokenIds) -> UInt64:
-    """Return the noise keys of the token after the context and after each draft token: uint64[1 + tokens]."""
     noise, num_keys, length = noise_at(noise_address), 1 + len(tokens), len(context)
     window, is_chain = noise.window, len(parents) == 0
     keys, depths = np.empty(num_keys, np.uint64), np.empty(num_keys, np.int64)
@@ -264,7 +263,7 @@ class SequenceNoise:
 
     @classmethod
     def seeded(cls, seed: int, choice_index: int = 0) -> SequenceNoise:
-        """Return noise that is a function of the seed and the position, so that the seed reproduces the output.
+        """Return Gumbel noise that is a function of the seed and the position, so that the seed reproduces the output.
 
         ``choice_index`` (below 2^32) distinguishes the outputs of one request.
         """
@@ -272,7 +271,7 @@ class SequenceNoise:
 
     @classmethod
     def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
-        """Return noise that all sequences with the same secret and stream share at places where their texts agree.
+        """Return Gumbel noise that all sequences with the same secret and stream share at places where their texts agree.
 
         Args:
             secret: Any 64 bits.
@@ -285,7 +284,7 @@ class SequenceNoise:
 
     @property
     def is_coupled(self) -> bool:
-        """Return whether other sequences are sampled with the same noise at places where their texts agree."""
+        """Return whether other sequences are sampled with the same Gumbel noise at places where their texts agree."""
         return self._record.window > 0
 
     @property
@@ -310,7 +309,7 @@ class SequenceNoise:
 
     @staticmethod
     def seeded_keys(noises: Sequence[SequenceNoise], lengths: Sequence[int], width: int) -> UInt64:
-        """Return the noise keys of several sequences with seeded noise, uint64[B, width].
+        """Return the Gumbel noise keys of several sequences with seeded noise, uint64[B, width].
 
         For each sequence these are the keys after its context of the given length, and after ``width - 1`` draft
         tokens.
@@ -320,9 +319,10 @@ class SequenceNoise:
         return keys
 
     def keys(self, context: TokenIds, tokens: TokenIds = _NO_TOKENS, parents: TokenIds | None = None) -> UInt64:
-        """Return the noise keys of the token after the context and of those after each draft token, uint64[1 + k].
+        """Return the Gumbel noise keys with which the tokens after the context and after each draft token are sampled.
 
-        O(k * (window + depth of the draft)), and O(window + k) more for each context token since the last ``advance``.
+        The result is uint64[1 + k]. O(k * (window + depth of the draft)), and O(window + k) more for each context token
+        since the last ``advance``.
 
         Args:
             context: The text so far, int32[n], which begins with the text of the last ``advance``.

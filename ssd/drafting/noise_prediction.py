@@ -102,7 +102,7 @@ def rank_of(recycled: RecycledTokens, token: int) -> int:
 VERDICTS: Final = 7
 """The number of verdicts that known Gumbel noise gives about a candidate token.
 
-The verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
+A verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
 0: no top-k tokens are known. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the best.
 4, 5, 6: its score is the best with a small, clear or large lead.
 """
@@ -202,9 +202,9 @@ def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> N
 
 @inlined
 def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank: int) -> int:
-    """Return the verdict of known Gumbel noise about the earlier top-k token with this rank, see `VERDICTS`.
+    """Return what known Gumbel noise says about a token of the target's earlier top k, see `VERDICTS`.
 
-    A rank of TOP_K stands for any other token.
+    ``rank`` is the token's rank; TOP_K stands for any other token.
     """
     if recycled.count <= 0:
         return 0
@@ -277,10 +277,10 @@ def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, 
 def enter_node(
     cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int, depth: int
 ) -> None:
-    """Set the Gumbel noise and the cached sample of the position after a node of the draft; -1 is the context's end.
+    """Set the Gumbel noise and the cached sample (`CachedSample`) of the draft position after a node.
 
-    The positions on the path to the node must have been visited before. O(depth) for noise that requests share, else
-    O(1).
+    ``node`` is -1 for the end of the context. The positions on the path to the node must have been visited before.
+    O(depth) for noise that requests share, else O(1).
     """
     if position_noise.is_known:
         set_noise_key(position_noise, out, node, depth)

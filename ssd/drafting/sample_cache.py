@@ -52,7 +52,7 @@ NO_SAMPLE: Final = 0
 
 
 class SampleTable(Record):
-    """The hash table of one namespace's sample cache: noise key to sampled token.
+    """The hash table of one namespace's sample cache, from Gumbel noise key to sampled token.
 
     The lowest 24 bits of an entry are the token, the next two bits count how often in a row it was confirmed, and the
     others are the lowest 38 bits of the key, which also select the bucket. 0 is an empty entry. ``entries`` is the
@@ -79,7 +79,6 @@ def _first_of(table: SampleTable, known_by: UInt) -> int:
 
 @inlined
 def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
-    """Return the index of a noise key's entry in its hash bucket of the sample cache; -1 if there is none."""
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] >> np.uint64(_KEY_AT) == known_by:
             return place
@@ -88,7 +87,7 @@ def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
 
 @inlined
 def cached_sample_at(table: SampleTable, key: UInt) -> UInt:
-    """Return the sample cache's entry for a noise key; NO_SAMPLE if there is none."""
+    """Return the sample cache's entry for a Gumbel noise key; NO_SAMPLE if there is none."""
     known_by = _known_by(key)
     entries = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     place = _place_of(entries, _first_of(table, known_by), known_by)
@@ -131,7 +130,7 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
 
 @inlined
 def _enter(table: SampleTable, key: UInt, token: int) -> None:
-    """Record in the sample cache that ``token`` was sampled with a noise key.
+    """Record in the sample cache that ``token`` was sampled with a Gumbel noise key.
 
     Token ids of more than 24 bits are ignored.
     """
@@ -169,7 +168,6 @@ def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -
 
 @kernel
 def _spread(entries: UInt64s, grown: int) -> None:
-    """Copy the entries of a sample cache into a larger empty table at address ``grown``."""
     table = sample_table_at(grown)
     places = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     for entry in entries:

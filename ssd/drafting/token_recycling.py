@@ -302,7 +302,6 @@ class NamespaceRecyclingTables:
         self._own.pop(request_id, None)
 
     def _table_for(self, learned: LearnedState | None, request_id: str, allow_caching: bool) -> int:
-        """Return the address of the token-recycling table that a row writes to; 0 if there is no room for one."""
         if learned is None:
             own = self._own.get(request_id)
             if own is None and len(self._own) < MAX_TABLES:

@@ -37,7 +37,7 @@ MAX_CANDIDATES: Final = MAX_VOTED_CANDIDATES + MAX_RECYCLED_CANDIDATES
 """The maximum number of candidate tokens per draft position."""
 
 NO_LEVEL: Final = MAX_LEVELS
-"""The value in place of a match length's index if no match is left in a kind of text."""
+"""The value of ``Votes.index_top`` and ``Votes.context_top`` if no match is left in the cache or in the context."""
 
 _MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
@@ -124,7 +124,7 @@ def _find_token(token: int, size: int, votes: Votes) -> int:
 
 @inlined
 def add_candidate(token: int, size: int, votes: Votes) -> int:
-    """Add a token without matches to the first ``size`` candidates, unless it is one, and return their new number."""
+    """Add a token that follows no match to the first ``size`` candidates, unless it is one; return their new number."""
     if _find_token(token, size, votes) < size:
         return size
     _add_token(votes, size, token)

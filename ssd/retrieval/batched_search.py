@@ -205,7 +205,6 @@ def code_address(search: SegmentSearch, position: int) -> int:
 
 @inlined
 def longest_match_in(search: SegmentSearch) -> int:
-    """Return the longest match, in tokens, that a finished search found in its segment."""
     return max(search.match_above, search.match_below)
 
 
@@ -295,7 +294,7 @@ def _prefetch_probe(search: SegmentSearch) -> None:
 
 @kernel
 def binary_search_all(searches: SegmentSearches, num_searches: int) -> None:
-    """Find in each segment the first rank whose text is not less than the context, and the match lengths around it.
+    """Find where the context would be inserted in each segment's suffix array, and the lengths of the matches there.
 
     All searches together take O(log n) steps, plus a few for matching text; their memory accesses overlap. A step of a
     search compares eight bytes. If they are equal, the next step compares the bytes before them, and otherwise the
@@ -346,7 +345,6 @@ def binary_search_all(searches: SegmentSearches, num_searches: int) -> None:
 
 @kernel
 def longest_match_of_all(searches: SegmentSearches, num_searches: int) -> int:
-    """Return the longest match, in tokens, that the finished searches found in any segment."""
     length = 0
     for search in range(num_searches):
         length = max(length, longest_match_in(searches[search]))
@@ -397,12 +395,13 @@ def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: i
 
 @kernel
 def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_searches: int, exact: int) -> None:
-    """Expand each segment search's range of ranks to all matches of at least its requested length.
+    """Find further matches in each segment: all matches of at least the length that ``request_range`` requested.
 
-    Call it with ever smaller lengths; the ranks of a length surround those of a larger one. On each side, the distance
-    of the probes doubles, and then a binary search finds the end of the range; all sides advance together. A side with
-    ``exact`` or more new ranks skips that binary search and ends at the last matching probe, which covers more than
-    half of its matches. O(log of the new ranks) steps of one probe per side.
+    Matches of a length have neighbouring ranks in the suffix array, which surround those of longer matches; so call it
+    with ever smaller lengths. On each side, the distance of the compared ranks doubles, and then a binary search finds
+    the end of the range; all sides advance together. A side with ``exact`` or more new ranks skips that binary search
+    and ends at the last matching rank, which covers more than half of its matches. O(log of the new ranks) steps per
+    side.
     """
     active = 0
     for number in range(num_searches):

@@ -281,7 +281,6 @@ class CacheManager:
         return cache
 
     def _open_directory(self, namespace: NamespaceEntry) -> NamespaceCache:
-        """Create a namespace's cache with its directory, if it has one. Raises CacheError."""
         if self._root is None or not namespace.policy.is_durable:
             return self._make(namespace, None)
         path = self._root / namespace.name
@@ -347,7 +346,6 @@ class CacheManager:
         )
 
     def _lease(self, name: str, policy: NamespacePolicy | None = None) -> tuple[NamespaceEntry, NamespaceLease]:
-        """Lease a namespace, so that it is not closed. Raises ConfigError for an invalid name."""
         with self._lock:
             namespace = self._namespaces.get(name)
             is_changed = namespace is not None and policy is not None and policy != namespace.policy

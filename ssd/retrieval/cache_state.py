@@ -1,4 +1,4 @@
-"""The state stored with the text of one namespace: source positions, learned state of drafters, and counters."""
+"""The state stored with the text of one namespace: replication-log positions, learned models, and counters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PendingCheckpoints:
         return len(self._pending)
 
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
-        """Add a source position that becomes durable once all text before ``position`` is in files.
+        """Add a replication-log position that is valid for a restart once all text before ``position`` is in files.
 
         ``position`` and ``memtable_start`` are positions in the ring buffer; text before ``memtable_start`` is in
         files.
@@ -61,9 +61,10 @@ class PendingCheckpoints:
         self._skip_to(memtable_start)
 
     def durable_at(self, position: int) -> Checkpoint | None:
-        """Return the newest checkpoint that is valid if all text before ring-buffer position ``position`` is in files.
+        """Return the newest replication-log position that is valid if all text before ``position`` is in files.
 
-        If ``set`` skipped a position meanwhile, an older checkpoint is returned, which is valid as well.
+        ``position`` is a position in the ring buffer. If ``set`` skipped a log position meanwhile, an older one is
+        returned.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:

@@ -103,7 +103,6 @@ def _copy_live(
     new_positions: Int64s,
     new_values: Int64s,
 ) -> int:
-    """Copy the entries that have not expired into an empty hash table; return their number."""
     moved = 0
     for at in range(len(keys)):
         if positions[at] > forgotten:
@@ -191,7 +190,6 @@ class PromptDeduplicator:
             self._ends.forget_before(position)
 
     def _remember(self, hashes: Int64s, ends: Int64s, position: int) -> None:
-        """Remember consecutive blocks as stored; ``hashes`` and ``ends`` are the results of ``block_hashes``."""
         self._blocks.put(hashes, ends, position)
         if self._ends is not None:
             self._ends.put(ends, hashes, position)
@@ -202,9 +200,9 @@ def block_hashes(
 ) -> tuple[Int64s, Int64s]:
     """Return two hashes, int64[blocks] each, of every whole block of ``tokens`` from ``start`` on.
 
-    The first hash covers the text up to the block's end; ``seed`` is that hash of the text before ``start``. The second
-    one covers the last ``lead_in_tokens`` tokens up to the block's end, with which a continuation of the block would
-    begin.
+    The first hash identifies the whole text up to the block's end; ``seed`` is that hash of the text before ``start``.
+    The second hash identifies the last ``lead_in_tokens`` tokens up to the block's end, with which a stored
+    continuation of the block begins.
     """
     found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
     _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)
@@ -212,7 +210,10 @@ def block_hashes(
 
 
 def lead_in_hash(tokens: Tokens) -> int:
-    """Return the hash of ``tokens`` that equals the second hash of ``block_hashes`` for the same tokens."""
+    """Hash tokens that precede new text, to find the stored block which the text continues.
+
+    The result equals the second hash of ``block_hashes`` for a block that ends with these tokens.
+    """
     return _hash(tokens, 0, len(tokens), 0)
 
 

@@ -295,7 +295,6 @@ class SegmentDirectory:
             file.unlink(missing_ok=True)
 
     def _is_ours(self, file: Path) -> bool:
-        """Return whether a file is a segment written for this tokenizer and namespace, in this format."""
         if not is_segment_file(file.name) or not is_regular(file):
             return False
         try:

@@ -172,7 +172,7 @@ class SuffixIndex:
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """Return whether less than half of the ring buffer is unflushed."""
+        """Return whether less than half of the ring buffer waits to be flushed to segments."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
@@ -197,7 +197,6 @@ class SuffixIndex:
         self._add(tokens, 0)
 
     def _add(self, tokens: Tokens, num_output: int) -> list[Tokens]:
-        """Store the new parts of a sequence, whose last ``num_output`` tokens are an output."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
         ring, num_dropped = self._ring, self.num_dropped_tokens
         begin, prompt = ring.memtable_stop, max(0, len(tokens) - num_output)
@@ -341,12 +340,10 @@ class SuffixIndex:
         return len(self.ring_segments) < before
 
     def _trim_retained(self) -> None:
-        """Drop the oldest retained segments until the rest takes at most its share of the capacity."""
         while self.num_retained_tokens > _RETAINED_SHARE * self.config.capacity_tokens:
             self._drop(0)
 
     def _drop(self, number: int) -> None:
-        """Remove a segment from the index. Its reused text may come back in a retained segment later."""
         segment, was_retained = self.ring_segments[number], number < self._num_retained
         self.ring_segments = (*self.ring_segments[:number], *self.ring_segments[number + 1 :])
         self._num_ring_tokens -= len(segment)

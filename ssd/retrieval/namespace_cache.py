@@ -349,7 +349,6 @@ class NamespaceCache:
 
     @property
     def _memtable_start(self) -> int:
-        """The first ring-buffer position that is in no segment."""
         return self._index.next_position - self._index.num_memtable_tokens
 
     # Flushing, and retaining reused text
@@ -467,7 +466,6 @@ class NamespaceCache:
         return segment if self._files is None else self._files.write(segment)
 
     def _retry_writes(self) -> None:
-        """Retry to write segments that could not be written, because the disk may have room now."""
         if self._files is None:
             return
         for segment in self._index.ring_segments:

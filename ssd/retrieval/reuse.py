@@ -169,7 +169,6 @@ def hot_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
 
 
 def _spans_after(outputs: Int64s, ends: Int64s) -> Int64s:
-    """Return the positions of outputs that end after the first of the window ends ``ends``."""
     return outputs[np.searchsorted(outputs[:, 2], ends[0], side="right") :] if len(ends) else outputs[:0]
 
 

@@ -1,10 +1,9 @@
 """An immutable text with the suffix array of its reversal, and the file format of both.
 
-The text is packed: token ids take as few bytes as the largest one needs, and the layout allows texts to be compared
-backwards eight bytes at a time. An id is stored as the code id + 1, and ``SEPARATOR`` as 0, little-endian in ``width``
-bytes, between two guards of zeros. Read from last to first, the bytes before a position are therefore the codes before
-it from last to first, each from its highest byte to its lowest. So one 64-bit number, loaded from just before a
-position, orders the position among others by the text before it, for every width.
+Token ids take as few bytes as the largest one needs (``width``). An id is stored as id + 1, and ``SEPARATOR`` as 0,
+little-endian, between two guards of zeros. With this layout, texts can be compared backwards eight bytes at a time, for
+every width: a 64-bit number loaded from just before a position has the nearest token in its highest bytes, so comparing
+such numbers orders positions by the text before them.
 
 Files are written once and verified completely when they are opened. Segments are exchanged only as files.
 """
@@ -275,8 +274,9 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
 def open_segment(path: Path, *, fingerprint: str, namespace: str | None = None) -> Segment:
     """Read a segment file into memory and verify it completely. Later changes of the file have no effect.
 
-    ``namespace`` is the namespace that the file must have; None accepts any. The sort order is not verified: the
-    checksum proves that it is as written, and the bounds that no reader can leave the text.
+    ``namespace`` is the namespace that the file must have; None accepts any. Checksums prove that the text and the
+    suffix array are as written, and bounds are checked so that no reader can leave the text; the sort order is not
+    verified.
 
     Raises:
         SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The file cannot be used.

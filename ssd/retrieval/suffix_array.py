@@ -173,7 +173,10 @@ def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
 
 
 def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
-    """Return the sparse index of a packed text, uint64[ceil(n / SPARSE_INDEX_STEP)]; see ``Segment``."""
+    """Return the packed text before every SPARSE_INDEX_STEP-th position of a suffix array, where searches begin.
+
+    See ``Segment.sparse_index``.
+    """
     ends = GUARD_BYTES + width * order[::SPARSE_INDEX_STEP].astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(text, 8)
     return np.ascontiguousarray(windows[ends - 8]).view("<u8")[:, 0]
