@@ -135,7 +135,7 @@ class StepThroughput:
 
 
 def cost_at(prices: Floats, i: int) -> float:
-    """Return the cost of the i-th draft token, in tokens; the last element of ``prices`` holds for all further tokens."""
+    """Return the cost of the i-th draft token, in tokens; the last element of ``prices`` holds for all later tokens."""
     return float(prices[min(i, len(prices) - 1)])
 
 

@@ -456,8 +456,8 @@ def _other_token(probability: Floats) -> Floats:
 def _prior_weights() -> Floats:
     """Return the initial feature weights of an acceptance model.
 
-    Features of the same evidence share its influence, and the weights of the features that can be present add up to
-    one. Next to matches of the same text, proposals and recycled tokens count less than without matches.
+    They add up to one over the features that are present. Features of the same evidence share its weight. Proposals and
+    recycled tokens get less weight if text matches exist.
     """
     weights = np.zeros((NUM_WEIGHT_SETS, NUM_FEATURES + 1))
     for weights_number in range(NUM_WEIGHT_SETS):

@@ -278,10 +278,11 @@ class HybridDrafter:
             reached = max(reached, len(own_path))
 
     def count_step(self, request_id: str, num_accepted: int) -> bool:
-        """Record the accepted draft tokens of a request's step.
+        """Count the output tokens of a request's step.
 
         Returns:
-            Whether ``observe`` must be called as well, because another drafter than the primary one was used.
+            Whether the outcome must be reported with ``observe`` too, because another drafter than the primary one was
+            used.
         """
         step = self._steps.get(request_id)
         if step is not None and step.proposer_drafts:
@@ -373,7 +374,10 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return the tokens that one second of drafting costs each of ``num_used`` requests, if all rows wait."""
+        """Convert a second of a costly drafter to output tokens per request for which the drafter is used.
+
+        All ``num_rows`` rows wait meanwhile, so their lost tokens are divided among the ``num_used`` requests.
+        """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:
             return 0.0

@@ -210,16 +210,16 @@ def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
 
 @inlined
 def index_source_of(recency: int) -> int:
-    """Return the source of a match in the retrieval cache, given its recency as in `MatchSamples`.
+    """Return the kind of text of a match in the retrieval cache, which its ``recency`` in `MatchSamples` encodes.
 
-    The source is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
+    The kind is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
     """
     return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
 
 
 @inlined
 def context_position(recency: int) -> int:
-    """Return the position of a match in the context, given its recency as in `MatchSamples`."""
+    """Return the position of a match in the request's context, which its ``recency`` in `MatchSamples` encodes."""
     return int(recency - _CONTEXT_RECENCY)
 
 
@@ -305,7 +305,7 @@ def _scan_texts(
 
 @inlined
 def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples: MatchSamples, size: int) -> int:
-    """Append the selected occurrences of one match length in a scanned text; return the new number of samples."""
+    """Append the matches of one length that were selected from a scanned text; return the new number of samples."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         samples.kind[size] = kind
         samples.at[size], samples.width[size] = scanned.positions[i], 1

@@ -168,16 +168,16 @@ def times_counted(noise: NoiseRecord, found: UInt) -> int:
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """Return the argument ``place`` of `key_at` for shared noise.
+    """Combine the hash ``found`` of the last tokens of a text with the number of their earlier occurrences.
 
-    ``found`` is the hash of the last tokens, and ``times`` the number of times that they have occurred before.
+    The result is the argument ``place`` of `key_at` if requests share their Gumbel noise.
     """
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
-    """Return the number of sampled tokens, i.e. tokens after the prompt, that have been counted."""
+    """Return how many tokens of the text so far were sampled, i.e. are not in the prompt."""
     return max(0, noise.counted - noise.first)
 
 
@@ -271,7 +271,7 @@ class SequenceNoise:
 
     @classmethod
     def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
-        """Return Gumbel noise that all sequences with the same secret and stream share at places where their texts agree.
+        """Return Gumbel noise that all sequences with the same secret and stream share where their texts agree.
 
         Args:
             secret: Any 64 bits.

@@ -1,4 +1,4 @@
-"""Keep the state of one of a hybrid drafter's drafters: failures, latency, acceptance, and when to try it again."""
+"""The state of one drafter among those that `HybridDrafter` combines: failures, latency, acceptance, next try."""
 
 from __future__ import annotations
 

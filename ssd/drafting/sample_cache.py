@@ -186,7 +186,7 @@ def warm_up() -> None:
 
 
 class SampleCache:
-    """The tokens of one namespace that were sampled with shared Gumbel noise, by noise key.
+    """A cache of the tokens that requests of one namespace sampled, keyed by the Gumbel noise that the requests share.
 
     ``address`` is that of its `SampleTable`, for numba kernels. It never changes.
     """

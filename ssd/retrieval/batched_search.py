@@ -244,10 +244,10 @@ def start_searches(
 
 @kernel
 def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None:
-    """Narrow each segment's binary search to the ranks between two samples of its sparse index.
+    """Narrow each segment's binary search to the ranks between two entries of its sparse index.
 
-    No branch depends on loaded data, because a mispredicted branch costs more than the steps of searches that end
-    before others. While searching, the sample is within [low, low + high].
+    No branch depends on loaded data, because a mispredicted branch costs more than the superfluous steps of searches
+    that have ended.
     """
     most = 0
     for number in range(num_searches):
@@ -359,13 +359,13 @@ def request_range(search: SegmentSearch, length: int) -> None:
 
 @inlined
 def range_size(expanders: RangeExpanders, search: int) -> int:
-    """Return the number of matches that a segment search's range contains so far."""
+    """Return the number of matches in one segment that ``expand_ranges`` has found so far."""
     return expanders[2 * search].num_ranks + expanders[2 * search + 1].num_ranks
 
 
 @inlined
 def num_added(expanders: RangeExpanders, search: int) -> int:
-    """Return the number of matches that the last ``expand_ranges`` added to a segment search."""
+    """Return the number of matches in one segment that the last ``expand_ranges`` added."""
     return range_size(expanders, search) - (
         expanders[2 * search].num_ranks_before + expanders[2 * search + 1].num_ranks_before
     )

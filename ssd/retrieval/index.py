@@ -21,23 +21,16 @@ Segments = tuple[Segment, ...]
 
 
 def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfig, max_tokens: int) -> Segments | None:
-    """Choose neighbouring segments to merge next: size-tiered, as in Lucene.
+    """Choose neighbouring segments to merge next, by a size-tiered policy as in Lucene; None if no merge is due.
 
-    A segment's size class is the logarithm of its size to the base ``merge_fanout``. A segment with a larger, newer
-    neighbour counts as of that neighbour's class; otherwise small segments between large ones would stay forever. If at
-    least ``merge_fanout`` neighbours are of one class, the cheapest run of them is merged: the one with the fewest
-    sorted tokens per token that is not in the run's largest segment. Classes then never grow with position, so that
-    there are fewer than ``merge_fanout`` segments in each class, except those whose sum would be too large. A token is
-    sorted about log(capacity / seal_tokens) times, even if flushing is far ahead of merging.
+    The size class of a segment is the logarithm of its size to the base ``merge_fanout``. A segment with a larger,
+    newer neighbour is in that neighbour's class, because small segments between large ones would otherwise never be
+    merged. If at least ``merge_fanout`` neighbours are in one class, the cheapest run of them is merged: the one with
+    the fewest sorted tokens per token outside the run's largest segment. So each class has fewer than ``merge_fanout``
+    segments, except those whose sum would exceed ``max_tokens``, and a token is sorted about log(capacity /
+    seal_tokens) times.
 
-    Args:
-        segments: The segments, oldest first.
-        excluded: Ids of segments that must not be merged.
-        config: The settings of the index.
-        max_tokens: The maximum size of the merged segment.
-
-    Returns:
-        The segments to merge; None if no merge is due.
+    ``segments`` are in order, oldest first. Those whose ids are in ``excluded`` are not merged.
     """
     classes = [
         int(math.log(max(1.0, len(segment) / config.seal_tokens), config.merge_fanout) + 1e-9) for segment in segments

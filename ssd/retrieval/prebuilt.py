@@ -72,7 +72,10 @@ class PrebuiltWriter:
         namespace: str = "default",
         segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
     ) -> None:
-        """Open the directory; a segment has ``segment_tokens`` >= 2 tokens. Raises CacheError, ConfigError, OSError."""
+        """Open a cache directory for writing segments of ``segment_tokens`` tokens (>= 2) to it.
+
+        Raises CacheError, ConfigError, OSError.
+        """
         if not 2 <= segment_tokens < 1 << 31:
             raise CacheError(f"segment_tokens must be within 2..2147483647, got {segment_tokens}")
         self.num_tokens = 0

@@ -61,7 +61,7 @@ Bytes = npt.NDArray[np.uint8]
 _TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""The maximum number of tokens in a segment, whatever their ids, because each may be sorted as up to four bytes."""
+"""The maximum number of tokens in a segment. The sorter's limit is in bytes, of which a token may take four."""
 _BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 
