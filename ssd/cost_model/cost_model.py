@@ -82,7 +82,8 @@ class CostModel:
     def token_cost(self, num_rows: int) -> float:
         """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
-        The extra time of the first pass with drafts (``PassTimeModel.wide``) is left to `best_draft_length`.
+        The extra time of a forward pass that has any draft (``PassTimeModel.wide``) is considered by
+        `best_draft_length` only.
         """
         return draft_token_cost(self.address, num_rows)
 

@@ -346,11 +346,9 @@ def score_candidates(
         num_levels,
         at.depth,
     )
-    cached_sample_key = (
-        _cached_sample_key(candidates, num_levels > 0, at.temperature_bucket)
-        if candidates.cached_sample.token >= 0
-        else 0
-    )
+    cached_sample_key = 0
+    if candidates.cached_sample.token >= 0:
+        cached_sample_key = _cached_sample_key(candidates, num_levels > 0, at.temperature_bucket)
     for i in range(size):
         token, cast, inputs = votes.tokens[i], votes.of_token[i], candidates.inputs[i]
         inputs[:] = -1
@@ -436,10 +434,8 @@ def collect_candidates(
         look_up_recycled(candidates.recycling_table, at.token_before_last, at.last_token, recycled)
     if candidates.position_noise.is_known:
         score_recycled(candidates.position_noise, recycled)
-    size, cached_sample = (
-        add_proposed(candidates.proposals, at.proposal_node, size, votes),
-        candidates.cached_sample.token,
-    )
+    size = add_proposed(candidates.proposals, at.proposal_node, size, votes)
+    cached_sample = candidates.cached_sample.token
     if cached_sample >= 0:
         size = add_candidate(cached_sample, size, votes)
     if size > most:

@@ -135,10 +135,8 @@ def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
     depth = depth_of(draft)
     proposer.record_depth(depth)
     expected_accepted, first_probability = _expectations(draft)
-    step.expected_accepted, step.first_probability = (
-        max(step.expected_accepted, expected_accepted),
-        max(step.first_probability, first_probability),
-    )
+    step.expected_accepted = max(step.expected_accepted, expected_accepted)
+    step.first_probability = max(step.first_probability, first_probability)
     return depth
 
 

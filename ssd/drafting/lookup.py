@@ -52,9 +52,9 @@ NO_TOKEN: Final = -1
 """The value in place of a token after the end of a sequence. It equals SEPARATOR and is never a token id."""
 
 MAX_LEVELS: Final = 3
-"""The maximum number of match lengths ("levels") at which a context is looked up.
+"""The maximum number of match lengths ("levels") at which one context is looked up.
 
-They are the longest match in the context, the longest match in the cache, and shorter lengths, each half as long.
+The first levels are the lengths of the longest match in the context and in the cache. Each further one is half as long.
 """
 
 ENOUGH_SUPPORT: Final = 16.0

@@ -289,7 +289,7 @@ class SequenceNoise:
 
     @property
     def num_counted(self) -> int:
-        """Return the length of the text that was passed to ``advance``."""
+        """Return the number of tokens on which later Gumbel noise keys already depend, see ``advance``."""
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:

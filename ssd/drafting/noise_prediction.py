@@ -125,9 +125,7 @@ class PositionNoise(Record):
 
     Attributes:
         is_known: 1 if the target samples with known noise, else 0.
-        noise: The address of the request's `NoiseRecord`.
-        request: ``NoiseRecord.request``.
-        window: ``NoiseRecord.window``: 0 if keys depend on the position.
+        noise: The address of the request's `NoiseRecord`, from which ``request`` and ``window`` are copied.
         context: The text before the draft, int32[start].
         temperature: The request's temperature.
         key: The noise key of the position.
@@ -166,10 +164,8 @@ def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, de
 
 @inlined
 def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
-    context, parents = (
-        int32_array(position_noise.context, position_noise.start),
-        out.parents[: MAX_DRAFT if out.is_tree else 0],
-    )
+    context = int32_array(position_noise.context, position_noise.start)
+    parents = out.parents[: MAX_DRAFT if out.is_tree else 0]
     found = hash_behind(position_noise.window, context, position_noise.start, out.tokens, parents, node)
     times, above = times_counted(noise_at(position_noise.noise), found), node
     while above >= 0:
@@ -260,11 +256,8 @@ def run_bucket(run: int) -> int:
 @inlined
 def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
     sample = cached_sample_at(sample_table_at(cached_sample.sample_cache), position_noise.key)
-    cached_sample.token, cached_sample.confirmed, cached_sample.run = (
-        NO_TOKEN,
-        times_confirmed(sample),
-        cached_sample.run_before,
-    )
+    cached_sample.token, cached_sample.confirmed = NO_TOKEN, times_confirmed(sample)
+    cached_sample.run = cached_sample.run_before
     if sample != np.uint64(NO_SAMPLE):
         cached_sample.token = sampled_token(sample)
     if node >= 0:
@@ -291,20 +284,14 @@ def enter_node(
 @inlined
 def start_noise(params: DraftParams, position_noise: PositionNoise, cached_sample: CachedSample) -> None:
     """Set the Gumbel noise of a request at the start of a draft, and update the sample cache with its new tokens."""
-    position_noise.is_known, cached_sample.sample_cache, cached_sample.token = (
-        int(params.temperature > 0.0),
-        0,
-        NO_TOKEN,
-    )
+    position_noise.is_known = int(params.temperature > 0.0)
+    cached_sample.sample_cache, cached_sample.token = 0, NO_TOKEN
     if params.temperature <= 0.0:
         return
     noise = noise_at(params.noise)
     position_noise.noise, position_noise.request, position_noise.window = params.noise, noise.request, noise.window
-    position_noise.context, position_noise.start, position_noise.temperature = (
-        params.context,
-        params.context_length,
-        params.temperature,
-    )
+    position_noise.context, position_noise.start = params.context, params.context_length
+    position_noise.temperature = params.temperature
     if params.sample_cache != 0:
         learn_samples(params.sample_cache, params.noise, params.allow_caching == 1)
         cached_sample.sample_cache, cached_sample.run_before = params.sample_cache, noise.run_length

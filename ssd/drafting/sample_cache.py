@@ -116,9 +116,8 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
         if entries[place] == np.uint64(NO_SAMPLE):
             table.num_entries += 1
             return place
-    begin = int(
-        np.int64(key >> np.uint64(_KEY_BITS)) % BUCKET_SIZE
-    )  # the first entry to look at, so that none is preferred
+    # The first entry to look at depends on the key, so that no entry is preferred.
+    begin = int(np.int64(key >> np.uint64(_KEY_BITS)) % BUCKET_SIZE)
     for i in range(BUCKET_SIZE):
         place = first + (begin + i) % BUCKET_SIZE
         if times_confirmed(entries[place]) == 0:

@@ -62,10 +62,8 @@ class Workspace:
     def __init__(self) -> None:
         self._memory = Records(DraftScratch)
         self._scratch, self.address = self._memory[0], self._memory.address
-        self._patterns, self._samples = (
-            np.zeros(PATTERNS_BYTES, np.uint8),
-            Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS),
-        )
+        self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
+        self._samples = Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS)
         self._scratch.lookups.patterns = address(self._patterns)
         self._scratch.samples_of_lookups = self._samples.address
         self._allocate_lanes(32)
@@ -270,10 +268,8 @@ class SuffixDrafter:
         recycling_table = 0 if self._recycling is None or learned is None else self._recycling.of(learned, "")
         _set_group(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
         for request, row in group.with_own_tables:
-            row.params.recycling_table, row.params.sample_cache = (
-                self._recycling_table_of(request),
-                self._sample_cache_of(request),
-            )
+            row.params.recycling_table = self._recycling_table_of(request)
+            row.params.sample_cache = self._sample_cache_of(request)
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
         """Write the parameters of a request's draft, and return the arrays to keep alive until the kernel returns."""
@@ -302,14 +298,10 @@ class SuffixDrafter:
         Returns:
             The arrays that the parameters point to, which must be kept alive.
         """
-        params.num_token_costs = params.prediction_length = params.num_proposed = params.recycling_table = (
-            params.sample_cache
-        ) = 0
-        params.prompt_length, params.no_lookup, params.allow_caching = (
-            request.prompt_length,
-            not self._uses_retrieval,
-            request.allow_caching,
-        )
+        params.num_token_costs = params.prediction_length = params.num_proposed = 0
+        params.recycling_table = params.sample_cache = 0
+        params.prompt_length, params.allow_caching = request.prompt_length, request.allow_caching
+        params.no_lookup = not self._uses_retrieval
         params.temperature_bucket, params.temperature, params.noise = 0, 0.0, 0
         sampling, prediction = request.sampling, request.prediction
         if sampling is not None:

@@ -208,14 +208,14 @@ class NamespaceTables(Generic[T]):
         self._num_passes += 1
 
     def get(self, learned: LearnedState) -> T | None:
-        """Return the table of a namespace and mark it as recently used; None if there is none."""
+        """Return the namespace's table and mark it as recently used; None if the namespace has no table."""
         table = self._tables.get(learned)
         if table is not None:
             self._last_passes[learned] = self._num_passes
         return table
 
     def get_or_create(self, learned: LearnedState) -> T | None:
-        """Return the table of a namespace and mark it as recently used; None if there is none and no room for one."""
+        """Return the namespace's table, created if there is room, and mark it as recently used; else None."""
         if learned not in self._tables and self._has_room():
             self._tables[learned] = self._make()
         return self.get(learned)

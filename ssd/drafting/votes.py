@@ -124,7 +124,7 @@ def _find_token(token: int, size: int, votes: Votes) -> int:
 
 @inlined
 def add_candidate(token: int, size: int, votes: Votes) -> int:
-    """Add a token that follows no match to the first ``size`` candidates, unless it is one; return their new number."""
+    """Add a token that follows no match to the first ``size`` candidates, if it is missing; return their new number."""
     if _find_token(token, size, votes) < size:
         return size
     _add_token(votes, size, token)
@@ -202,11 +202,8 @@ def count_votes(
         sample = matching[i]
         while sample >= samples.ends[level]:
             level += 1
-        token, weight, recency = (
-            next_token(samples, sample, since_lookup, texts),
-            samples.weights[sample],
-            samples.recency[sample],
-        )
+        token = next_token(samples, sample, since_lookup, texts)
+        weight, recency = samples.weights[sample], samples.recency[sample]
         votes.next_tokens[i] = token
         own = is_from_context(samples, sample)
         if own:

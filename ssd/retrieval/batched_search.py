@@ -434,20 +434,14 @@ def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_sear
         for i in range(active):
             number = expanders[i].active
             search, expander = searches[number >> 1], expanders[number]
-            offset, probe, num_ranks, max_ranks = (
-                expander.offset,
-                expander.probe,
-                expander.num_ranks,
-                expander.max_ranks,
-            )
+            offset, probe = expander.offset, expander.probe
+            num_ranks, max_ranks = expander.num_ranks, expander.max_ranks
             left = search.length * search.width - offset - 8
             different = load_uint64(expander.target) ^ load_uint64(search.pattern - 8 - offset)
             is_same = different >> np.uint64(8 * max(0, -left)) == np.uint64(0)
             is_agreed = is_same & (left <= 0)
-            num_ranks, max_ranks = (
-                select_int64(is_agreed, probe + 1, num_ranks),
-                select_int64(is_same, max_ranks, probe),
-            )
+            num_ranks = select_int64(is_agreed, probe + 1, num_ranks)
+            max_ranks = select_int64(is_same, max_ranks, probe)
             expander.num_ranks, expander.max_ranks = num_ranks, max_ranks
             expander.step = select_int64(is_agreed, 2 * expander.step, expander.step)
             expander.is_stepping = select_int64(is_same, expander.is_stepping, 0)

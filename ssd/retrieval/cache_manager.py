@@ -378,9 +378,8 @@ class CacheManager:
         group = [each for each in entries if policy.group is not None and each.policy.group == policy.group]
         num_over = max(0, len(group) - policy.max_in_group)
         unused = [each for each in group if not each.is_leased][:num_over] if num_over else []
-        for namespace in (
-            sorted(entries, key=lambda each: each.policy.is_durable) if len(entries) > self._max_namespaces else ()
-        ):
+        is_full = len(entries) > self._max_namespaces
+        for namespace in sorted(entries, key=lambda each: each.policy.is_durable) if is_full else ():
             if len(entries) - len(unused) <= self._max_namespaces:
                 break
             if namespace.name != self.namespace and not namespace.is_leased and namespace not in unused:

@@ -109,7 +109,8 @@ class CacheStats:
     """The counters of one namespace's cache since it was opened, and its present sizes. Tokens include separators."""
 
     num_tokens: int
-    """The number of tokens that can be matched, without shared segments."""
+    """The number of stored tokens that can be matched, at most the capacity; prebuilt and shared segments do not count.
+    """
     num_kept_tokens: int
     """The part of ``num_tokens`` in retained segments: old text that is not evicted because outputs repeated it."""
     num_static_tokens: int
@@ -119,7 +120,7 @@ class CacheStats:
     num_segments: int
     generation: int
     num_appended_tokens: int
-    """The number of tokens passed to ``append`` and ``append_replicated``."""
+    """The number of tokens that requests and other replicas passed to the cache, whether they were stored or not."""
     num_skipped_tokens: int
     """The part of ``num_appended_tokens`` that was not stored, because the beginning of a prompt was stored already."""
     num_sealed: int

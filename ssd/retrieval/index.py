@@ -70,10 +70,8 @@ def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Se
     return best, best_cost
 
 
-_RING_FLUSHES = 16  # the ring has room for this many flushes before a delayed flush loses tokens ...
-_RING_TOKENS = (
-    1 << 18
-)  # ... and for at least this many tokens, so that a very long prompt fits; untouched pages take no memory
+_RING_FLUSHES = 16  # the ring buffer has room for this many flushes before a delayed flush loses tokens,
+_RING_TOKENS = 1 << 18  # and for at least this many tokens, so that a very long prompt fits
 _RETAINED_SHARE = 0.5  # of the capacity
 
 

@@ -112,12 +112,8 @@ class Snapshot:
         at = self._record[0]
         at.segments, at.num_segments = table.records.address, len(table.segments)
         at.num_prebuilt, at.table_number = table.num_prebuilt, table.number
-        at.ring, at.ring_size, at.memtable_start, at.memtable_stop = (
-            address(ring),
-            len(ring),
-            memtable_start,
-            memtable_stop,
-        )
+        at.ring, at.ring_size = address(ring), len(ring)
+        at.memtable_start, at.memtable_stop = memtable_start, memtable_stop
 
     @property
     def num_tokens(self) -> int:
