@@ -350,16 +350,13 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
 def cut_drafts(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
     """Shorten the draft chains of all rows of a forward pass to the lengths with the greatest expected throughput.
 
+    ``probabilities`` (float64[rows, n]) are the acceptance probabilities of the draft tokens, given that those before
+    them are accepted; ``sizes`` are the draft lengths, lowered in place; and ``best_first`` is scratch for all draft
+    tokens.
+
     The gain of a token is the probability that it and all tokens before it are accepted. The gain never increases along
     a draft, so the m best tokens of all rows are beginnings of drafts, and the best m is found by trying all. O(n log
     n).
-
-    Args:
-        address: The address of the `PassCostRecord`.
-        probabilities: The acceptance probability of each token, given that the tokens before it are accepted,
-            float64[rows, n].
-        sizes: The lengths of the drafts, int64[rows], which are lowered in place.
-        best_first: Scratch, float64[number of draft tokens].
     """
     num_rows, count = len(sizes), 0
     if not costs_at(address).is_known:

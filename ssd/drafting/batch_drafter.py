@@ -73,11 +73,7 @@ class DraftBatchRecord(Record):
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
         wanted: For each row, whether to draft for it, int64.
-        selected: Scratch, the rows that are drafted for.
-        drafting: Scratch, the addresses of their `DraftRow`.
-        sizes: Scratch, the sizes of their drafts.
-        probabilities: Scratch, the acceptance probabilities of their draft tokens.
-        best_first: Scratch for `cut_drafts`.
+        selected: Scratch, the rows that are drafted for; the next four fields are scratch for them too.
         cost: The address of the `PassCostRecord`.
         default_token_cost: The cost of a draft token until ``cost`` has measured enough forward passes.
         workspace: The address of the `DraftScratch`.

@@ -216,18 +216,13 @@ class Candidates(Record):
     """The candidate tokens of one draft position; they are the first tokens of ``votes``.
 
     Attributes:
-        votes: The votes of text matches for each token.
         proposals: The tree of tokens that other drafters propose.
-        recycling_table: The address of the `RecyclingTable` to read; 0 for none.
         recycled: The target's earlier top-k tokens at this position.
-        position_noise: The target's Gumbel noise at this position.
         cached_sample: The token sampled before with the same Gumbel noise.
-        inputs: For each candidate, the table entry of each feature of the acceptance model.
-        weight_sets: For each candidate, the index of the mixer's weight vector.
-        probabilities: For each candidate, the estimated acceptance probability.
-        levels: Scratch, the match lengths with a match.
-        keys: Scratch, the buckets of length and number of matches of each of these match lengths.
-        supports: Scratch, the number of matches down to each of these match lengths.
+        inputs: For each candidate, the index of the table entry of each feature of the acceptance model.
+        weight_sets: For each candidate, the index of the acceptance model's weight vector.
+        levels: Scratch, the match lengths with a match; ``keys`` and ``supports`` are the bucket and the number of
+            their matches.
     """
 
     votes: Votes
@@ -250,15 +245,10 @@ class Position(NamedTuple):
     Attributes:
         depth: The number of draft tokens before the position.
         since_lookup: The number of draft tokens since the matches were looked up.
-        last_token: The token before the position.
-        token_before_last: The token before ``last_token``; NO_TOKEN if there is none.
         proposal_node: The node of the proposal tree that the draft so far leads to; NO_TOKEN if it is not in the tree.
-        temperature_bucket: See `DraftParams`.
         predicted: The next token of the client's predicted output; NO_TOKEN if there is none.
         prediction_match_length: The number of consecutive tokens that the prediction has matched.
         always_matched: Whether the prediction has never differed.
-        error_bucket: See `candidates.error_bucket`.
-        prompt_length: The length of the request's prompt.
     """
 
     depth: int

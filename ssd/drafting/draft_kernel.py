@@ -62,15 +62,6 @@ from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
 
 
 class RowState(Record):
-    """The drafter's state of one request between steps.
-
-    Attributes:
-        match_cursor: The text matches of the last step, which may continue.
-        scored: The candidate tokens of the last draft, to learn from their outcome.
-        prediction: The position in the client's predicted output.
-        lookahead: The tokens that the target sampled after the last rejected draft token.
-    """
-
     match_cursor: MatchCursor
     scored: ScoredDraft
     prediction: PredictionCursor
@@ -78,7 +69,7 @@ class RowState(Record):
 
 
 class DraftRow(Record):
-    """One sequence as the drafting kernel sees it: parameters, last draft and state.
+    """One sequence as the drafting kernel sees it: parameters, last draft, and state that lasts from step to step.
 
     It must not move in memory until the sequence ends.
     """

@@ -90,18 +90,15 @@ class DraftParams(Record):
 
     Attributes:
         context: The address of the prompt and the output so far, int32[context_length].
-        prompt_length: The number of prompt tokens in ``context``.
         limit: The maximum number of draft tokens.
         snapshot: The address of the retrieval cache's `SnapshotRecord`.
         model: The address of the acceptance model.
-        is_tree: Whether to draft a tree.
         token_cost: The cost of every draft token in expected accepted tokens, if ``num_token_costs`` is 0.
         token_costs: The cost of the i-th draft token, float64[num_token_costs], not decreasing. The last value holds
             for all further tokens.
         prediction: The client's predicted output, int32[prediction_length].
         temperature_bucket: 0 for greedy or unknown sampling, 1 for a temperature up to 0.5, 2 above.
         proposed_tokens: The address of ``ExternalProposals.token_ids``; the other ``proposed_`` fields likewise.
-        num_proposed: The number of proposed tokens.
         recycling_table: The `RecyclingTable` to draft from; 0 for none.
         no_lookup: 1 disables the search in the retrieval cache and in the context.
         temperature: The request's temperature if the target samples with known Gumbel noise, else 0.

@@ -237,10 +237,9 @@ class TreeScratch(Record):
     """Scratch memory for a draft tree.
 
     Attributes:
-        matching: The indices of samples that agree with the path to each node, node after node.
+        matching: The indices of matches that agree with the path to each node, node after node.
         heap: The candidates that may be added, as a heap with the greatest ``product`` first.
-        texts: The text of each further lookup: the end of the context and a path.
-        lengths: The number of tokens in each of ``texts``.
+        texts: The text of each further lookup (the end of the context and a path), of the length in ``lengths``.
     """
 
     matching: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]

@@ -138,7 +138,6 @@ class LookupScratch(Record):
         lanes: The address of SegmentSearch[num_lanes], the state of the binary search in each segment.
         walkers: The address of RangeExpander[2 * num_lanes], the state of the range expansion in each segment.
         patterns: The address of uint8[PATTERNS_BYTES], the searched tokens in the encoding of each segment.
-        recent_hits: The occurrences found in the recent text of the ring buffer.
     """
 
     num_lanes: Int64
@@ -434,14 +433,12 @@ class SavedMatch(Record):
 
 
 class MatchCursor(Record):
-    """The matches that are saved from one step of a request to the next.
+    """The text matches that are saved from one step of a request to the next.
 
     Attributes:
         table: The number of the segment table that the matches refer to; NO_SEGMENT_TABLE if none are saved.
         length: The length of the context for which the matches were found.
         ends_with: A hash of the last tokens of that context.
-        match_length: The length of the matches.
-        count: The number of saved matches.
     """
 
     table: Int64

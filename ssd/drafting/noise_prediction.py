@@ -235,8 +235,7 @@ class CachedSample(Record):
         confirmed: How many times in a row the token was sampled again.
         run: The number of tokens right before the position, drafted ones included, that equal their cached sample.
         run_before: ``run`` at the end of the context.
-        tokens: The cached token after each node n of the draft, at index n + 1.
-        runs: ``run`` after each node n, at index n + 1.
+        tokens: The cached token after each node n of the draft, at index n + 1; ``runs`` holds ``run`` in the same way.
     """
 
     sample_cache: Address

@@ -26,7 +26,6 @@ class PredictionCursor(Record):
         position: The position in the prediction where the output is expected to continue.
         match_length: The number of tokens before ``position`` that match the output since the last difference.
         num_compared: The length of the context that has been compared.
-        has_differed: Whether any output token differed from the prediction.
     """
 
     position: Int64

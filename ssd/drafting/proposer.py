@@ -91,12 +91,10 @@ class ProposerState:
     """The state of one of the drafters that a hybrid drafter combines.
 
     Attributes:
-        rates: The acceptance rates of the drafter's tokens.
         marginal_gain: The accepted tokens that the drafter added to the primary drafter's drafts.
         forgone_gains: For each request whose context the drafter has not read, the gain missed so far, in tokens.
         depth: The running mean of the depth of the drafter's drafts, in tokens.
         fixed_seconds: The running mean of the time of a call beyond that of its tokens.
-        kind: The kind of drafter, as in `ExternalProposals`.
         rows_since_use: The number of rows of all steps since the drafter was used.
         observer: The drafter, if it learns from the logits of a forward pass; else None.
     """
@@ -202,11 +200,8 @@ def pick_probe(
 ) -> int | None:
     """Return the row of a step for which to try a drafter again that was not worth its cost; None for none.
 
-    Args:
-        proposer: The drafter's state.
-        num_rows: The number of rows of the step.
-        num_used: The number of rows for which the step used the drafter.
-        costs: Returns the cost of a try in output tokens for each possible row. It is called only if a try is due.
+    The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a try in
+    output tokens for each possible row; it is called only if a try is due.
     """
     proposer.rows_since_use = 0 if num_used else proposer.rows_since_use + num_rows
     if proposer.rows_since_use < PROBE_INTERVAL:

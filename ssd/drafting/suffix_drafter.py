@@ -117,11 +117,8 @@ def draft_of(record: Any) -> Draft:
 class NamespaceGroup(NamedTuple):
     """The requests of one namespace, which are drafted for from one snapshot of its retrieval cache.
 
-    Attributes:
-        learned: The learned models of the namespace.
-        rows: The addresses of the requests' `DraftRow`.
-        with_own_tables: The requests that need tables of their own: those with shared noise, and those without a
-            namespace.
+    ``rows`` are the addresses of their `DraftRow` records. ``with_own_tables`` are those requests that need tables of
+    their own, because they share Gumbel noise or have no namespace.
     """
 
     snapshot: Snapshot | None

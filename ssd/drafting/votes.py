@@ -59,18 +59,16 @@ class TokenVotes(Record):
 class Votes(Record):
     """The text matches at one draft position, counted by the token that follows them.
 
+    The fields ``context_*`` are those of the request's context, like ``index_*`` for the retrieval cache.
+
     Attributes:
         next_tokens: The token after each match that agrees with the draft.
         tokens: The candidate tokens: those that follow a match, and further ones.
         of_token: The matches that continue with each of ``tokens``.
-        index_support: The number of matches in the retrieval cache, by match length.
-        context_support: The number of matches in the request's context, by match length.
-        index_top: The level (index of the match length) of the longest match in the cache; NO_LEVEL if there is none.
-        context_top: The level of the longest match in the context; NO_LEVEL if there is none.
-        index_newest: The recency of the newest match in the cache at ``index_top``; -1 if there is none.
-        context_newest: The recency of the newest match in the context at ``context_top``; -1 if there is none.
-        index_newest_token: The token after the newest match in the cache.
-        context_newest_token: The token after the newest match in the context.
+        index_support: The number of matches, by match length.
+        index_top: The level (index of the match length) of the longest match that is left; NO_LEVEL if there is none.
+        index_newest: The recency of the newest match at ``index_top``; -1 if there is none.
+        index_newest_token: The token after the newest match.
     """
 
     next_tokens: Annotated[Int64s, np.int64, MAX_SAMPLES]

@@ -115,17 +115,12 @@ class SegmentSearch(Record):
     Attributes:
         low: While searching, the lower bound of the rank; then the rank found.
         high: While searching, the upper bound of the rank.
-        text: The address of the segment's packed text, see `SegmentRecord`.
-        order: The address of the segment's suffix array.
-        pattern: The address just after the packed context.
+        pattern: The address just after the packed context, of ``pattern_bytes`` bytes; ``word`` holds its last eight.
         match_above: The number of matching tokens at the rank found.
-        match_below: The number of matching tokens at the rank below it.
+        match_below: The number of matching tokens at the rank below it, whose position is ``position_below`` (or -1).
         length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
-        probe: The address of the text that is compared next.
-        position_below: The position of the rank below, or -1.
-        word: The last eight bytes of the packed context.
+        probe: The address of the text that is compared next, ``offset`` bytes before it.
         active: Scratch, indexed by place in the list of active searches.
-        offset: How many bytes before ``probe`` are compared next.
         low_offset: The offset at which the text just below ``low`` differed.
         high_offset: The offset at which the text at ``high`` differed.
     """
@@ -159,9 +154,7 @@ class RangeExpander(Record):
 
     Attributes:
         num_ranks: The number of ranks in the range on this side.
-        num_ranks_before: The value of ``num_ranks`` before the last ``expand_ranges``.
         step: The distance of the next compared rank; it doubles as long as the text at every rank matches.
-        max_ranks: The maximum number of ranks on this side.
         is_stepping: Whether the compared ranks still move outwards.
         probe: The rank that is compared next, counted outwards.
         target: The address of that rank's position, then of its text.

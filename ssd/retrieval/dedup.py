@@ -24,12 +24,7 @@ class _HashTable:
     """An open-addressing hash table of int64, whose entries expire when their text is evicted from the ring buffer.
 
     An expired entry stays in its slot until the table is rebuilt. 24 bytes per slot, or 16 without values; untouched
-    pages take no memory.
-
-    Attributes:
-        keys: int64[n], n a power of two.
-        positions: int64[n], the ring-buffer position of the text plus one; 0 in a free slot.
-        values: int64[n], or int64[0] if the table has no values.
+    pages take no memory. ``positions`` are ring-buffer positions plus one; 0 marks a free slot.
     """
 
     def __init__(self, *, has_values: bool) -> None:
@@ -147,16 +142,10 @@ class PromptDeduplicator:
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
         """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
-        Blocks of the completion are remembered too, because the next turn of a conversation repeats them in its prompt.
-
-        Args:
-            tokens: int32[n], prompt then completion. The completion is always stored, because the number of occurrences
-                of a text ranks drafts.
-            prompt_length: The number of prompt tokens.
-            position: The ring-buffer position at which the part will be stored, never smaller than before.
-
-        Returns:
-            Views of ``tokens``: none if nothing is new, else one.
+        The result is one view of ``tokens``, or none if nothing is new. The completion, after ``prompt_length`` tokens,
+        is always part of it, because the number of occurrences of a text ranks drafts. Its blocks are remembered too,
+        because the next turn of a conversation repeats them in its prompt. The part will be stored at the ring-buffer
+        position ``position``, which never decreases.
         """
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:

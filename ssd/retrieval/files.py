@@ -294,13 +294,9 @@ _ADVICE = (
 def read_manifest(
     path: Path, *, fingerprint: str | None = None, namespace: str | None = None, name: str = MANIFEST_NAME
 ) -> Manifest | None:
-    """Return the manifest of a cache directory; None if there is none.
+    """Return the manifest of a cache directory, from the file ``name`` in it; None if there is none.
 
-    Args:
-        path: The directory.
-        fingerprint: The tokenizer fingerprint that the manifest must have; None accepts any.
-        namespace: The namespace that the manifest must have; None accepts any.
-        name: The name of the manifest's file.
+    ``fingerprint`` and ``namespace`` are those that the manifest must have; None accepts any.
 
     Raises:
         SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The manifest cannot be used.

@@ -65,8 +65,7 @@ class EvictionPass(NamedTuple):
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
         newer: The ring segments that are newer than ``evicted``.
-        memtable_start: The ring-buffer position of the memtable.
-        memtable: int32[n], the memtable.
+        memtable: int32[n], the text at position ``memtable_start`` of the ring buffer, which is in no segment yet.
         outputs: The result of ``OutputSpans.spans``.
     """
 
@@ -118,15 +117,10 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 
 @kernel
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
-    """Flag the windows of evicted text that occur in a later output.
+    """Set ``flags`` of the windows of evicted text that occur in a later output.
 
-    Args:
-        ends: The ends of the windows of later text, in order.
-        keys: The hashes of these windows.
-        outputs: The positions of outputs.
-        wanted: The hashes of the windows of evicted text, sorted.
-        places: The first position of each of ``wanted``; only outputs whose prompt begins after it count.
-        flags: Set to True for the windows found.
+    ``wanted`` are the sorted hashes of these windows, and ``places`` their first positions: only outputs whose prompt
+    begins after it count. ``ends`` and ``keys`` are the ends and hashes of the windows of later text.
     """
     output = 0
     for i in range(len(keys)):
