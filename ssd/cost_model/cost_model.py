@@ -1,4 +1,4 @@
-"""Estimate what passes and draft tokens cost an engine, and how long drafts should be."""
+"""Estimate the time of forward passes and the cost of draft tokens, and choose the length of drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class PassTimeModel(NamedTuple):
-    """The seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more if a row has several positions."""
+    """The estimated seconds of a forward pass: ``fixed + per_position * positions``, plus ``wide`` if it has drafts."""
 
     fixed: float
     per_position: float
@@ -31,15 +31,15 @@ class PassTimeModel(NamedTuple):
 
 
 class CostModel:
-    """Learns the time of passes while serving, and chooses the length of drafts.
+    """Learns the time of forward passes while serving, and chooses the length of drafts from it.
 
-    A pass computes positions: one for each row and one for each draft token, including padding if rows are padded. On a
-    CPU its time is close to linear in them, except for the step from one position per row to two, where products of a
-    matrix and a vector become products of matrices. Where the time of a GPU is constant, both coefficients become about
-    0, and nothing is cut. The estimate is a least-squares fit over recent passes with exponential forgetting, so a
-    change of load or context length is followed within about fifty passes. A measured time that contradicts the
-    estimate replaces it at once. `PassCostRecord` explains probes, and `combined_rate` which length is best. Only speed
-    depends on it, never a token.
+    A forward pass computes one position for each row and one for each draft token, including padding. On a CPU its time
+    is close to linear in the number of positions, except for a jump from one position per row to two, where
+    matrix-vector products become matrix products. On a GPU whose time does not depend on the number of positions, the
+    coefficients become about 0, and no draft is shortened.
+
+    The estimate is a least-squares fit over recent passes with exponential forgetting, so it follows a change of load
+    or context length within about fifty passes. A measured time that contradicts the estimate replaces it at once.
     """
 
     def __init__(self) -> None:
@@ -47,57 +47,56 @@ class CostModel:
         self._costs = self._records[0]
         self._costs.rate.forgetting = FORGETTING
         self.address = self._records.address
-        """The address of the `PassCostRecord`."""
+        """The memory address of the `PassCostRecord`, which numba kernels read and update."""
 
     @property
     def pass_time(self) -> PassTimeModel | None:
-        """Return the estimate, each part >= 0; None before enough passes of different size were measured."""
+        """Return the estimated time of a forward pass; None until passes of different sizes have been measured."""
         costs = self._costs
         return PassTimeModel(costs.fixed, costs.per_position, costs.wide) if costs.is_known else None
 
     def seconds(self, num_positions: int, *, is_wide: bool = False) -> float:
-        """Return the expected seconds of a pass, >= 0; 0 before enough passes were measured.
+        """Return the estimated seconds of a forward pass with ``num_positions`` positions; 0 if unknown.
 
-        Args:
-            num_positions: The number of its positions.
-            is_wide: Whether a row has several positions.
+        ``is_wide`` is whether the pass verifies drafts, so that a row has several positions.
         """
         return pass_seconds(self.address, num_positions, is_wide)
 
     def calibrate(self, num_positions: int, seconds: float, *, is_wide: bool) -> None:
-        """Record a pass timed at start-up."""
+        """Record the time of a forward pass that was measured at start-up."""
         calibrate_pass(self.address, num_positions, is_wide, seconds)
 
     def begin(self) -> None:
-        """End the warm-up: of all passes so far, keep only those that ``calibrate`` recorded."""
+        """End the warm-up: discard all measured passes except those recorded with ``calibrate``."""
         start_serving(self.address)
         # Compile it before the first request needs it.
         num_steps_to_verify(self.address, 1, 1, np.zeros(1))
 
     def observe(self, num_positions: int, num_tokens: int, seconds: float, *, is_wide: bool = False) -> None:
-        """Learn from a pass that produced ``num_tokens``. O(1).
+        """Record that a forward pass took ``seconds`` and produced ``num_tokens`` output tokens.
 
-        A pass that took many times longer than expected was interrupted, and says nothing about its size.
+        A pass that took many times longer than expected is ignored, because it was probably interrupted.
         """
         observe_pass(self.address, num_positions, is_wide, num_tokens, seconds)
 
     def token_cost(self, num_rows: int) -> float:
-        """Return the cost of a draft token of a row in output tokens; 0 while it is unknown, and if it costs nothing.
+        """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
-        All rows are assumed to draft alike. The additional time of the second position is left to `best_draft_length`,
-        which sees whole drafts.
+        The extra time of a forward pass that has any draft (``PassTimeModel.wide``) is considered by
+        `best_draft_length` only.
         """
         return draft_token_cost(self.address, num_rows)
 
     def best_draft_length(self, gains: Floats, num_rows: int = 1) -> int:
-        """Return how many draft tokens of each row to verify if all rows are padded to the same length. O(n).
+        """Return the number of draft tokens per row with the greatest expected throughput.
 
-        It is the length with the greatest throughput, or more if a probe is due.
+        All rows are padded to this length. It may be greater if a probe is due, which verifies a longer draft to check
+        the cost estimate. O(n).
 
         Args:
-            gains: The output tokens that the i-th draft tokens of all rows together are expected to add, float64[n]:
-                the sum of the probabilities that they and all tokens before them are accepted.
-            num_rows: The number of rows of the pass.
+            gains: For each draft position, the expected number of accepted draft tokens of all rows together at that
+                position, float64[n].
+            num_rows: The number of rows of the forward pass.
 
         Returns:
             The length; n until the time of passes is known.
@@ -106,10 +105,13 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """Return the number of passes since likely drafts were first withheld because of their cost; 0 if none are."""
+        """Return for how many forward passes promising drafts have been withheld because of their estimated cost."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:
-        """Return the time of a pass of ``width`` tokens of one row, relative to a pass of one token; 0 if unknown."""
+        """Return the estimated time of a forward pass over ``width`` tokens of one row, relative to one token.
+
+        It is 0 until enough passes have been measured.
+        """
         plain = self.seconds(1)
         return self.seconds(width, is_wide=width > 1) / plain if plain > 0.0 else 0.0

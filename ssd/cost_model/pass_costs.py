@@ -1,6 +1,6 @@
-"""Learn the time of passes, and choose the number of draft tokens that gain most: the kernels behind `CostModel`.
+"""Kernels that estimate the time of forward passes and choose the number of draft tokens to verify, for `CostModel`.
 
-They take the address of a `PassCostRecord`, which Python shares with the kernel that drafts for all rows of a batch.
+They take the address of a `PassCostRecord`, so that Python and the drafting kernel share one record.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from ssd.jit.addresses import Float64, Int64, Int64s, Record, inlined, kernel, v
 Floats = npt.NDArray[np.float64]
 
 NUM_FEATURES: Final = 3
-"""The number of features of a pass: a constant 1, its positions, and whether a row has several positions (0 or 1)."""
+"""The number of regression features of a forward pass: a constant 1, its number of positions, and whether it has
+drafts.
+"""
 
 _SINGULAR: Final = 1e-9
-"""The relative remainder below which a feature adds nothing to the other features."""
+"""The relative size of a pivot below which a regression feature is treated as a linear combination of the others."""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 
 
 @inlined
 def add_observation(moments: Floats, keep: float, features: tuple[float, float, float], seconds: float) -> None:
-    """Add an observation, and multiply the weight of earlier ones by ``keep``.
+    """Add the time of a forward pass to a least-squares problem, and multiply the weight of earlier passes by ``keep``.
 
-    Its weight is 1 / seconds^2, so that relative errors count: long passes and interrupted ones do not dominate.
-
-    Args:
-        moments: float64[3, 4], the weighted sums of products of two features and, in the last column, of a feature and
-            the seconds.
-        keep: The factor for earlier observations.
-        features: The features of the pass.
-        seconds: Its time.
+    The weight of the new pass is 1 / seconds^2, so that relative errors count, and long or interrupted passes do not
+    dominate. ``moments`` (float64[3, 4]) holds the weighted sums of products of two features and, in its last column,
+    of a feature and the seconds.
     """
     weight = 1.0 / max(seconds, _NO_TIME) ** 2
     for i in range(NUM_FEATURES):
@@ -46,11 +43,11 @@ def add_observation(moments: Floats, keep: float, features: tuple[float, float, 
 
 @kernel
 def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
-    """Return the coefficients >= 0 of the features with the least squared error.
+    """Solve the least-squares problem of ``add_observation``, with all coefficients >= 0.
 
-    It is exact: the least-squares problem is solved for every subset of the features, and the best solution without a
-    negative coefficient is taken (Lawson & Hanson 1974, chapter 23, proves that it is among them). If features cannot
-    be distinguished, the first ones are used. ``moments`` is that of ``add_observation``.
+    The solution is exact: the problem is solved for every subset of the features, and the best solution without a
+    negative coefficient is returned (Lawson & Hanson 1974, chapter 23). If features cannot be distinguished, the first
+    ones are used.
     """
     rows, solution = np.empty((NUM_FEATURES, NUM_FEATURES + 1)), np.empty(NUM_FEATURES)
     best = (0.0, 0.0, 0.0)
@@ -64,16 +61,10 @@ def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
 
 @kernel
 def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> float:
-    """Solve the least-squares problem for a subset of the features.
+    """Solve the least-squares problem of ``add_observation`` for the features whose bits are set in ``chosen``.
 
-    Args:
-        moments: See ``add_observation``.
-        chosen: The subset, one bit per feature.
-        rows: Scratch.
-        solution: Receives the coefficients.
-
-    Returns:
-        The explained part of the sum of squares; -1 if there is no solution without a negative coefficient.
+    Writes the coefficients to ``solution``. Returns the explained part of the sum of squares, or -1 if a coefficient
+    would be negative.
     """
     num = len(solution)  # not the constant, because LLVM would unroll every loop, which takes half a minute
     for i in range(num):
@@ -100,58 +91,60 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""The ratio of a pass's time to its estimate above which it was probably interrupted.
+"""The ratio of a forward pass's time to its estimate above which it was probably interrupted, and is ignored.
 
-It is ignored unless the next passes are slow too.
+If the next passes are slow as well, the estimate is replaced instead.
 """
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""The relative variance of the number of positions below which passes do not reveal the time of one position."""
+"""The relative variance of the number of positions below which forward passes do not reveal the time of one position.
+"""
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The weight that passes timed at start-up keep, so that they decide what later passes leave open."""
-_CONTRADICTION: Final = 2.0
-"""The ratio of a measured time to its estimate, in either direction, from which the estimate is considered wrong."""
-_CONFIRMATIONS: Final = 3
-"""The number of slow passes in a row that refute an estimate.
+"""The minimum weight of the forward passes timed at start-up in the fit of the time estimate.
 
-One fast pass suffices, because no interruption makes a pass faster.
+With it they matter only where later passes do not determine the estimate.
+"""
+_CONTRADICTION: Final = 2.0
+"""The ratio of a measured pass time to its estimate, in either direction, from which the estimate is considered wrong.
+"""
+_CONFIRMATIONS: Final = 3
+"""The number of consecutive slow forward passes after which a time estimate is considered wrong.
+
+A single fast pass suffices, because no interruption makes a pass faster.
 """
 MIN_PROBE_GAIN: Final = 0.5
-"""The expected accepted tokens of each row from which a draft is worth a probe."""
+"""The expected accepted tokens per row from which a draft may be verified although its estimated cost exceeds its gain.
+
+Such a verification is a probe, see `PassCostRecord`.
+"""
 _PROBE_WIDTH: Final = 16
 MIN_PROBE_PAUSE: Final = 64
-"""The minimum number of passes from one probe to the next."""
+"""The minimum number of forward passes between two probes: drafts verified only to check the cost estimate."""
 _PROBE_SHARE: Final = 0.01
-"""The maximum share of the time that probes may cost."""
+"""The maximum share of the time that may be spent on probes: drafts verified only to check the cost estimate."""
 
 
 class PassCostRecord(Record):
-    """The estimated seconds of a pass: ``fixed + per_position * positions``, and ``wide`` more if it verifies drafts.
+    """The estimated seconds of a forward pass: ``fixed + per_position * positions``, plus ``wide`` if it has drafts.
 
-    The estimate is fitted to passes of two kinds, without drafts and with drafts. A pass forgets only passes of its own
-    kind, so a long time without drafts does not erase what passes with drafts cost.
+    The estimate is fitted to two kinds of passes, without drafts (kind 0) and with drafts (kind 1). A pass makes older
+    passes of its own kind fade, but not those of the other kind.
 
-    A **probe** is a pass that verifies a likely draft although its estimated cost exceeds its gain, so that a wrong
+    A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected.
 
     Attributes:
-        fixed: The seconds of a pass without positions.
-        per_position: The seconds of each position.
-        wide: The additional seconds of a pass with several positions per row.
-        is_known: Whether passes of different size have been measured.
-        num_observed: The number of passes that have been measured.
-        recent: The least-squares moments of each kind, float64[2, 3, 4].
-        calibrated: The same for the passes timed at start-up.
-        weight: Their weight for each kind, which falls with every later pass of the kind, float64[2].
-        num_slow: For each kind, the number of last passes in a row that took over _CONTRADICTION times their estimate.
-        least_slow: For each kind, the least of these ratios.
+        recent: The least-squares moments of recent passes of each kind, see ``add_observation``.
+        calibrated: The least-squares moments of the passes timed at start-up.
+        weight: The weight of ``calibrated``, which falls with every later pass of the kind.
+        num_slow: The number of consecutive latest passes that took over _CONTRADICTION times their estimate.
+        least_slow: The least ratio of time to estimate among the ``num_slow`` latest passes.
         since_probe: The number of passes since the last probe.
         probe_pause: The number of passes from one probe to the next.
-        probe_cost: The cost of the last probe, in recent passes.
+        probe_cost: The cost of the last probe, in average recent passes.
         is_probing: Whether a probe has been decided and not been measured yet.
-        num_withheld: The number of passes since likely drafts were first withheld; 0 if none are.
-        rate: The throughput of recent passes.
+        num_withheld: The number of passes since promising drafts began to be withheld; 0 if none are.
     """
 
     fixed: Float64
@@ -187,7 +180,6 @@ def _features(num_positions: int, is_wide: bool) -> tuple[float, float, float]:
 
 @inlined
 def _fit(costs: PassCostRecord) -> None:
-    """Fit the estimate to the recent passes and to those timed at start-up."""
     moments = np.zeros((NUM_FEATURES, NUM_FEATURES + 1))
     for kind in range(2):
         for i in range(NUM_FEATURES):
@@ -204,14 +196,17 @@ def _fit(costs: PassCostRecord) -> None:
 
 @kernel
 def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: float) -> None:
-    """Record a pass timed at start-up."""
+    """Record the time of a forward pass that was measured at start-up."""
     moments = costs_at(address).calibrated[1 if is_wide else 0]
     add_observation(moments, 1.0, _features(num_positions, is_wide), seconds)
 
 
 @kernel
 def start_serving(address: int) -> None:
-    """Start from the passes timed at start-up alone; the first likely draft that is withheld is probed at once."""
+    """Discard all measured forward passes except those timed at start-up, because serving begins now.
+
+    The cost estimate is to be checked with the first draft that it would withhold.
+    """
     costs = costs_at(address)
     costs.recent[:, :, :] = 0.0
     costs.weight[:] = 1.0
@@ -226,10 +221,11 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the seconds to learn from; -1 for a pass that was probably interrupted.
+    """Return the time to learn from for a measured forward pass; -1 if the pass was probably interrupted.
 
-    If the pass shows that the estimate is wrong, the passes of its kind are forgotten. It does if it was fast, or the
-    last of several slow ones, of which the fastest counts.
+    One pass faster than the estimate by _CONTRADICTION, or _CONFIRMATIONS consecutive passes slower by it, prove the
+    estimate wrong. Then all earlier passes of the kind are forgotten, and the fastest of the contradicting times is
+    returned.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -249,9 +245,10 @@ def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected
 
 @inlined
 def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
-    """Set the pause after a probe so that probes cost at most about _PROBE_SHARE of the time.
+    """Set the pause until the next probe, i.e. the next draft that is verified only to check the cost estimate.
 
-    The cheaper of the last two probes counts, because one may have been interrupted.
+    Probes take at most about _PROBE_SHARE of the time. The pause follows from the cheaper of the last two, because one
+    may have been interrupted.
     """
     tokens, time = recent_pass(costs.rate)
     lost = 0.0
@@ -264,14 +261,9 @@ def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
 
 @kernel
 def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
-    """Learn from a pass.
+    """Update the time estimate of forward passes from a pass that took ``seconds`` for ``num_tokens`` output tokens.
 
-    Args:
-        address: The address of the `PassCostRecord`.
-        num_positions: The number of its positions.
-        is_wide: Whether it verified drafts.
-        num_tokens: The number of its output tokens.
-        seconds: Its time.
+    ``is_wide`` is whether it verified drafts.
     """
     costs, kind = costs_at(address), 1 if is_wide else 0
     costs.since_probe += 1
@@ -292,16 +284,16 @@ def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: in
 
 @kernel
 def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
-    """Return the expected seconds of a pass; 0 before enough passes were measured."""
+    """Return the estimated seconds of a forward pass; 0 until enough passes have been measured."""
     return _seconds(costs_at(address), num_positions, is_wide)
 
 
 @kernel
 def draft_token_cost(address: int, num_rows: int) -> float:
-    """Return the cost of a draft token in output tokens; 0 while it is not known.
+    """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
-    It is at most MIN_PROBE_GAIN if a probe is due, because drafters return nothing at a greater cost, and then there is
-    nothing to probe.
+    If the cost estimate is due to be checked by verifying a draft (a probe), the result is at most MIN_PROBE_GAIN,
+    because drafters would otherwise draft nothing.
     """
     costs = costs_at(address)
     cost = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
@@ -310,13 +302,13 @@ def draft_token_cost(address: int, num_rows: int) -> float:
 
 @kernel
 def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the number of drafting steps with the greatest throughput. O(n).
+    """Return the draft length with the greatest expected throughput. O(n).
 
     Args:
         address: The address of the `PassCostRecord`.
-        num_rows: The number of rows of the pass.
-        step: The number of positions that each drafting step adds to the pass.
-        gains: The output tokens that the i-th step is expected to add, float64[n].
+        num_rows: The number of rows of the forward pass.
+        step: The number of positions that one more unit of draft length adds to the pass.
+        gains: The expected number of accepted draft tokens that each unit adds, float64[n].
     """
     costs = costs_at(address)
     recent = recent_pass(costs.rate)
@@ -332,11 +324,11 @@ def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int
 
 @kernel
 def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the number of drafting steps to verify: those of ``best_num_steps``, or more if a probe is due.
+    """Return the draft length to verify: that of ``best_num_steps``, or more if a probe is due.
 
-    A probe verifies up to _PROBE_WIDTH tokens of each row, or four times the best number, because a wrong cost of long
-    drafts does not show in short ones. Calling it again before the pass is measured returns the same. The arguments are
-    those of ``best_num_steps``.
+    A probe checks the cost estimate. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length,
+    because a wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return
+    the same length.
     """
     costs = costs_at(address)
     best = best_num_steps(address, num_rows, step, gains)
@@ -356,17 +348,15 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
 
 @kernel
 def cut_drafts(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
-    """Cut the drafts of a pass, one chain per row, to the beginnings that together have the greatest throughput.
+    """Shorten the draft chains of all rows of a forward pass to the lengths with the greatest expected throughput.
 
-    The i-th token of a draft adds the probability that it and all tokens before it are accepted. That never increases
-    along a draft, so the best m tokens of all rows are beginnings of drafts, and m is found by trying all. O(n log n)
-    in the number of draft tokens.
+    ``probabilities`` (float64[rows, n]) are the acceptance probabilities of the draft tokens, given that those before
+    them are accepted; ``sizes`` are the draft lengths, lowered in place; and ``best_first`` is scratch for all draft
+    tokens.
 
-    Args:
-        address: The address of the `PassCostRecord`.
-        probabilities: float64[rows, n], of row i the first ``sizes[i]``.
-        sizes: The lengths of the drafts, int64[rows], which are lowered. Rows are not padded.
-        best_first: Scratch, float64[number of draft tokens].
+    The gain of a token is the probability that it and all tokens before it are accepted. The gain never increases along
+    a draft, so the m best tokens of all rows are beginnings of drafts, and the best m is found by trying all. O(n log
+    n).
     """
     num_rows, count = len(sizes), 0
     if not costs_at(address).is_known:

@@ -1,4 +1,4 @@
-"""Measure the throughput: an accepted token is worth the time that it would take later."""
+"""Measure the output throughput, by which seconds are converted to output tokens when a draft's cost is estimated."""
 
 from __future__ import annotations
 
@@ -16,19 +16,15 @@ from ssd.jit.addresses import Float64, Record, inlined
 Floats = npt.NDArray[np.float64]
 
 FORGETTING = 0.99
-"""The weight of a pass relative to the next one, in the throughput that the length of drafts is chosen by."""
+"""The factor by which each forward pass lowers the weight of earlier ones in the measured throughput."""
 _STEP_FORGETTING = 0.95
 _NO_TIME = 1e-9
 
 
 class ThroughputRecord(Record):
-    """The tokens and seconds of recent passes, as exponentially weighted sums.
+    """The output tokens and seconds of recent forward passes, as exponentially weighted sums.
 
-    Attributes:
-        forgetting: The factor that each pass applies to the sums before it.
-        passes: The number of passes.
-        tokens: Their output tokens.
-        seconds: Their time.
+    ``forgetting`` is the factor by which each pass lowers the weight of earlier ones.
     """
 
     forgetting: Float64
@@ -39,7 +35,6 @@ class ThroughputRecord(Record):
 
 @inlined
 def add_pass(rate: ThroughputRecord, num_tokens: float, seconds: float) -> None:
-    """Add a pass."""
     rate.passes = rate.forgetting * rate.passes + 1.0
     rate.tokens = rate.forgetting * rate.tokens + num_tokens
     rate.seconds = rate.forgetting * rate.seconds + seconds
@@ -47,17 +42,17 @@ def add_pass(rate: ThroughputRecord, num_tokens: float, seconds: float) -> None:
 
 @inlined
 def recent_pass(rate: ThroughputRecord) -> tuple[float, float]:
-    """Return the output tokens and the seconds of an average recent pass."""
+    """Return the output tokens and the seconds of an average recent forward pass."""
     passes = rate.passes
     return (rate.tokens / passes, rate.seconds / passes) if passes > 0.0 else (0.0, 0.0)
 
 
 @inlined
 def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    """Return the output tokens that ``more_seconds`` are worth in a pass that produces ``num_tokens`` in ``seconds``.
+    """Convert ``more_seconds`` of a forward pass that produces ``num_tokens`` in ``seconds`` to output tokens.
 
-    A draft token that takes this time does not pay if its acceptance probability is lower. A draft that ends there is
-    therefore never shorter than what `combined_rate` would choose.
+    A draft token that needs this time is worth verifying only if its acceptance probability exceeds the result. The
+    conversion is that of `combined_rate`.
     """
     tokens, time = recent_pass(rate)
     return float(more_seconds * (num_tokens + tokens) / max(seconds + time, _NO_TIME))
@@ -65,95 +60,82 @@ def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, mo
 
 @inlined
 def combined_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
-    """Return the tokens per second of a pass combined with an average recent pass. Drafts are chosen to maximise it.
+    """Return the tokens per second of a forward pass combined with an average recent one; drafts maximise it.
 
-    An accepted token saves the time that it would have taken later. How much that is follows from recent passes, and
-    from this pass too: text that is easy to draft now is easy to draft a little later, and then a token saves little.
-    So for an expected output G and a time C of the pass, and the recent averages T and K, (G + T) / (C + K) is
-    maximised. In replays of recorded outputs this was better than G / C, and better than charging time at the rate T /
-    K (Dinkelbach 1967).
+    With the expected output G and time C of this pass, and the recent averages T and K, the result is (G + T) / (C +
+    K). An accepted token saves the time that it would have taken later. That time depends on recent passes, but also on
+    this one: text that is easy to draft now is easy to draft a little later too, and then a token saves little. In
+    replays of recorded outputs this objective was better than G / C, and better than a fixed exchange rate T / K
+    (Dinkelbach 1967).
     """
     return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
 
 
 class Throughput:
-    """The tokens per second of recent passes, exponentially weighted."""
+    """The tokens per second of recent forward passes, exponentially weighted.
+
+    ``forgetting`` is the factor by which each pass lowers the weight of earlier ones.
+    """
 
     def __init__(self, forgetting: float) -> None:
-        """Create an empty measurement.
-
-        Args:
-            forgetting: The factor that each pass applies to the sums before it.
-        """
         self._forgetting = forgetting
         self._passes = self._tokens = self._seconds = 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of recent passes; 0 before the first."""
         return self._tokens / self._seconds if self._seconds > 0.0 else 0.0
 
     @property
     def seconds_per_pass(self) -> float:
-        """Return the seconds of an average recent pass; 0 before the first."""
         return self._seconds / self._passes if self._passes > 0.0 else 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add a pass that produced ``num_tokens``."""
         self._passes = self._forgetting * self._passes + 1.0
         self._tokens = self._forgetting * self._tokens + num_tokens
         self._seconds = self._forgetting * self._seconds + seconds
 
 
 class StepThroughput:
-    """The throughput of steps, from their first proposal to their last observation.
-
-    Pauses between steps do not count.
-    """
+    """The tokens per second of recent engine steps, each timed from its first draft to its last outcome."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Create an empty measurement.
-
-        Args:
-            clock: Returns the time in seconds.
-        """
         self._clock = clock
         self._rate, self._plain = Throughput(_STEP_FORGETTING), Throughput(_STEP_FORGETTING)
         self._began, self._last, self._num_tokens, self._is_plain = 0.0, 0.0, 0, True
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of recent steps; 0 before the first."""
+        """Return the output tokens per second of recent engine steps; 0 before the first one."""
         return self._rate.tokens_per_s
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the seconds of a recent step from which no time was left out; 0 before the first.
+        """Return the mean seconds of recent engine steps without costly drafters; 0 before the first step.
 
-        At most those of an average step, because steps may have become faster since the last one of that kind.
+        It is at most the time of an average step, because steps may have become faster since.
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
     def begin(self) -> None:
-        """Start a step and end the one before."""
+        """Start to time an engine step, and stop timing the previous one."""
         if self._num_tokens:
             for rate in (self._rate, self._plain) if self._is_plain else (self._rate,):
                 rate.observe(self._num_tokens, self._last - self._began)
         self._began, self._num_tokens, self._is_plain = self._clock(), 0, True
 
     def leave_out(self, seconds: float) -> None:
-        """Leave some seconds out of this step, because they were spent on additional drafts."""
+        """Exclude some seconds from the time of the current engine step, because a costly drafter took them."""
         self._began += seconds
         self._is_plain = False
 
     def count(self, num_tokens: int) -> None:
-        """Add output tokens of the step."""
+        """Add ``num_tokens`` output tokens to the current engine step."""
         self._last = self._clock()
         self._num_tokens += num_tokens
 
 
 def cost_at(prices: Floats, i: int) -> float:
-    """Return the cost of the i-th draft token; the last value holds for all further tokens."""
+    """Return the cost of the i-th draft token, in tokens; the last element of ``prices`` holds for all later tokens."""
     return float(prices[min(i, len(prices) - 1)])
 
 
@@ -165,11 +147,11 @@ _IDLE_FADING = 0.99
 
 
 class AcceptanceRates:
-    """The probability that a draft token is accepted, given that the tokens before it are, by request.
+    """The acceptance rate of draft tokens by request: the probability that a token is accepted if those before it are.
 
-    The rate of a request combines its own tested tokens with ``_PRIOR_WEIGHT`` tokens at the average rate of all
-    requests. Counts beyond ``_MEMORY`` tokens fade because traffic changes, and those of a request that is not drafted
-    for fade with every step. Within one step the rates are constant.
+    The rate combines a request's own tested tokens with ``_PRIOR_WEIGHT`` tokens at the average rate of all requests.
+    Counts beyond ``_MEMORY`` tokens fade because traffic changes, and the counts of a request fade with each step
+    without a draft.
     """
 
     def __init__(self) -> None:
@@ -178,13 +160,13 @@ class AcceptanceRates:
         self._own: dict[str, tuple[float, float]] = {}
 
     def rate(self, request_id: str) -> float:
-        """Return the rate of a request, within (0, 1)."""
+        """Return the estimated acceptance rate of a request's draft tokens, between 0 and 1."""
         accepted, tested = self._own.get(request_id, (0.0, 0.0))
         overall = (self._accepted + 0.5) / (self._tested + 1.0)
         return (accepted + _PRIOR_WEIGHT * overall) / (tested + _PRIOR_WEIGHT)
 
     def record(self, request_id: str, num_draft_tokens: int, num_accepted: int) -> None:
-        """Record a verified draft. Tokens after the first rejected one were not tested."""
+        """Count the accepted and rejected tokens of a verified draft, up to the first rejected one."""
         tested = min(num_draft_tokens, num_accepted + 1)
         fading = min(1.0, _MEMORY / (self._tested + tested))
         self._accepted = fading * (self._accepted + num_accepted)
@@ -193,13 +175,12 @@ class AcceptanceRates:
         self._own[request_id] = own_accepted + num_accepted, own_tested + tested
 
     def fade(self, request_id: str) -> None:
-        """Fade the counts of a request by one step without a draft."""
+        """Lower the weight of a request's acceptance counts after a step without a draft."""
         if request_id in self._own:
             accepted, tested = self._own[request_id]
             self._own[request_id] = _IDLE_FADING * accepted, _IDLE_FADING * tested
 
     def forget(self, request_id: str) -> None:
-        """Drop the counts of a request that has ended."""
         self._own.pop(request_id, None)
 
 
@@ -213,13 +194,12 @@ _CELL_MEMORY: Final = 150.0
 
 
 class MarginalGain:
-    """The mean number of accepted tokens that a proposer adds to the draft that is there.
+    """The mean number of accepted tokens that another drafter adds to the primary drafter's draft.
 
-    It is kept by the draft's expected accepted tokens and by the acceptance probability of its first token, both
-    bucketed. The mean of a bucket is combined with ``_GAIN_PRIOR_WEIGHT`` observations at the overall mean. Counts
-    beyond a limit fade, because traffic changes. In replays of recorded requests nothing else that is known beforehand
-    predicted the gain better, neither the last tokens nor the proposer's earlier gains in the request. O(1), two
-    microseconds.
+    The mean depends on two properties of the primary draft: its expected accepted tokens, and the acceptance
+    probability of its first token. Both are bucketed, and the mean of a bucket is combined with ``_GAIN_PRIOR_WEIGHT``
+    observations at the overall mean. Old counts fade because traffic changes. In replays of recorded requests, the last
+    tokens and the drafter's earlier gains in the request did not improve the prediction.
     """
 
     def __init__(self) -> None:
@@ -227,17 +207,20 @@ class MarginalGain:
         self._cells: dict[tuple[int, int], tuple[float, float]] = {}
 
     def expected(self, expected_accepted: float, first: float) -> float:
-        """Return the expected gain in tokens, >= 0.
+        """Return the expected number of accepted tokens that another drafter adds to a draft, >= 0.
 
-        Args:
-            expected_accepted: The expected accepted tokens of the draft that is there.
-            first: The acceptance probability of its first token.
+        ``expected_accepted`` is the expected number of accepted tokens of that draft, and ``first`` the acceptance
+        probability of its first token.
         """
         total, count = self._cells.get(_cell(expected_accepted, first), (0.0, 0.0))
         return (total + _GAIN_PRIOR_WEIGHT * self._sum / self._count) / (count + _GAIN_PRIOR_WEIGHT)
 
     def learn(self, expected_accepted: float, first: float, gain: int) -> None:
-        """Record that a proposer added ``gain`` accepted tokens, >= 0."""
+        """Record that another drafter added ``gain`` accepted tokens to a draft.
+
+        ``expected_accepted`` is the expected number of accepted tokens of that draft, and ``first`` the acceptance
+        probability of its first token.
+        """
         self._sum, self._count = _faded(self._sum, self._count, gain, _GAIN_MEMORY)
         cell = _cell(expected_accepted, first)
         self._cells[cell] = _faded(*self._cells.get(cell, (0.0, 0.0)), gain, _CELL_MEMORY)

@@ -1,4 +1,4 @@
-"""Drafters: they propose tokens, and the target accepts or rejects them."""
+"""Drafters propose draft tokens for speculative decoding, which the target model accepts or rejects."""
 
 from __future__ import annotations
 

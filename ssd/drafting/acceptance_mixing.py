@@ -1,14 +1,14 @@
-"""Estimate the probability that the target accepts a candidate token, and learn it while serving.
+"""Estimate the probability that the target model accepts a draft token, and learn from outcomes while serving.
 
-Context mixing, as in data compressors (Mahoney 2005, "Adaptive weighing of context models for lossless data
-compression", sections 3 and 4): each feature of a candidate looks up a probability in its own table, which adapts to
-the outcomes of earlier candidates with the same value, and a logistic mixer weighs the log odds of all features. A
-feature combines a few small numbers, so a few hundred tested tokens fill the entries that matter; before that the
-tables hold the estimates of a formula.
+The method is context mixing, as in data compressors (Mahoney 2005, "Adaptive weighing of context models for lossless
+data compression", sections 3 and 4). Each feature of a candidate token looks up a probability in its own table, whose
+entry adapts to the outcomes of earlier candidates with the same feature value, and a logistic mixer weighs the log odds
+of all features. A feature is a combination of a few small numbers, so a few hundred verified tokens fill the entries
+that matter; before that the tables hold the values of a formula.
 
-The mixer's result is finally corrected by a curve that is fitted to the outcomes of earlier estimates (an adaptive
-probability map, same paper). It corrects a bias of selection: a token is drafted because its estimate is the greatest,
-so its estimate is too high on average.
+Finally, the mixer's result is corrected by a curve that is fitted to the outcomes of earlier estimates (an adaptive
+probability map, same paper). The curve removes a selection bias: the token with the greatest estimate is drafted, so
+the estimates of drafted tokens are too high on average.
 """
 
 from __future__ import annotations
@@ -31,31 +31,65 @@ Floats = npt.NDArray[np.float64]
 # supports (numbers of matches) and shares (of their votes) are bucketed.
 
 CONTEXT: Final = 0
-"""The longest match in the request's context.
+"""A feature of the acceptance model: the longest match in the request's context.
 
-Length, support, share, whether the newest match votes for the token, whether that match lies in the output."""
+Its value combines the match length, the number of matches, the share of them that continue with the candidate token,
+whether the newest match does, and whether that match lies in the output.
+"""
 INDEX: Final = 1
-"""The longest match in the cache: length, support, share, whether the newest match votes for the token, its source."""
+"""A feature of the acceptance model: the longest match in the retrieval cache.
+
+Its value combines the match length, the number of matches, the share of them that continue with the candidate token,
+whether the newest match does, and the source of that match.
+"""
 PREDICTION: Final = 2
-"""The client's prediction: number of matching tokens, whether it never differed, whether it predicts the token."""
+"""A feature of the acceptance model: the client's predicted output.
+
+Its value combines the number of consecutive tokens that matched the prediction, whether it never differed, and whether
+it continues with the candidate token.
+"""
 LEVEL: Final = 3
-"""All matches of at least the length of the first level, and so for the next two: length, support, share."""
+"""The first of three features of the acceptance model, one per match length that is looked up.
+
+The value combines the match length, the number of matches of at least this length, and the share of them that continue
+with the candidate token.
+"""
 REQUEST: Final = 6
-"""The recent error of the request's estimates; length and share of the longest match with a vote."""
+"""A feature of the acceptance model: the error of its recent estimates in the same request.
+
+Like the next features, it is combined with coarse buckets of the longest match's length and of the share of matches
+that continue with the candidate token.
+"""
 TOKEN: Final = 7
-"""A hash of the token; coarse length and share."""
+"""A feature of the acceptance model: a hash of the candidate token, combined with coarse buckets of the text match."""
 BEFORE: Final = 8
-"""A hash of the token before it; coarse length and share."""
+"""A feature of the acceptance model: a hash of the token before the candidate, with coarse buckets of the text match.
+"""
 PAIR: Final = 9
-"""A hash of both tokens; coarse length and share."""
+"""A feature of the acceptance model: a hash of the candidate and the token before it, with coarse buckets of the match.
+"""
 PROPOSAL: Final = 10
-"""What is proposed here: by which kind of drafter, whether it is the token, its probability, the depth."""
+"""A feature of the acceptance model: the token that another drafter, such as a draft model, proposes at this position.
+
+Its value combines the kind of drafter, whether it proposes the candidate token, its probability, and the depth in the
+draft.
+"""
 RECYCLED: Final = 11
-"""The target's earlier top-k tokens: temperature, whether after a pair of tokens, the token's rank, its share."""
+"""A feature of the acceptance model: the target's earlier top-k tokens after the same token or pair (token recycling).
+
+Its value combines the temperature, whether a pair of tokens matched, and the candidate's rank and share in the top k.
+"""
 NOISE: Final = 12
-"""What the known Gumbel noise says: the verdict, the token's own noise; coarse length and share."""
+"""A feature of the acceptance model: the Gumbel noise with which the target will sample, if it is known.
+
+Its value combines a verdict (see `VERDICTS`), the noise of the candidate token, and coarse buckets of the text match.
+"""
 CACHED_SAMPLE: Final = 13
-"""The cached sample: confirmations, run of correct ones, agreement of matches, temperature, whether it is the token."""
+"""A feature of the acceptance model: the token that was sampled before with the same Gumbel noise ("cached sample").
+
+Its value combines how often that token was sampled again, how many cached samples in a row were right, whether text
+matches agree, the temperature, and whether the candidate is that token.
+"""
 NUM_FEATURES: Final = 14
 LEVEL_FEATURES: Final = 3
 LENGTHS: Final = 13
@@ -63,9 +97,9 @@ SUPPORTS: Final = 6
 SHARES: Final = 9
 
 ORIGINS: Final = 4
-"""The number of sources of a match in the cache, see `lookup.index_source_of`.
+"""The number of kinds of stored text (prebuilt, recent, ...) that the stored acceptance model can distinguish.
 
-It returns three of them; the fourth is kept because it is part of the stored format.
+`lookup.index_source_of` returns three kinds.
 """
 
 ERROR_BUCKETS: Final = 8
@@ -77,9 +111,9 @@ PROPOSED_PROBABILITIES: Final = 8
 TEMPERATURE_BUCKETS: Final = 3
 
 AGREEMENTS: Final = 3
-"""The number of relations between matches and the cached sample.
+"""The number of relations between the text matches and the token sampled before with the same Gumbel noise.
 
-There is no match, the newest matches disagree with the sample, or one of them agrees.
+Either there is no match, or the newest matches continue with that token, or with another one.
 """
 
 DEPTH_BUCKETS: Final = 3
@@ -104,16 +138,12 @@ ENTRIES: Final = int(OFFSETS[-1])
 _NUM_SOURCE_FLAGS: Final = 7
 
 NUM_WEIGHT_SETS: Final = 2**_NUM_SOURCE_FLAGS * LEVEL_FEATURES * DEPTH_BUCKETS
-"""The number of sets of mixer weights.
-
-A set is chosen by which kinds of evidence are present (context, cache, prediction, proposals, recycled tokens, noise,
-cached sample), by the number of match lengths, and by the depth in the draft.
-"""
+"""The number of weight vectors with which the acceptance model weighs a candidate's features, see `weight_set`."""
 
 _NUM_WEIGHTS: Final = NUM_WEIGHT_SETS * (NUM_FEATURES + 1)
 
 KNOTS: Final = 33
-"""The number of knots of a correction curve, which is linear between them.
+"""The number of knots of the piecewise linear curves that correct acceptance estimates.
 
 They lie at log odds from -8 to 8, 1 / KNOTS_PER_UNIT apart.
 """
@@ -121,7 +151,7 @@ They lie at log odds from -8 to 8, 1 / KNOTS_PER_UNIT apart.
 KNOTS_PER_UNIT: Final = 2.0
 
 NUM_LEARNED: Final = _NUM_WEIGHTS + DEPTH_BUCKETS * KNOTS
-"""The number of learned numbers after the tables: weights and curves."""
+"""The number of learned parameters of an acceptance model besides its tables: feature weights and curve knots."""
 
 MODEL_FLOATS: Final = 3 * ENTRIES + NUM_LEARNED + 1
 _MIXER_RATE: Final = 0.01
@@ -129,9 +159,9 @@ _CONSTANT_RATE: Final = 0.003
 _KNOT_RATE: Final = 0.02
 
 _MIN_RATE: Final = 0.01
-"""The minimum learning rate of a table entry.
+"""The minimum learning rate of an entry in the acceptance model's tables.
 
-An entry then averages about the last hundred candidates, and so follows traffic that shifts.
+An entry thus averages about the last hundred outcomes, and follows traffic that shifts.
 """
 
 _PRIOR_COUNT: Final = 2.0
@@ -139,10 +169,9 @@ _MAX_COUNT: Final = 1.0 / _MIN_RATE  # greater counts would not change the learn
 _MIN_PROBABILITY: Final = 1e-4
 
 _MAX_WEIGHT: Final = 4.0
-"""The maximum weight, four times what replays of recorded outputs reach.
+"""The maximum weight of a feature in the acceptance model, four times the greatest weight in replays of outputs.
 
-An entry at the edge of its range moves a weight from end to end in 2 * _MAX_WEIGHT / (_MIXER_RATE * 9.2) = 87
-candidates with a surprising outcome.
+About 87 candidates with a surprising outcome move a weight from one end of its range to the other.
 """
 
 # The bounds of the buckets, and the values that they stand for.
@@ -161,15 +190,15 @@ _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 class AcceptanceTables(Record):
-    """An acceptance model as kernels read and update it.
+    """The parameters of an acceptance model, as numba kernels read and update them.
 
     Attributes:
-        probabilities: The probability of each table entry.
-        counts: The number of candidates that the probability is based on.
-        log_odds: log(probability / (1 - probability)) of each entry.
-        weights: The weights of each set; the last one is a constant.
+        probabilities: The acceptance probability of each table entry.
+        counts: The number of outcomes that each table entry has learned from.
+        log_odds: log(probability / (1 - probability)) of each table entry.
+        weights: The weight vectors of the mixer: a weight for each feature, and one for a constant.
         knots: The correction curve for each depth bucket.
-        learned: The number of candidates learned from.
+        learned: The number of outcomes that the whole model has learned from.
     """
 
     probabilities: Annotated[Floats, np.float64, ENTRIES]
@@ -185,19 +214,16 @@ acceptance_tables_at = view_of(AcceptanceTables)
 
 @inlined
 def length_bucket(length: int) -> int:
-    """Return the bucket of a match length, 0..LENGTHS - 1."""
     return int(_LENGTH_BUCKETS[min(length, 63)])
 
 
 @inlined
 def coarse_length(bucket: int) -> int:
-    """Return the coarse bucket of a match length's bucket, 0..COARSE_LENGTHS - 1."""
     return int(_COARSE_LENGTH[bucket])
 
 
 @inlined
 def support_bucket(support: float) -> int:
-    """Return the bucket of a number of matches, 0..SUPPORTS - 1."""
     if support < 3.5:
         return 0 if support < 1.5 else (1 if support < 2.5 else 2)
     return 3 if support < 6.5 else (4 if support < 16.0 else 5)
@@ -205,7 +231,7 @@ def support_bucket(support: float) -> int:
 
 @inlined
 def share_bucket(votes: float, support: float) -> int:
-    """Return the bucket of a share of the votes, 0..SHARES - 1: 0 for no vote, 4 for half, 8 for all."""
+    """Return the bucket of the share of text matches that continue with a token: 0 for none, 4 for half, 8 for all."""
     if votes <= 0.0:
         return 0
     share = votes / support
@@ -220,25 +246,21 @@ def share_bucket(votes: float, support: float) -> int:
 
 @inlined
 def coarse_share(bucket: int) -> int:
-    """Return the coarse bucket of a share's bucket, 0..COARSE_SHARES - 1."""
     return 0 if bucket < 3 else (1 if bucket < 7 else 2)
 
 
 @inlined
 def hash_of(token: int) -> int:
-    """Return the hash of a token, 0..HASHES - 1."""
     return ((token * 40503) >> 4) & (HASHES - 1)
 
 
 @inlined
 def hash_of_pair(before: int, token: int) -> int:
-    """Return the hash of a pair of tokens, 0..PAIR_HASHES - 1."""
     return (((token * 40503) ^ (before * 69069 + (before >> 7))) >> 3) & (PAIR_HASHES - 1)
 
 
 @inlined
 def proposed_bucket(probability: float) -> int:
-    """Return the bucket of a proposed probability, 0..PROPOSED_PROBABILITIES - 1."""
     if probability < 0.35:
         return 0 if probability < 0.03 else (1 if probability < 0.1 else (2 if probability < 0.2 else 3))
     return 4 if probability < 0.55 else (5 if probability < 0.75 else (6 if probability < 0.92 else 7))
@@ -256,7 +278,11 @@ def weight_set(
     num_levels: int,
     depth: int,
 ) -> int:
-    """Return the number of the weight set for a candidate, 0..NUM_WEIGHT_SETS - 1."""
+    """Return the index of the weight vector with which the acceptance model weighs a candidate's features.
+
+    There is one vector for each combination of the kinds of evidence that are present, and coarse buckets of the depth
+    in the draft and of the number of match lengths.
+    """
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)
     )
@@ -267,13 +293,12 @@ def weight_set(
 
 @inlined
 def depth_bucket(depth: int) -> int:
-    """Return the bucket of a depth in the draft, 0..DEPTH_BUCKETS - 1."""
     return 0 if depth == 0 else (1 if depth < 4 else 2)
 
 
 @inlined
 def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
-    """Return the mixer's log odds that a candidate is accepted."""
+    """Return the log odds that a candidate token is accepted: the weighted sum of the log odds of all features."""
     total = model.weights[weights_number, NUM_FEATURES]
     for i in range(NUM_FEATURES):
         if inputs[i] >= 0:
@@ -283,7 +308,7 @@ def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> floa
 
 @inlined
 def _curve_position(log_odds: float) -> tuple[int, float]:
-    """Return the knot before some log odds, and the relative distance to it, 0 to 1."""
+    """Return the knot of the correction curve before the given log odds, and the relative distance to it, 0 to 1."""
     place = min(max(KNOTS_PER_UNIT * log_odds + (KNOTS - 1) // 2, 0.0), KNOTS - 1.0)
     knot = min(int(place), KNOTS - 2)
     return knot, place - knot
@@ -291,12 +316,10 @@ def _curve_position(log_odds: float) -> tuple[int, float]:
 
 @inlined
 def acceptance_probability(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
-    """Estimate the probability that a candidate is accepted, given that the tokens before it are.
+    """Estimate the probability that a candidate token is accepted, given that the draft tokens before it are.
 
-    Args:
-        model: The acceptance model.
-        inputs: For each feature, the index of its table entry, int64[NUM_FEATURES]; -1 if the feature is absent.
-        weights_number: The number of the weight set.
+    ``inputs`` holds for each feature the index of its table entry, or -1 if the feature is absent. ``weights_number``
+    is the index of the weight vector, see `weight_set`.
     """
     knot, part = _curve_position(_mixed(model, inputs, weights_number))
     knots = model.knots[weights_number % DEPTH_BUCKETS]
@@ -310,20 +333,14 @@ def _bounded_weight(weight: float) -> float:
 
 @kernel
 def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, label: float) -> float:
-    """Learn from the outcome of a candidate.
+    """Update the acceptance model from the outcome of a candidate token; ``label`` is 1.0 if it was accepted, else 0.0.
 
-    The mixer takes a gradient step on the log loss, and the curve one on the squared error. The table entry of each
-    feature moves towards the outcome by 1 / count, at least _MIN_RATE. All numbers stay within the bounds of
-    `clip_to_learnable`.
-
-    Args:
-        model: The acceptance model, updated in place.
-        inputs: The candidate's table entries.
-        weights_number: The number of its weight set.
-        label: 1.0 if it was accepted, else 0.0.
+    The weight vector makes a gradient step on the log loss, and the correction curve one on the squared error. The
+    table entry of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay within
+    the bounds of `clip_to_learnable`. ``inputs`` and ``weights_number`` are as in `acceptance_probability`.
 
     Returns:
-        The error of the mixer, label minus probability.
+        The error of the estimate before the correction curve: label minus probability.
     """
     log_odds = _mixed(model, inputs, weights_number)
     knot, part = _curve_position(log_odds)
@@ -351,7 +368,7 @@ def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, 
 
 
 def clip_to_learnable(probabilities: Floats, counts: Floats, weights: Floats, knots: Floats) -> tuple[Floats, ...]:
-    """Clip numbers to the range that learning can reach. The arrays are float64 of any shape."""
+    """Clip the parameters of a restored acceptance model to the range that learning can reach."""
     return (
         np.clip(probabilities, _MIN_PROBABILITY, 1.0 - _MIN_PROBABILITY),
         np.clip(counts, _PRIOR_COUNT, _MAX_COUNT),
@@ -361,7 +378,7 @@ def clip_to_learnable(probabilities: Floats, counts: Floats, weights: Floats, kn
 
 
 def prior_model() -> npt.NDArray[np.float64]:
-    """Return the model that has learned nothing, float64[MODEL_FLOATS]. O(ENTRIES)."""
+    """Return the parameters of an acceptance model that has learned nothing, float64[MODEL_FLOATS]."""
     buffer = np.zeros(MODEL_FLOATS)
     log_odds = np.concatenate(
         [np.broadcast_to(_prior(feature), shape).ravel() for feature, shape in enumerate(_SHAPES)]
@@ -377,7 +394,7 @@ def prior_model() -> npt.NDArray[np.float64]:
 
 
 def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
-    """Return log odds by a rule of thumb: greater for longer, more frequent and more unanimous matches."""
+    """Return rule-of-thumb log odds of acceptance, which grow with match length, match count and the token's share."""
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3
@@ -388,7 +405,7 @@ def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
 
 
 def _prior(feature: int) -> Floats:
-    """Return the initial log odds of a feature's entries, in a shape that broadcasts to that of the feature."""
+    """Return the initial log odds of a feature's table entries, in a shape that broadcasts to that of the table."""
     length: Floats
     support: Floats
     share: Floats
@@ -432,17 +449,15 @@ def _log_odds(probability: Floats) -> Floats:
 
 
 def _other_token(probability: Floats) -> Floats:
-    """Return the log odds of a token, given the probability of another one."""
+    """Return the log odds that a candidate token is next, given the probability that a different token is."""
     return _log_odds(0.4 * (1.0 - probability))
 
 
 def _prior_weights() -> Floats:
-    """Return the initial weights.
+    """Return the initial feature weights of an acceptance model.
 
-    Features of the same evidence share its influence, and the weights of the features that can be present add up to
-    one.
-
-    Next to matches of the same text, proposals and recycled tokens count less than without.
+    They add up to one over the features that are present. Features of the same evidence share its weight. Proposals and
+    recycled tokens get less weight if text matches exist.
     """
     weights = np.zeros((NUM_WEIGHT_SETS, NUM_FEATURES + 1))
     for weights_number in range(NUM_WEIGHT_SETS):

@@ -1,4 +1,4 @@
-"""Manage acceptance models, one per namespace: create, serialise, restore and publish them."""
+"""Create, serialize, restore and publish acceptance models, one per namespace."""
 
 from __future__ import annotations
 
@@ -38,18 +38,13 @@ _prior: npt.NDArray[np.float64] | None = None
 
 
 class AcceptanceModel:
-    """The tables, mixer weights and curves of one namespace, which kernels read and update at ``address``.
+    """The parameters of one namespace's acceptance model, which numba kernels read and update at ``address``.
 
-    Its size is MODEL_FLOATS numbers, whatever it learns. Owned by one drafter; other threads get copies.
+    Its size is constant. It is owned by one drafter; other threads get copies.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64] | None = None) -> None:
-        """Create a model.
-
-        Args:
-            numbers: The numbers of another model, float64[MODEL_FLOATS], which are copied. None creates one that has
-                learned nothing.
-        """
+        """Copy the parameters of another model (float64[MODEL_FLOATS]), or create a model that has learned nothing."""
         global _prior
         if _prior is None:
             _prior = prior_model()
@@ -59,32 +54,30 @@ class AcceptanceModel:
 
     @classmethod
     def of(cls, learned: LearnedState) -> Self:
-        """Return a model that continues from the last published copy, else from the stored one, else from nothing."""
+        """Return a namespace's model: its last published copy, else the copy on disk, else an untrained model."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
         try:
             return cls() if learned.stored is None else cls.from_bytes(learned.stored)
         except ValueError as error:
-            log.warning("what was learned beside the text is not used, it begins anew: %s", error)
+            log.warning(
+                "the stored acceptance model of a namespace cannot be used, and a new one is learned: %s", error
+            )
             return cls()
 
     def copy(self) -> Self:
-        """Return a read-only copy, whose address must not be given to kernels that learn. O(MODEL_FLOATS)."""
+        """Return a copy in read-only memory. Do not pass its address to numba kernels that update a model."""
         copied = type(self)(self._buffer)
         copied._buffer.setflags(write=False)
         return copied
 
     @property
     def num_learned(self) -> int:
-        """Return the number of candidates learned from."""
+        """Return the number of candidate tokens that the model has learned from."""
         return int(self._buffer[-1])
 
     def to_bytes(self) -> bytes:
-        """Serialise the model.
-
-        The bytes are a header; the probabilities, counts, weights and curves as little-endian float32; and an xxh3
-        checksum.
-        """
+        """Serialize the model: a header, all parameters as little-endian float32, and an xxh3 checksum."""
         header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES, self._buffer[-1])
         kept = np.concatenate([self._buffer[: 2 * ENTRIES], self._buffer[3 * ENTRIES : -1]])
         body = header + kept.astype("<f4").tobytes()
@@ -92,10 +85,10 @@ class AcceptanceModel:
 
     @classmethod
     def from_bytes(cls, stored: bytes) -> Self:
-        """Restore a model that ``to_bytes`` serialised.
+        """Restore a model that ``to_bytes`` serialized.
 
-        A correct checksum does not prove who wrote the bytes. Numbers that learning cannot reach are therefore clipped,
-        so that any restored model learns again what is accepted.
+        A correct checksum does not prove the origin of the bytes. Parameters out of the range that learning can reach
+        are therefore clipped, so that every restored model can learn again.
 
         Raises:
             ValueError: If the bytes are damaged or of another version.
@@ -104,13 +97,13 @@ class AcceptanceModel:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
         body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
         if xxhash.xxh3_64_intdigest(body) != checksum:
-            raise ValueError("the acceptance model's checksum does not fit")
+            raise ValueError("the acceptance model's checksum does not match")
         _, version, entries, sets, inputs, num_learned = _HEADER.unpack_from(body)
         if (version, entries, sets, inputs) != (_VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
         if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
-            raise ValueError("the acceptance model holds numbers that cannot be")
+            raise ValueError("the acceptance model contains numbers that are invalid")
         probabilities, counts, weights, knots = clip_to_learnable(
             kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
         )
@@ -121,17 +114,16 @@ class AcceptanceModel:
 
 
 PUBLISH_S: Final = 10.0
-"""The minimum seconds between two copies of a model.
+"""The minimum number of seconds between two published copies of an acceptance model.
 
-A copy takes about 0.1 ms, and 1.5 ms in new memory, so 256 busy namespaces spend at most 4 % of the time on it.
+A copy takes 0.1 to 1.5 ms, so 256 busy namespaces spend at most 4 % of the time on it.
 """
 
 
 class NamespaceModels:
     """The acceptance models of all namespaces. Not thread-safe: owned by the drafter's thread.
 
-    A model is published when a request of its namespace ends and the last copy is PUBLISH_S old, and by ``publish``. It
-    is deleted with its namespace.
+    When a request ends and the namespace's last published copy is PUBLISH_S old, a new copy is published.
     """
 
     def __init__(self) -> None:
@@ -141,10 +133,7 @@ class NamespaceModels:
         self._published: WeakKeyDictionary[LearnedState, tuple[float, int]] = WeakKeyDictionary()
 
     def of(self, learned: LearnedState | None) -> AcceptanceModel:
-        """Return the model of a namespace; for None, the model that all requests without a namespace share.
-
-        O(1) unless it is new.
-        """
+        """Return the acceptance model of a namespace; all requests without a namespace share one model."""
         if learned is None:
             return self._own
         if learned is not self._last:
@@ -156,13 +145,13 @@ class NamespaceModels:
         return self._last_model
 
     def ended(self, learned: LearnedState | None) -> None:
-        """Publish a namespace's model if a copy is due, after a request of it has ended."""
+        """Publish a copy of a namespace's acceptance model if one is due, because a request has ended."""
         published = None if learned is None else self._published.get(learned)  # None if nothing was drafted for it
         if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)
 
     def publish(self) -> None:
-        """Publish all models that have learned since their last copy."""
+        """Publish copies of all acceptance models that have learned since their last copy."""
         for learned in list(self._models):
             self._publish(learned)
 

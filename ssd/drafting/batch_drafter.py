@@ -1,11 +1,11 @@
-"""The suffix drafter for another engine, such as vLLM, which keeps its sequences as rows of a batch.
+"""The suffix drafter for an engine that keeps its sequences as rows of a batch, such as vLLM.
 
-One kernel call drafts for all rows of a step. Between two forward passes every line of Python costs several times what
-it costs in a loop, because the pass evicts the CPU caches. So everything that is done for every row and step is done in
-kernels; Python code runs only when a row gets another sequence.
+One kernel call drafts for all rows of a step. A forward pass evicts the CPU caches, so a line of Python after it costs
+several times what it costs in a loop. So all work per row and step is done in kernels, and Python code runs only when
+a row gets another sequence.
 
-The engine's device may be ahead of the host. So the drafter's copy of each text is extended with the results of each
-step whenever they arrive, and a chain covers the tokens that the device is about to sample and a draft after them.
+The engine's device may be ahead of the host. So the drafter extends its copy of each text when the results of a step
+arrive, and a draft chain covers the tokens that the device is about to sample and further tokens after them.
 """
 
 from __future__ import annotations
@@ -42,25 +42,22 @@ from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 NUM_HEADER_WORDS: Final = 2
-"""The number of words before the tokens of a row.
+"""The number of int32 words before the tokens of a row, in the arrays exchanged with the batch drafter.
 
-In the results of a step they are the length of the text and the number of new tokens; in a draft, the length of the
-text and the size of the draft.
+The first word is the length of the row's text, and the second one the number of tokens that follow.
 """
 
 _DEFAULT_TOKEN_COST: Final = 0.1
-"""The cost of a draft token in expected accepted tokens, until the time of steps has been measured."""
+"""The cost of verifying a draft token, in expected accepted tokens, until the time of steps has been measured."""
 
 
 class RowTextRecord(Record):
-    """The text of a row, as kernels read it.
+    """The drafter's copy of one row's text, as numba kernels read it.
 
     Attributes:
-        tokens: The tokens, int32[room].
-        room: The maximum number of tokens.
-        length: The number of tokens so far.
-        num_new: The number of these that the last step appended.
-        drafting: The state of the drafter.
+        tokens: The address of int32[room]; the first ``length`` tokens are valid.
+        num_new: The number of tokens that the last step appended.
+        drafting: The state of the drafter for this text.
     """
 
     tokens: Address
@@ -71,30 +68,20 @@ class RowTextRecord(Record):
 
 
 class DraftBatchRecord(Record):
-    """The rows of a batch, and what they are drafted with.
+    """The rows of a batch and the settings of its drafter, as numba kernels read them.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
         wanted: For each row, whether to draft for it, int64.
-        selected: Scratch, the rows that are drafted for.
-        drafting: Scratch, the addresses of their `DraftRow`.
-        sizes: Scratch, the sizes of their drafts.
-        probabilities: Scratch, the acceptance probabilities of their drafts.
-        best_first: Scratch for `cut_drafts`.
-        cost: The `PassCostRecord`.
-        default_token_cost: The cost of a draft token until ``cost`` is known.
-        workspace: The `DraftScratch`.
-        model: The acceptance model.
+        selected: Scratch, the rows that are drafted for; the next four fields are scratch for them too.
+        cost: The address of the `PassCostRecord`.
+        default_token_cost: The cost of a draft token until ``cost`` has measured enough forward passes.
+        workspace: The address of the `DraftScratch`.
         ends: The ids of end-of-text tokens, int32[num_ends].
-        num_ends: The number of ``ends``.
-        vocab_size: The size of the target's vocabulary.
-        limit: The maximum number of draft tokens.
-        max_length: The maximum length of a text.
-        longest_match: The maximum match length.
-        shortest_match: The minimum match length.
+        limit: The maximum number of draft tokens per row.
         num_new: The number of tokens appended since the last call.
         last_num_drafting: The number of rows that the last call drafted for; -1 if rows were assigned since.
-        last_positions: The number of positions of the last call's pass.
+        last_positions: The number of positions of the forward pass that verified the last drafts.
         num_proposals: The number of rows drafted for since the start.
         num_drafts: The number of drafts since the start that were not empty.
         num_draft_tokens: The number of draft tokens since the start.
@@ -132,13 +119,13 @@ _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 
 @kernel
 def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
-    """Append a step's tokens to each text, and return the number of texts for which that is impossible.
+    """Append a step's tokens to each row's text, and return the number of texts for which that is impossible.
 
     Args:
-        texts_at: int64[rows], the address of each `RowTextRecord`; 0 for none.
-        words_at: int32[rows, width], for each row the new length of its text, the number of new tokens, and these
-            tokens.
-        lost_at: int64[rows], receives 1 for each text that misses tokens.
+        texts_at: The address of int64[rows]: for each row, the address of its `RowTextRecord`; 0 for none.
+        words_at: The address of int32[rows, width]: for each row, the new length of its text, the number of new tokens,
+            and these tokens.
+        lost_at: The address of int64[rows], which receives 1 for each text that misses tokens.
         num_rows: The number of rows.
         width: The number of words per row.
     """
@@ -162,7 +149,7 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 @kernel
 def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
-    """Return how much of a draft is usable: up to an end-of-text token; nothing if a token is not in the vocabulary."""
+    """Return how many draft tokens to use: up to the first end-of-text token; 0 if a token is out of vocabulary."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
     for i in range(size):
         if tokens[i] < 0 or tokens[i] >= batch.vocab_size:
@@ -176,7 +163,7 @@ def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
 
 @kernel
 def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
-    """Fill the parameters of each row to draft for, and return their number."""
+    """Fill in the draft parameters of each row to draft for, and return the number of these rows."""
     texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
     selected, drafting, num_drafting = int64_array(batch.selected, num_rows), int64_array(batch.drafting, num_rows), 0
     for row in range(num_rows):
@@ -196,16 +183,16 @@ def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
 def _draft_rows_of_batch(
     batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
 ) -> None:
-    """Draft for the selected rows, cut the drafts together, and write them.
+    """Draft for the selected rows of a batch, shorten the drafts to the best total length, and write them to an array.
 
     Args:
         batch_address: The address of the `DraftBatchRecord`.
-        snapshot: The address of the snapshot.
+        snapshot: The address of the snapshot of the retrieval cache.
         num_rows: The number of rows.
         seconds: The time since the last call returned; 0 if it says nothing about the cost of a step.
-        words_at: int32[rows, NUM_HEADER_WORDS + 2 * longest], receives for each row the length of its text, the size of
-            its chain, the chain's tokens, and their acceptance probabilities as float32.
-        longest: The maximum number of draft tokens.
+        words_at: The address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of
+            its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32.
+        longest: The maximum number of draft tokens per row.
     """
     batch = _batch_at(batch_address)
     num_drafting = _fill_params(batch, snapshot, num_rows)
@@ -246,21 +233,14 @@ Tokens = npt.NDArray[np.int32]
 
 
 class RowText:
-    """The drafter's copy of a row's text, because the engine may move or overwrite its own.
+    """The drafter's own copy of a row's text, because the engine may move or overwrite its array.
 
-    ``address`` is that of its `RowTextRecord`.
+    ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``room`` tokens.
     """
 
     __slots__ = ("_buffer", "_memory", "_record", "address")
 
     def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
-        """Copy a text.
-
-        Args:
-            tokens: The prompt and the output so far, int32[n].
-            prompt_length: The number of prompt tokens.
-            room: The maximum number of tokens.
-        """
         self._memory = Records(RowTextRecord)
         self._record, self.address = self._memory[0], self._memory.address
         reset_row_at(self.address + _DRAFTING_AT, prompt_length)
@@ -270,38 +250,31 @@ class RowText:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens."""
         return self._record.length
 
     @property
     def num_new(self) -> int:
-        """Return the number of tokens that the last step appended."""
+        """Return the number of tokens that the last step appended to the text."""
         return self._record.num_new
 
     @property
     def prompt_length(self) -> int:
-        """Return the number of prompt tokens."""
         return self._record.drafting.params.prompt_length
 
     @property
     def tokens(self) -> Tokens:
-        """Return a view of the prompt and the output, int32[length], valid until tokens are appended."""
+        """Return a view of the prompt and the output so far, valid until tokens are appended."""
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the whole text, cut to its room. O(n).
-
-        Args:
-            tokens: The text, int32[n].
-            num_new: The number of its tokens that are new in this step.
-        """
+        """Replace the whole text of a row by ``tokens``, the last ``num_new`` of which are new in this step."""
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
 
 
 class _BatchArrays:
-    """The arrays of a batch with ``count`` rows, under their names in `DraftBatchRecord`."""
+    """The arrays of a batch with ``count`` rows, under the names of their fields in `DraftBatchRecord`."""
 
     def __init__(self, count: int) -> None:
         self.texts, self.wanted, self.selected, self.drafting, self.sizes = np.zeros((5, count), np.int64)
@@ -309,10 +282,11 @@ class _BatchArrays:
 
 
 class BatchDrafter:
-    """Drafts as ``SuffixDrafter`` does, for all rows of a batch in one call, and cuts the drafts together.
+    """Drafts as ``SuffixDrafter`` does, but for all rows of a batch in one kernel call.
 
-    ``assign`` sets the text of each row, until it is called again; ``append`` extends the texts. Owned by one thread.
-    Deterministic given its calls and the times that they are given.
+    The drafts are shortened together, to the total length with the greatest throughput. ``assign`` sets the text of
+    each row, and ``append`` extends the texts. Owned by one thread; deterministic given its calls and the times passed
+    to it.
     """
 
     def __init__(
@@ -359,15 +333,15 @@ class BatchDrafter:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Return the totals since the start: rows drafted for, drafts that were not empty, draft tokens."""
+        """Return the totals since the start: rows drafted for, drafts that were not empty, and draft tokens."""
         return self._batch.num_proposals, self._batch.num_drafts, self._batch.num_draft_tokens
 
     def new_words(self, num_rows: int) -> Tokens:
-        """Return memory for the drafts of ``num_rows`` rows."""
+        """Allocate the array that ``draft`` writes the drafts of ``num_rows`` rows to."""
         return np.zeros((num_rows, NUM_HEADER_WORDS + 2 * self.longest), np.int32)
 
     def assign(self, texts: Sequence[RowText | None]) -> None:
-        """Assign a text to each row; None disables drafting for it. O(rows)."""
+        """Set the text of each row of the batch; None disables drafting for the row."""
         self._num_rows = len(texts)
         if len(texts) > len(self._arrays.texts):
             self._make_rows(2 * len(texts))
@@ -375,12 +349,9 @@ class BatchDrafter:
         self._batch.last_num_drafting = -1
 
     def append(self, texts: Sequence[RowText | None], words: Tokens) -> list[int]:
-        """Append a step's tokens to texts, and return the indices of texts that miss tokens. O(new tokens).
+        """Append a step's tokens to the rows' texts, and return the indices of texts that cannot be extended correctly.
 
-        Args:
-            texts: The texts.
-            words: int32[n, width], for each text its new length, the number of new tokens (0 for none), and these
-                tokens.
+        ``words`` is int32[n, width]: for each text its new length, the number of new tokens, and these tokens.
         """
         count = len(texts)
         addresses, lost = _addresses(texts), np.empty(count, np.int64)
@@ -391,14 +362,13 @@ class BatchDrafter:
     def draft(
         self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
     ) -> None:
-        """Draft for the assigned rows that are wanted.
+        """Draft for the assigned rows that are ``wanted``, and write the drafts to ``words``.
 
         Args:
             wanted: Whether to draft for each row, bool[rows].
-            snapshot: The snapshot to search.
-            words: Receives the drafts, as `new_words` allocates it: for each row the length of its text, the size of
-                its draft, the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as
-                float32.
+            snapshot: The snapshot of the retrieval cache to search.
+            words: The array from `new_words`. It receives for each row the length of its text, the size of its draft,
+                the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as float32.
             limit: The maximum number of draft tokens per row.
             seconds: The time since the last call returned, from which the cost of a step is learned.
         """
@@ -410,16 +380,15 @@ class BatchDrafter:
         _draft_rows_of_batch(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
     def clear(self) -> None:
-        """Clear all row assignments, because their texts have ended."""
+        """Remove the texts of all rows, because their sequences have ended."""
         self._num_rows = 0
         self._models.ended(self._learned)
 
     def publish(self) -> None:
-        """Publish what was learned in ``learned``, for other threads and the next process."""
+        """Publish a copy of the acceptance model to ``learned``, for other threads and the next process."""
         self._models.publish()
 
     def warm_up(self) -> None:
-        """Compile the kernels, so that the first request does not have to."""
         self._batch.model = self._models.of(None).address  # so that the namespace does not learn from the warm-up
         text = RowText(np.zeros(1, np.int32), 1, 2)
         self.append([text], np.array([[2, 1, 5]], np.int32))

@@ -1,8 +1,8 @@
-"""Collect the candidate tokens of a position, estimate their acceptance probabilities, and learn from the outcome.
+"""Collect the candidate tokens of a draft position, estimate their acceptance probabilities, and learn from outcomes.
 
-The candidates of a request's last draft are kept until the target's own tokens show which of them were right. Learning
-from the context instead of from the number of accepted tokens teaches more, because the outcome of a token is also
-known if it was left out of the draft or cut from it.
+The candidates of a request's last draft are stored until the target's own tokens show which of them were right. The
+context teaches more than the number of accepted tokens, because it also gives the outcome of candidates that were not
+drafted or were cut from the draft.
 """
 
 from __future__ import annotations
@@ -94,22 +94,21 @@ from ssd.drafting.votes import (
 from ssd.jit.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
 
 MAX_SCORED: Final = 48
-"""The maximum number of candidates kept of one draft; the first ones."""
+"""The maximum number of candidates per draft that are stored to learn from their outcome."""
 
 _ERROR_ONE: Final = 1 << 20
 _ERROR_RATE: Final = 0.1
 
 
 class ScoredCandidate(Record):
-    """A candidate and the features that it was scored by.
+    """A candidate token with the features of its acceptance estimate, stored to learn from its outcome.
 
     Attributes:
-        token: The token.
-        parent: The scored candidate before it; -1 for the end of the context.
+        parent: The index of the candidate before it; -1 for the end of the context.
         depth: The number of draft tokens before it.
         outcome: 1 if the target produced the token, -1 if it did not, 0 while that is unknown.
-        weight_set: See `acceptance_mixing.acceptance_probability`.
-        inputs: See there.
+        weight_set: The index of the acceptance model's weight vector.
+        inputs: The index of the table entry of each feature.
     """
 
     token: Int64
@@ -121,14 +120,12 @@ class ScoredCandidate(Record):
 
 
 class ScoredDraft(Record):
-    """The candidates of a request's last draft: the draft tokens in order, then candidates that were left out.
+    """The candidate tokens of a request's last draft: the draft tokens in order, then candidates that were not drafted.
 
     Attributes:
-        count: The number of candidates.
-        start: The length of the context that was drafted after.
+        start: The length of the context at the time of the draft.
         num_drafted: The number of candidates that are draft tokens.
         mean_error: The running mean of outcome minus estimate over all drafts of the request, in units of 2^-20.
-        candidates: The candidates.
     """
 
     count: Int64
@@ -140,19 +137,17 @@ class ScoredDraft(Record):
 
 @inlined
 def reset_scored(scored: ScoredDraft) -> None:
-    """Start a new request, without candidates and without a known error."""
     scored.count, scored.start, scored.num_drafted, scored.mean_error = 0, 0, 0, 0
 
 
 @inlined
 def start_scored(scored: ScoredDraft, context_length: int) -> None:
-    """Start a new draft after a context of this length."""
     scored.count, scored.start, scored.num_drafted = 0, context_length, 0
 
 
 @inlined
 def error_bucket(scored: ScoredDraft) -> int:
-    """Return the bucket of the request's recent estimation error, 0..ERROR_BUCKETS - 1; the middle means none."""
+    """Return the bucket of the acceptance model's recent error in a request; the middle one means no error."""
     error = scored.mean_error / _ERROR_ONE
     return int(min(ERROR_BUCKETS - 1, max(0, int((error + 0.4) * 10.0))))
 
@@ -161,16 +156,10 @@ def error_bucket(scored: ScoredDraft) -> int:
 def record_candidate(
     scored: ScoredDraft, token: int, parent: int, depth: int, weight_set: int, inputs: Int64s, drafted: bool
 ) -> None:
-    """Record a candidate and its features, if there is room.
+    """Store a candidate token with its features, if there is room, so that its outcome can be learned later.
 
-    Args:
-        scored: The record of the draft.
-        token: The candidate.
-        parent: The recorded candidate before it; -1 for the end of the context.
-        depth: The number of draft tokens before it.
-        weight_set: See `acceptance_mixing.acceptance_probability`.
-        inputs: See there.
-        drafted: Whether the candidate is in the draft.
+    ``parent`` is the index of the stored candidate before it (-1 for the end of the context), and ``drafted`` is
+    whether it is in the draft.
     """
     count = scored.count
     if count == MAX_SCORED:
@@ -192,7 +181,10 @@ def _learn_one(scored: ScoredDraft, candidate: ScoredCandidate, outcome: bool, m
 
 @kernel
 def learn_from_context(scored: ScoredDraft, context: TokenIds, model: AcceptanceTables) -> None:
-    """Learn from the tokens that followed the drafted context. Candidates after a wrong token teach nothing."""
+    """Update the acceptance model from the tokens that followed the drafted context.
+
+    Candidates after a wrong token are skipped, because their outcome is unknown.
+    """
     for i in range(scored.count):
         candidate = scored.candidates[i]
         place, parent = scored.start + candidate.depth, candidate.parent
@@ -204,14 +196,10 @@ def learn_from_context(scored: ScoredDraft, context: TokenIds, model: Acceptance
 
 @kernel
 def learn_from_path(scored: ScoredDraft, num_verified: int, path: TokenIds, model: AcceptanceTables) -> None:
-    """Learn from the accepted draft tokens of a request that has ended, because its context is not seen again.
+    """Update the acceptance model from the accepted draft tokens of a request that has ended.
 
-    Args:
-        scored: The candidates.
-        num_verified: The number of draft tokens that were verified; the others were cut.
-        path: The indices of the accepted tokens, int32[n]: 0, 1, 2, ... for a chain. A token was tested if all tokens
-            before it are in the path.
-        model: The acceptance model.
+    Only the first ``num_verified`` draft tokens were verified. ``path`` holds the indices of the accepted tokens, 0, 1,
+    2, ... for a chain; a token was tested if all tokens before it are in the path.
     """
     for i in range(min(scored.num_drafted, num_verified)):
         candidate = scored.candidates[i]
@@ -225,21 +213,16 @@ assert MAX_LEVELS <= LEVEL_FEATURES, "a level without a view"
 
 
 class Candidates(Record):
-    """The candidates of one position, which are the first tokens of ``votes``.
+    """The candidate tokens of one draft position; they are the first tokens of ``votes``.
 
     Attributes:
-        votes: The votes.
-        proposals: What is proposed after the context.
-        recycling_table: The address of the `RecyclingTable` to read; 0 for none.
-        recycled: The recycled tokens of this position.
-        position_noise: The target's noise at this position.
-        cached_sample: The cached sample of this position.
-        inputs: For each candidate, the table entry of each feature.
-        weight_sets: For each candidate, its set of weights.
-        probabilities: For each candidate, the estimated acceptance probability.
-        levels: Scratch, the levels with a match.
-        keys: Scratch, the buckets of length and support of each of these levels.
-        supports: Scratch, the number of matches down to each of these levels.
+        proposals: The tree of tokens that other drafters propose.
+        recycled: The target's earlier top-k tokens at this position.
+        cached_sample: The token sampled before with the same Gumbel noise.
+        inputs: For each candidate, the index of the table entry of each feature of the acceptance model.
+        weight_sets: For each candidate, the index of the acceptance model's weight vector.
+        levels: Scratch, the match lengths with a match; ``keys`` and ``supports`` are the bucket and the number of
+            their matches.
     """
 
     votes: Votes
@@ -257,20 +240,15 @@ class Candidates(Record):
 
 
 class Position(NamedTuple):
-    """A position of a draft.
+    """A position of a draft for which candidate tokens are collected.
 
     Attributes:
-        depth: The number of draft tokens before it.
-        since_lookup: The number of these since the samples were looked up.
-        last_token: The token before the position.
-        token_before_last: The token before that one; NO_TOKEN if there is none.
+        depth: The number of draft tokens before the position.
+        since_lookup: The number of draft tokens since the matches were looked up.
         proposal_node: The node of the proposal tree that the draft so far leads to; NO_TOKEN if it is not in the tree.
-        temperature_bucket: See `DraftParams`.
-        predicted: The token of the client's prediction; NO_TOKEN if there is none.
-        prediction_match_length: The number of tokens that the prediction has matched in a row.
+        predicted: The next token of the client's predicted output; NO_TOKEN if there is none.
+        prediction_match_length: The number of consecutive tokens that the prediction has matched.
         always_matched: Whether the prediction has never differed.
-        error_bucket: See `candidates.error_bucket`.
-        prompt_length: The length of the request's prompt.
     """
 
     depth: int
@@ -288,13 +266,9 @@ class Position(NamedTuple):
 
 @inlined
 def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> int:
-    """Return the table entry of the noise feature.
+    """Return the index of a candidate token's table entry for the acceptance model's feature ``NOISE``.
 
-    Args:
-        candidates: The candidates.
-        token: The token.
-        rank: Its rank among the recycled tokens.
-        coarse: The bucket of its match length and share of votes.
+    ``rank`` is the token's rank in the target's earlier top k, and ``coarse`` its bucket of match length and share.
     """
     verdict = noise_verdict(candidates.position_noise, candidates.recycled, rank)
     key = verdict * NOISE_BUCKETS + noise_bucket(candidates.position_noise, token)
@@ -303,7 +277,7 @@ def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> 
 
 @inlined
 def _cached_sample_key(candidates: Candidates, has_places: bool, temperature_bucket: int) -> int:
-    """Return the key of the cached-sample feature, without whether the token equals the cached sample."""
+    """Return the part of the feature ``CACHED_SAMPLE`` that is the same for all candidate tokens of a position."""
     cached_sample, votes, agreement = candidates.cached_sample, candidates.votes, 0
     if has_places:
         agreement = (
@@ -319,14 +293,9 @@ def _cached_sample_key(candidates: Candidates, has_places: bool, temperature_buc
 def score_candidates(
     samples: MatchSamples, size: int, at: Position, model: AcceptanceTables, candidates: Candidates
 ) -> None:
-    """Compute the features and the acceptance probability of the first ``size`` candidates.
+    """Compute the features and the acceptance probability of the first ``size`` candidate tokens of a draft position.
 
-    Args:
-        samples: The samples that voted.
-        size: The number of candidates.
-        at: The position.
-        model: The acceptance model.
-        candidates: Receives features, weight sets and probabilities.
+    ``samples`` are the text matches that voted for the candidates.
     """
     votes = candidates.votes
     index_top, context_top = votes.index_top, votes.context_top
@@ -367,11 +336,9 @@ def score_candidates(
         num_levels,
         at.depth,
     )
-    cached_sample_key = (
-        _cached_sample_key(candidates, num_levels > 0, at.temperature_bucket)
-        if candidates.cached_sample.token >= 0
-        else 0
-    )
+    cached_sample_key = 0
+    if candidates.cached_sample.token >= 0:
+        cached_sample_key = _cached_sample_key(candidates, num_levels > 0, at.temperature_bucket)
     for i in range(size):
         token, cast, inputs = votes.tokens[i], votes.of_token[i], candidates.inputs[i]
         inputs[:] = -1
@@ -424,7 +391,7 @@ def score_candidates(
 
 
 SURE_LENGTH: Final = 9
-"""The match length from which token recycling is not consulted if all matches agree."""
+"""The match length from which token recycling adds no candidates to a position, if all matches continue alike."""
 
 
 @inlined
@@ -444,18 +411,11 @@ def collect_candidates(
     most_recycled: int,
     candidates: Candidates,
 ) -> int:
-    """Collect the candidates of a position and return their number.
+    """Collect the candidate tokens of a draft position from all sources, and return their number.
 
-    Args:
-        texts: The texts that samples lie in.
-        samples: The samples.
-        matching: The indices of samples that agree with the draft so far.
-        num_matching: The number of these.
-        at: The position.
-        most: The maximum number of candidates with votes or from proposals, the predicted token and the cached sample
-            included.
-        most_recycled: The maximum number of further candidates from token recycling.
-        candidates: Receives the candidates.
+    ``matching`` holds the indices of the sampled matches that agree with the draft so far. At most ``most`` candidates
+    come from matches and proposals, the client's prediction and the cached sample included, and ``most_recycled``
+    further ones from token recycling.
     """
     votes, recycled = candidates.votes, candidates.recycled
     size = count_votes(texts, samples, matching, num_matching, at.since_lookup, at.predicted, votes)
@@ -464,10 +424,8 @@ def collect_candidates(
         look_up_recycled(candidates.recycling_table, at.token_before_last, at.last_token, recycled)
     if candidates.position_noise.is_known:
         score_recycled(candidates.position_noise, recycled)
-    size, cached_sample = (
-        add_proposed(candidates.proposals, at.proposal_node, size, votes),
-        candidates.cached_sample.token,
-    )
+    size = add_proposed(candidates.proposals, at.proposal_node, size, votes)
+    cached_sample = candidates.cached_sample.token
     if cached_sample >= 0:
         size = add_candidate(cached_sample, size, votes)
     if size > most:
@@ -488,18 +446,11 @@ _BY_NOISE: Final = 9
 
 @inlined
 def set_source(candidates: Candidates, i: int, samples: MatchSamples, predicted: int, out: DraftRecord) -> None:
-    """Write the match length and the source of a draft, given the candidate chosen for its first token. O(samples).
+    """Write where the first token of a draft was found, and the match length, for candidate ``i`` as its first token.
 
-    The source is the kind of text with most of the candidate's votes; for the cache it is that of the longest match
-    that the token follows. Without votes it is the drafter that proposed the token, or token recycling. A cached sample
-    takes precedence over votes, because it is the most specific.
-
-    Args:
-        candidates: The candidates.
-        i: The chosen one.
-        samples: All samples, which voted last.
-        predicted: The predicted token; it takes precedence over all else.
-        out: Receives source and match length.
+    The source is the kind of text in which most matches continue with the token (context or cache; for the cache, the
+    kind of the longest such match). If no match does, the source is the drafter that proposed the token, or token
+    recycling. The client's prediction and the sample cache take precedence.
     """
     token = candidates.votes.tokens[i]
     index, own = votes_by_source(candidates.votes, i)

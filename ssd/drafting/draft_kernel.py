@@ -1,4 +1,4 @@
-"""Draft for rows of a batch in one kernel: learn from the last draft, look up, and grow the next one."""
+"""Draft for the rows of a batch in one kernel: learn from the last draft, look up matches, and grow the next draft."""
 
 from __future__ import annotations
 
@@ -62,15 +62,6 @@ from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
 
 
 class RowState(Record):
-    """The state of a request that is kept from one step to the next.
-
-    Attributes:
-        match_cursor: The matches of the last step.
-        scored: The candidates of the last draft.
-        prediction: The position in the client's prediction.
-        lookahead: The tokens sampled after the last rejected draft token.
-    """
-
     match_cursor: MatchCursor
     scored: ScoredDraft
     prediction: PredictionCursor
@@ -78,12 +69,9 @@ class RowState(Record):
 
 
 class DraftRow(Record):
-    """One sequence as the drafting kernel sees it. It must not move in memory until the sequence ends.
+    """One sequence as the drafting kernel sees it: parameters, last draft, and state that lasts from step to step.
 
-    Attributes:
-        params: The parameters of the next draft.
-        draft: The last draft.
-        state: The state of the request.
+    It must not move in memory until the sequence ends.
     """
 
     params: DraftParams
@@ -92,17 +80,13 @@ class DraftRow(Record):
 
 
 class DraftScratch(Record):
-    """Scratch memory of a drafter.
+    """The scratch memory of a drafter.
 
     Attributes:
-        samples_of_lookups: The address of MatchSamples[1 + MAX_FURTHER_LOOKUPS]: those of the context, then those of a
-            tree's further lookups.
-        lookups: Scratch for lookups.
-        prediction_hits: Scratch for the search in a client's prediction.
-        candidates: Scratch for candidates.
-        chain: Scratch for chains.
-        tree: Scratch for trees.
-        continued: The text of a chain's further lookups.
+        samples_of_lookups: The address of MatchSamples[1 + MAX_FURTHER_LOOKUPS]: the matches of the context, then those
+            of a tree's further lookups.
+        prediction_hits: Scratch for the search in a client's predicted output.
+        continued: The text of a chain's further lookups: the end of the context and the draft.
     """
 
     samples_of_lookups: Address
@@ -119,7 +103,7 @@ draft_scratch_at, row_at = view_of(DraftScratch), view_of(DraftRow)
 
 @inlined
 def reset_row(row: DraftRow, prompt_length: int) -> None:
-    """Drop the state of the previous request in a row."""
+    """Clear the state of a row's previous request."""
     row.params.prompt_length, state = prompt_length, row.state
     state.match_cursor.table = NO_SEGMENT_TABLE
     reset_scored(state.scored)
@@ -129,7 +113,6 @@ def reset_row(row: DraftRow, prompt_length: int) -> None:
 
 @kernel
 def reset_row_at(row: int, prompt_length: int) -> None:
-    """Call `reset_row` for the row at an address."""
     reset_row(row_at(row), prompt_length)
 
 
@@ -145,14 +128,8 @@ def save_all_lookahead(
 ) -> None:
     """Save the tokens that the target sampled after rejected draft tokens, for every row of a `ScoredPass`.
 
-    Args:
-        rows: The address of each `DraftRow`, int64[B]; 0 for none.
-        ends: The last accepted position of each row, int64[B]; negative for none.
-        input_ids: As in `ScoredPass`.
-        counts: The number of positions of each row, int64[B].
-        parents: As in `ScoredPass`.
-        is_tree: Whether to use ``parents``.
-        sampled_ids: As in `ScoredPass`.
+    ``rows`` are the addresses of the `DraftRow` records (0 for none), and ``ends`` the last accepted position of each
+    row (negative for none), both int64[B]. The other arguments are fields of the `ScoredPass`.
     """
     for b in range(len(rows)):
         if rows[b] != 0:
@@ -161,7 +138,9 @@ def save_all_lookahead(
 
 
 _MAX_CONTINUATIONS: Final = 4
-"""The maximum number of times that a chain is continued by a further lookup."""
+"""The maximum number of times that the last tokens of a draft chain are looked up to continue it, after its matches
+ended.
+"""
 
 
 @kernel
@@ -174,7 +153,7 @@ def _search(
     min_length: int,
     samples: MatchSamples,
 ) -> None:
-    """Sample the matches of the end of the context, unless lookups are disabled."""
+    """Sample the text matches of the end of the context, unless lookups are disabled."""
     if params.no_lookup == 1:
         samples.num_levels = 0
     else:
@@ -183,7 +162,7 @@ def _search(
 
 @inlined
 def _continued(scratch: DraftScratch, context: TokenIds, out: DraftRecord) -> TokenIds:
-    """Return the end of the context followed by the draft, as one text."""
+    """Return the end of the context followed by the draft, as one text whose end is looked up to continue the draft."""
     kept, drafted = copy_context_end(context, scratch.continued), out.size
     scratch.continued[kept : kept + drafted] = out.tokens[:drafted]
     return scratch.continued[: kept + drafted]
@@ -260,7 +239,7 @@ def _draft_chain(
 
 @kernel
 def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length: int) -> None:
-    """Learn from the outcome of a row's last draft, and draft for it again."""
+    """Learn from the outcome of a row's last draft, and write its next draft."""
     params, out, state = row.params, row.draft, row.state
     searched, learned = snapshot_at(params.snapshot), acceptance_tables_at(params.model)
     context = int32_array(params.context, params.context_length)
@@ -285,15 +264,10 @@ def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length:
 
 @kernel
 def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
-    """Draft for rows one after another, each from the snapshot and the acceptance model in its parameters.
+    """Draft for rows one after another, each from the snapshot and the acceptance model named in its parameters.
 
-    A row's last draft is learned from before the next row is drafted for.
-
-    Args:
-        workspace: The address of a `DraftScratch`.
-        rows: The address of each `DraftRow`, int64[n]. Their ``draft`` and ``state`` are written.
-        max_length: The maximum match length.
-        min_length: The minimum match length.
+    The acceptance model learns from a row's last draft before the next row is drafted for. ``workspace`` is the address
+    of a `DraftScratch`, and ``rows`` (int64[n]) are the addresses of the `DraftRow` records, which are updated.
     """
     scratch = draft_scratch_at(workspace)
     for i in range(len(rows)):
@@ -302,12 +276,8 @@ def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) 
 
 @kernel
 def finish_row(row: int, num_verified: int, path: TokenIds, model: int) -> None:
-    """Learn from the last draft of a request that has ended.
+    """Update the acceptance model from the last draft of a request that has ended.
 
-    Args:
-        row: The address of the `DraftRow`.
-        num_verified: The number of draft tokens that were verified.
-        path: The indices of the accepted ones.
-        model: The address of the acceptance model.
+    ``num_verified`` draft tokens were verified, and ``path`` holds the indices of the accepted ones.
     """
     learn_from_path(row_at(row).state.scored, num_verified, path, acceptance_tables_at(model))

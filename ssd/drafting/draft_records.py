@@ -1,4 +1,4 @@
-"""Define the records that Python shares with the drafting kernels: the parameters of a draft, and the draft."""
+"""Define the records that Python shares with the drafting kernels: the parameters of a draft, and the draft itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import numpy as np
 from ssd.jit.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
 
 MAX_DRAFT: Final = 128
-"""The maximum number of draft tokens. Greater limits are reduced to it."""
+"""The maximum number of draft tokens per draft. Greater limits are reduced to it."""
 
 
 class DraftRecord(Record):
-    """A draft as kernels write it.
+    """A draft chain or tree, as numba kernels write it.
 
     Attributes:
         size: The number of draft tokens.
         match_length: The length of the longest match between the end of the context and the searched text.
-        source: The index in SOURCES of the source of most matches for the first token.
+        source: The index in SOURCES of the source of the first token.
         is_tree: 1 for a tree, 0 for a chain.
         has_estimates: Whether ``probabilities`` is filled.
-        tokens: The draft tokens.
-        parents: For each node of a tree, the node before it; -1 for the end of the context.
+        parents: For each token of a tree, the index of the token before it; -1 for the end of the context.
         probabilities: The estimated acceptance probability of each token, given that the tokens before it are accepted.
     """
 
@@ -38,13 +37,12 @@ class DraftRecord(Record):
 
 @inlined
 def clear_draft(out: DraftRecord) -> None:
-    """Reset ``out`` to an empty draft."""
     out.size, out.match_length, out.source, out.is_tree, out.has_estimates = 0, 0, 0, 0, 1
 
 
 @inlined
 def parent_of(out: DraftRecord, node: int) -> int:
-    """Return the node before a node; -1 for the end of the context."""
+    """Return the index of the draft token before a node of a chain or tree; -1 for the end of the context."""
     return int(np.int64(out.parents[node])) if out.is_tree == 1 else node - 1
 
 
@@ -60,10 +58,10 @@ SOURCES: Final = (
     "recycling",
     "coupled",
 )
-"""The names of the sources, by their number in a draft record.
+"""The names of the sources that the first token of a draft may come from; a draft record holds the index.
 
-The first three belong to the cache and are numbered as in `lookup.index_source_of`; proposals of other drafters follow
-in the order of their kinds (`HEAD`, `MODEL`, `LOOKAHEAD`).
+The first three belong to the retrieval cache, in the order of `lookup.index_source_of`; proposals of other drafters
+follow in the order of `HEAD`, `MODEL`, `LOOKAHEAD`.
 """
 
 NUM_SOURCES: Final = 16
@@ -71,9 +69,9 @@ _names = [*SOURCES, "none"]
 
 
 def source_number(name: str) -> int:
-    """Return the number of a ``Draft.source``.
+    """Return the index for a draft's source name.
 
-    Unknown names get the next free numbers; if none is left, the number of "none".
+    An unknown name gets the next free index, or that of "none" if no index is left.
     """
     if name not in _names:
         if len(_names) == NUM_SOURCES:
@@ -84,38 +82,28 @@ def source_number(name: str) -> int:
 
 
 def source_name(number: int) -> str:
-    """Return the name of a source."""
     return _names[number]
 
 
 class DraftParams(Record):
-    """The parameters of a draft, as kernels read them: a ``DraftRequest`` without Python objects.
+    """The parameters of one draft, as numba kernels read them: a ``DraftRequest`` without Python objects.
 
     Attributes:
-        context: The prompt and the output so far, int32[context_length].
-        context_length: The number of tokens in ``context``.
-        prompt_length: The number of prompt tokens in ``context``.
+        context: The address of the prompt and the output so far, int32[context_length].
         limit: The maximum number of draft tokens.
-        snapshot: The snapshot to search, a `SnapshotRecord`.
-        model: The acceptance model.
-        is_tree: Whether to draft a tree.
+        snapshot: The address of the retrieval cache's `SnapshotRecord`.
+        model: The address of the acceptance model.
         token_cost: The cost of every draft token in expected accepted tokens, if ``num_token_costs`` is 0.
         token_costs: The cost of the i-th draft token, float64[num_token_costs], not decreasing. The last value holds
             for all further tokens.
-        num_token_costs: The length of ``token_costs``.
-        prediction: The client's predicted text, int32[prediction_length].
-        prediction_length: The number of tokens in ``prediction``.
+        prediction: The client's predicted output, int32[prediction_length].
         temperature_bucket: 0 for greedy or unknown sampling, 1 for a temperature up to 0.5, 2 above.
-        proposed_tokens: The tokens of an `ExternalProposals`.
-        proposed_parents: Its parents.
-        proposed_probabilities: Its probabilities.
-        proposed_kinds: Its kinds.
-        num_proposed: The number of proposed tokens.
+        proposed_tokens: The address of ``ExternalProposals.token_ids``; the other ``proposed_`` fields likewise.
         recycling_table: The `RecyclingTable` to draft from; 0 for none.
-        no_lookup: 1 disables the search in the cache and in the context.
+        no_lookup: 1 disables the search in the retrieval cache and in the context.
         temperature: The request's temperature if the target samples with known Gumbel noise, else 0.
         noise: The `NoiseRecord` of the request, if ``temperature`` is above 0.
-        sample_cache: The `SampleTable` to draft from, for requests that share their noise; 0 for none.
+        sample_cache: The `SampleTable` to draft from, for requests that share their Gumbel noise; 0 for none.
         allow_caching: Whether the tokens of this request are added to ``sample_cache``.
     """
 
@@ -147,7 +135,7 @@ class DraftParams(Record):
 
 @inlined
 def cost_of_token(params: DraftParams, number: int) -> float:
-    """Return the cost of the draft token with this index, in expected accepted tokens."""
+    """Return the cost of verifying the draft token with this index, in expected accepted tokens."""
     if params.num_token_costs == 0:
         return params.token_cost
     return float(float64_array(params.token_costs, params.num_token_costs)[min(number, params.num_token_costs - 1)])

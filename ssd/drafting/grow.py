@@ -1,6 +1,6 @@
-"""Grow a draft from candidates: a chain of the most probable tokens, or a tree, best first.
+"""Grow a draft from candidate tokens: a chain of the most probable tokens, or a tree, best first.
 
-If all matches have ended, the end of the draft is looked up again, because it may have occurred elsewhere.
+If all text matches have ended, the end of the draft is looked up again, because it may have occurred elsewhere.
 """
 
 from __future__ import annotations
@@ -43,28 +43,27 @@ from ssd.jit.addresses import Float64, Int64, Int64s, Record, TokenIds, inlined,
 from ssd.retrieval.snapshot import SnapshotRecord
 
 CONTINUED_CONTEXT: Final = 4096
-"""The number of context tokens that a further lookup uses."""
+"""The maximum number of context tokens that are searched when the last tokens of a draft are looked up to continue it.
+"""
 
 MIN_CONTINUED_MATCH: Final = 4
-"""The minimum match length of a further lookup. Shorter matches mostly begin something else."""
+"""The minimum match length when the last tokens of a draft are looked up to continue it.
+
+Shorter matches mostly continue with something else.
+"""
 
 _MIN_UNMATCHED: Final = 2
-"""The number of draft tokens without any match before a further lookup is worthwhile."""
+"""The minimum number of draft tokens after the end of all matches before the last draft tokens are looked up."""
 
 
 @inlined
 def needs_lookup(
     texts: SearchedTexts, samples: MatchSamples, matching: Int64s, num_matching: int, since_lookup: int, predicted: int
 ) -> bool:
-    """Return whether the end of the draft should be looked up, because no match goes on. O(samples).
+    """Return whether to look up the last tokens of the draft, because all text matches that it follows have ended.
 
-    Args:
-        texts: The texts that samples lie in.
-        samples: The samples.
-        matching: The indices of samples that agree with the draft.
-        num_matching: The number of these.
-        since_lookup: The number of draft tokens since the samples were looked up.
-        predicted: The token of the client's prediction, which needs no lookup; NO_TOKEN for none.
+    ``matching`` holds the indices of the matches that agree with the draft, and ``since_lookup`` is the number of draft
+    tokens since the last lookup. No lookup is needed if the client's prediction continues with ``predicted``.
     """
     if since_lookup == 0 or predicted >= 0:
         return False
@@ -76,25 +75,25 @@ def needs_lookup(
 
 @inlined
 def copy_context_end(context: TokenIds, text: TokenIds) -> int:
-    """Copy the end of a context into ``text``, int32[CONTINUED_CONTEXT + n], and return the number of tokens."""
+    """Copy the last CONTINUED_CONTEXT tokens of a context to the beginning of ``text``, and return their number."""
     kept = min(len(context), CONTINUED_CONTEXT)
     text[:kept] = context[len(context) - kept :]
     return int(np.int64(kept))
 
 
 CHAIN_CANDIDATES: Final = 4
-"""The maximum number of candidates per position of a chain. The best candidate rarely has fewer votes than these."""
+"""The maximum number of candidate tokens per position of a draft chain."""
 
 CHAIN_RECYCLED: Final = 2
-"""The maximum number of further candidates per position that come from token recycling alone."""
+"""The maximum number of further candidate tokens per position of a draft chain that come from token recycling alone."""
 
 
 class ChainScratch(Record):
-    """The state of a chain that ended because nothing was found, so that it can be continued.
+    """The state at the end of a draft chain, so that the chain can be continued after another lookup.
 
     Attributes:
-        matching: The indices of samples that agree with the draft.
-        product: The probability that all of the draft is accepted.
+        matching: The indices of the text matches that agree with the draft.
+        product: The probability that all tokens of the draft are accepted.
         follows: Whether the client's prediction agrees with the draft.
         proposal_node: The node of the proposal tree that the draft leads to; NO_TOKEN if it is not in the tree.
     """
@@ -119,23 +118,13 @@ def grow_chain(
     scored: ScoredDraft,
     out: DraftRecord,
 ) -> bool:
-    """Append the most probable token while the draft's acceptance probability exceeds the cost of the next token.
+    """Append the most probable token while the chain's acceptance probability exceeds the cost of the next token.
 
-    Args:
-        texts: The texts that samples lie in.
-        samples: The samples.
-        begin: The number of tokens already in ``out``; they are the last tokens of ``texts.context``.
-        may_look_up: Whether to stop early when a new lookup from the draft's end is worthwhile.
-        params: The parameters of the draft.
-        prediction: The position in the client's prediction.
-        model: The acceptance model.
-        candidates: Scratch for the candidates of a position.
-        scratch: The state to continue from, and to continue from later.
-        scored: Receives the candidates, to learn from them.
-        out: The draft.
+    The draft ``out`` already has ``begin`` tokens. With ``may_look_up``, the chain also ends where its last tokens
+    should be looked up again. ``scratch`` receives the state from which the chain can be continued.
 
     Returns:
-        Whether the chain ended because nothing was found, or because of a lookup.
+        Whether the chain can be continued, because it ended for lack of candidates or because of a lookup.
     """
     matching, count = scratch.matching, num_samples(samples)
     for i in range(count):
@@ -199,18 +188,17 @@ _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _RECORDED: Final = -1
 
 MAX_FURTHER_LOOKUPS: Final = 2
-"""The maximum number of lookups for paths of a tree whose matches have ended."""
+"""The maximum number of lookups per draft tree that continue paths whose text matches have ended."""
 
 
 class TreeNode(Record):
-    """A draft token of a tree.
+    """A token of a draft tree, with the state of the path that leads to it.
 
     Attributes:
-        depth: The number of draft tokens before it.
-        lookup: The lookup that its samples come from; 0 for that of the context.
+        lookup: The index of the lookup that found the text matches of this path; 0 for that of the context.
         looked_up_at: The depth at which that lookup was made.
-        first: The index in ``matching`` of the first sample that agrees with the path to the node.
-        num_matching: The number of these samples.
+        first: The index in ``TreeScratch.matching`` of the first match that agrees with the path.
+        num_matching: The number of matches that agree with the path.
         follows: Whether the client's prediction agrees with the path.
         proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
         best: The most probable candidate after the node; NO_TOKEN if there is none.
@@ -227,15 +215,14 @@ class TreeNode(Record):
 
 
 class OpenCandidate(Record):
-    """A candidate that may be added to the tree.
+    """A candidate token that may be added to a draft tree.
 
     Attributes:
-        parent: The node before it; -1 for the end of the context.
-        token: The token.
-        weight_set: The weight set that it was scored with; _RECORDED once it has been recorded.
-        inputs: The table entries that it was scored with.
-        product: The probability that it and all nodes before it are accepted.
-        probability: The probability that it is accepted, given that the nodes before it are.
+        parent: The node before the token; -1 for the end of the context.
+        weight_set: The index of the acceptance model's weight vector for the token; _RECORDED once it is recorded.
+        inputs: The indices of the table entries of the token's features.
+        product: The probability that the token and all nodes before it are accepted.
+        probability: The probability that the token is accepted, given that the nodes before it are.
     """
 
     parent: Int64
@@ -247,15 +234,12 @@ class OpenCandidate(Record):
 
 
 class TreeScratch(Record):
-    """Scratch memory for a tree.
+    """Scratch memory for a draft tree.
 
     Attributes:
-        matching: The indices of samples that agree with the path to each node, node after node.
-        nodes: The nodes of the tree.
-        opened: All candidates.
-        heap: The candidates that may be added, as a heap with the greatest product first.
-        texts: The text of each further lookup.
-        lengths: The length of each of these texts.
+        matching: The indices of matches that agree with the path to each node, node after node.
+        heap: The candidates that may be added, as a heap with the greatest ``product`` first.
+        texts: The text of each further lookup (the end of the context and a path), of the length in ``lengths``.
     """
 
     matching: Annotated[Int64s, np.int64, (MAX_DRAFT + 2) * MAX_SAMPLES]
@@ -267,14 +251,9 @@ class TreeScratch(Record):
 
 
 class FurtherLookups(NamedTuple):
-    """What the further lookups of a tree need.
+    """The arguments of the lookups that continue paths of a draft tree whose text matches have ended.
 
-    Attributes:
-        snapshot: The snapshot to search.
-        lookups: Scratch memory.
-        samples_at: The address of MatchSamples[MAX_FURTHER_LOOKUPS].
-        max_length: The maximum match length.
-        min_length: The minimum match length.
+    ``samples_at`` is the address of MatchSamples[MAX_FURTHER_LOOKUPS], which receive the matches.
     """
 
     snapshot: SnapshotRecord
@@ -295,7 +274,6 @@ def _sift_up(scratch: TreeScratch, place: int) -> None:
 
 @inlined
 def _pop(scratch: TreeScratch, size: int) -> int:
-    """Remove the first element of a heap of ``size`` elements and return it."""
     heap, opened = scratch.heap, scratch.opened
     first = heap[0]
     heap[0] = heap[size - 1]
@@ -315,7 +293,7 @@ def _pop(scratch: TreeScratch, size: int) -> int:
 
 @inlined
 def _record_once(scratch: TreeScratch, number: int, scored: ScoredDraft, drafted: bool) -> None:
-    """Record a candidate to learn from it, unless that was done."""
+    """Record a candidate token to learn from its outcome, unless it has been recorded."""
     candidate = scratch.opened[number]
     if candidate.weight_set != _RECORDED:
         parent = candidate.parent
@@ -326,14 +304,12 @@ def _record_once(scratch: TreeScratch, number: int, scored: ScoredDraft, drafted
 
 @inlined
 def _searched_texts(scratch: TreeScratch, texts: SearchedTexts, lookup: int) -> SearchedTexts:
-    """Return the texts that a lookup's samples lie in."""
     context = texts.context if lookup == 0 else scratch.texts[lookup - 1][: scratch.lengths[lookup - 1]]
     return SearchedTexts(context, texts.ring, texts.memtable_start, texts.memtable_stop)
 
 
 @inlined
 def _samples_of(further: FurtherLookups, samples: MatchSamples, lookup: int) -> MatchSamples:
-    """Return the samples of a lookup; 0 is that of the context."""
     if lookup == 0:
         return samples
     return match_samples_at(further.samples_at + MATCH_SAMPLES_BYTES * (lookup - 1))
@@ -343,7 +319,7 @@ def _samples_of(further: FurtherLookups, samples: MatchSamples, lookup: int) -> 
 def _look_up_again(
     scratch: TreeScratch, number: int, texts: SearchedTexts, node: int, further: FurtherLookups, out: DraftRecord
 ) -> None:
-    """Look up the context followed by the path to a node."""
+    """Look up the context followed by the tokens on the path to a node of the draft tree."""
     text, depth = scratch.texts[number], scratch.nodes[node].depth
     kept = copy_context_end(texts.context, text)
     for place in range(depth, -1, -1):
@@ -373,27 +349,15 @@ def grow_tree(
     scored: ScoredDraft,
     out: DraftRecord,
 ) -> None:
-    """Add the most probable node while its acceptance probability exceeds the cost of the next token.
+    """Add the most probable token to the draft tree while its acceptance probability exceeds a token's cost.
 
-    The probability of a node is the product of those on its path, so it is never greater than its parent's, and the
-    nodes are added in the order of all possible nodes: no other tree of the same size has more expected accepted
-    tokens. O(limit * samples).
+    The probability of a node is the product of the probabilities on its path, so it never exceeds its parent's. Nodes
+    are added in order of probability, so no other tree of the same size has more expected accepted tokens. O(limit *
+    samples).
 
-    The best candidate after every node is recorded to learn from it, however improbable it seems, because otherwise an
-    underestimated token would never be drafted and corrected. If all matches of a path have ended, the path is looked
-    up again, up to MAX_FURTHER_LOOKUPS times.
-
-    Args:
-        texts: The texts that samples lie in.
-        samples: The samples of the context.
-        further: What further lookups need.
-        params: The parameters of the draft.
-        prediction: The position in the client's prediction.
-        model: The acceptance model.
-        candidates: Scratch for the candidates of a position.
-        scratch: Scratch for the tree.
-        scored: Receives the candidates, to learn from them.
-        out: The draft.
+    The best candidate after every node is recorded in ``scored``, however improbable, because an underestimated token
+    would otherwise never be drafted and corrected. If all matches of a path have ended, the path is looked up again, up
+    to MAX_FURTHER_LOOKUPS times.
     """
     matching, nodes, heap = scratch.matching, scratch.nodes, scratch.heap
     count = num_samples(samples)

@@ -1,4 +1,7 @@
-"""Combine several drafters: the primary one scores what the others propose; a costly one is used only if it pays."""
+"""Combine several drafters: the primary one scores the tokens that the others propose.
+
+A costly drafter is used only if its expected gain exceeds its cost.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from ssd.errors import reraise_exits
 
 
 def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
-    """Return the indices of the draft tokens that equal the beginning of ``token_ids``, in order. O(draft tokens)."""
+    """Return the indices of the draft tokens along which a draft chain or tree agrees with ``token_ids``."""
     path: list[int] = []
     last = -1
     for node, (token, parent) in enumerate(zip(draft.token_ids.tolist(), draft.parents_of_all(), strict=True)):
@@ -37,7 +40,7 @@ def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return the number of tokens of ``own`` before the first that ``verified`` does not have at the same place."""
+    """Return the number of leading tokens of the draft ``own`` that the draft ``verified`` has at the same places."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -52,7 +55,7 @@ def num_shared_tokens(own: Draft, verified: Draft) -> int:
 
 
 def depth_of(draft: Draft) -> int:
-    """Return the number of tokens on the draft's longest branch. O(draft tokens)."""
+    """Return the number of tokens on the draft tree's longest branch."""
     depths: list[int] = []
     for parent in draft.parents_of_all():
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -62,31 +65,27 @@ def depth_of(draft: Draft) -> int:
 _DEFAULT_TOKEN_COST: Final = np.array([0.1])
 
 _FORGETTING: Final = 0.8
-"""The factor from step to step in the running mean of a request's accepted tokens of the primary drafter."""
+"""The factor by which each step lowers the weight of earlier ones in a request's mean of accepted draft tokens."""
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of the draft's estimate, as opposed to recent steps, in the prediction of a request's next steps."""
+"""The weight of the current draft's estimate, as opposed to recent steps, when the next steps' accepted tokens are
+predicted.
+"""
 
 _MOST_RECENT: Final = 20
 
 _IDLE_STEPS: Final = 32
 _LONGEST_PAUSE: Final = 8
-"""The maximum pause, in steps, between two considerations of the other drafters, which create objects for every row.
+"""The maximum number of steps between two decisions whether to use other drafters than the primary one.
 
-After each _IDLE_STEPS steps in a row in which no other drafter was worth its cost, the pause doubles.
+The decision creates Python objects for every row, so the pause doubles after each _IDLE_STEPS consecutive steps in
+which no other drafter was worth its cost.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _ProposerDraft:
-    """The draft of a proposer, with the estimates for the request before that draft was added.
-
-    Attributes:
-        proposer: The proposer.
-        draft: Its draft.
-        expected_accepted: The expected accepted tokens without it.
-        first_probability: The acceptance probability of the first token without it.
-    """
+    """A draft of another drafter than the primary one, with the estimates for the request without it."""
 
     proposer: ProposerState
     draft: Draft
@@ -96,15 +95,13 @@ class _ProposerDraft:
 
 @dataclass(slots=True, eq=False)
 class _RequestStep:
-    """One request at one step.
+    """The drafts of one request in one step, and their estimates.
 
     Attributes:
-        request: The request.
-        own: The primary drafter's draft without proposals.
-        expected_accepted: The expected accepted tokens of all that is there.
-        first_probability: The acceptance probability of its first token.
-        expected_tokens: The tokens per step that the request is expected to get without other drafters.
-        proposer_drafts: The drafts of other proposers.
+        own: The primary drafter's draft, made without proposals of other drafters.
+        expected_accepted: The expected accepted tokens of the best draft so far.
+        first_probability: The greatest acceptance probability of a first draft token so far.
+        expected_tokens: The expected accepted tokens per step without other drafters.
     """
 
     request: DraftRequest
@@ -120,7 +117,7 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return the expected accepted tokens of a draft, and the acceptance probability of its most probable first token.
+    """Return the expected accepted tokens of a draft, and the acceptance probability of its best first token.
 
     Both are 0 if the draft has no estimates.
     """
@@ -133,22 +130,20 @@ def _expectations(draft: Draft) -> tuple[float, float]:
 
 
 def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
-    """Add a proposer's draft to a step and return its depth."""
+    """Add another drafter's draft to a request's step, and return the depth of that draft."""
     step.proposer_drafts.append(_ProposerDraft(proposer, draft, step.expected_accepted, step.first_probability))
     depth = depth_of(draft)
     proposer.record_depth(depth)
     expected_accepted, first_probability = _expectations(draft)
-    step.expected_accepted, step.first_probability = (
-        max(step.expected_accepted, expected_accepted),
-        max(step.first_probability, first_probability),
-    )
+    step.expected_accepted = max(step.expected_accepted, expected_accepted)
+    step.first_probability = max(step.first_probability, first_probability)
     return depth
 
 
 def _proposals_of(step: _RequestStep) -> ExternalProposals:
-    """Return all drafts of a step as one forest, cut to MAX_PROPOSED_TOKENS.
+    """Join the drafts that other drafters made for a request to one forest, cut to MAX_PROPOSED_TOKENS.
 
-    A draft without estimates gets its proposer's recent acceptance rate.
+    The tokens of a draft without estimates get its drafter's recent acceptance rate.
     """
     tokens, parents, probabilities, kinds = list[int](), list[int](), list[float](), list[int]()
     for each in step.proposer_drafts:
@@ -170,26 +165,23 @@ def _proposals_of(step: _RequestStep) -> ExternalProposals:
 class HybridDrafter:
     """Uses drafters from the cheapest to the most costly, and a costly one only if its expected gain exceeds its cost.
 
-    The first drafter, the primary one, is always used. What the others draft becomes its external proposals, which it
-    scores together with all its own candidates in one tree or chain.
+    The first drafter, the primary one, is always used. The other drafters' tokens become its external proposals, which
+    it scores together with its own candidates in one tree or chain.
 
-    Costs in seconds are converted to tokens. A token saves the time that it would take later. What another drafter adds
-    comes after the primary draft has failed, where each token more often takes a step of its own than elsewhere. So
-    seconds are converted by the time of a step, without the other drafters, divided by the tokens per step of this
-    request, not by the rate of all requests. The one-time cost of reading a context is converted at the rate of recent
-    steps (Dinkelbach 1967), and it is spent once the gains forgone without it have reached the same amount: the length
-    of the output is unknown, and this costs at most twice the optimum (the ski rental problem, Karlin et al. 1988).
+    The cost of drafting time is converted to output tokens by the tokens per second of this request, measured over
+    steps without costly drafters, because other drafters gain tokens mostly where the primary draft has failed. The
+    one-time cost of reading a context is converted at the rate of recent steps (Dinkelbach 1967). It is spent once the
+    gains forgone without it have reached the same amount: as the output's length is unknown, this costs at most twice
+    the optimum (the ski rental problem, Karlin et al. 1988).
 
-    A drafter that fails proposes nothing, is counted in ``num_failures`` and is left out for 1, 2, 4, ... steps. All
-    drafters are told when a request ends. The choice affects only speed, never a token. Owned by one thread.
+    A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. Owned
+    by one thread.
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Create a drafter.
+        """Combine ``drafters``, the cheapest first; that one must score ``DraftRequest.proposals``.
 
-        Args:
-            drafters: The drafters, the cheapest first, which must score ``DraftRequest.proposals``.
-            clock: Returns the time in seconds.
+        ``clock`` returns the time in seconds.
         """
         assert drafters
         self._proposers = [ProposerState(drafter) for drafter in drafters]
@@ -201,25 +193,24 @@ class HybridDrafter:
 
     @property
     def num_failures(self) -> int:
-        """Return the number of failures of all drafters."""
+        """Return the number of failed calls of all drafters."""
         return sum(proposer.num_failures for proposer in self._proposers)
 
     @property
     def primary(self) -> Drafter:
-        """Return the first drafter."""
+        """Return the first drafter, which is used in every step."""
         return self._proposers[0].drafter
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order."""
         self.start_step()
         return self.extend_drafts(requests, self._proposers[0].propose(requests))
 
     def start_step(self) -> None:
-        """Start a step, before the primary drafter is used."""
+        """Start to time a step; call it before the primary drafter drafts."""
         self._step_rate.begin()
 
     def is_due(self, num_rows: int) -> bool:
-        """Return whether ``extend_drafts`` should be called in this step."""
+        """Return whether to decide in this step if other drafters than the primary one are worth their cost."""
         if self._num_spared + 1 < min(_LONGEST_PAUSE, 1 << (self._num_idle // _IDLE_STEPS)):
             self._num_spared += 1
             for proposer in self._proposers[1:]:
@@ -229,7 +220,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Return the drafts of the primary drafter, replaced for the requests for which another drafter was used."""
+        """Return the primary drafter's drafts, replaced for the requests for which another drafter was used as well."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[ProposerState, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
@@ -261,7 +252,7 @@ class HybridDrafter:
         return drafts
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Tell each drafter the outcome of its own draft."""
+        """Report to each drafter how many tokens of its own draft were accepted."""
         self._step_rate.count(num_accepted + 1)
         step = self._steps.pop(request_id, None)
         if step is None:
@@ -285,10 +276,11 @@ class HybridDrafter:
             reached = max(reached, len(own_path))
 
     def count_step(self, request_id: str, num_accepted: int) -> bool:
-        """Record a step of a request.
+        """Count the output tokens of a request's step.
 
         Returns:
-            Whether ``observe`` must be called, because another drafter was used.
+            Whether the outcome must be reported with ``observe`` too, because another drafter than the primary one was
+            used.
         """
         step = self._steps.get(request_id)
         if step is not None and step.proposer_drafts:
@@ -299,16 +291,13 @@ class HybridDrafter:
         return False
 
     def _record_accepted(self, request_id: str, step: _RequestStep, reached: int) -> None:
-        """Record how many tokens of the primary draft were accepted."""
         recent = self._recent.get(request_id, step.expected_tokens)
         self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MOST_RECENT)
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Call ``observe_scores`` of every drafter that has it, also if one of them fails."""
         self._tell(lambda observer: observer.observe_scores(scored))
 
     def learn_scores(self, scored: ScoredPass) -> None:
-        """Call ``learn_scores`` of every drafter that has it, also if one of them fails."""
         self._tell(lambda observer: observer.learn_scores(scored))
 
     def _tell(self, tell: Callable[[ScoreObserver], None]) -> None:
@@ -321,19 +310,17 @@ class HybridDrafter:
                     proposer.count_failure()
 
     def finish(self, request_id: str) -> None:
-        """Tell every drafter that a request has ended, also if one of them fails."""
         self._steps.pop(request_id, None)
         self._recent.pop(request_id, None)
         for proposer in self._proposers:
             proposer.finish(request_id)
 
     def warm_up(self) -> None:
-        """Warm up every drafter that can be."""
         for proposer in self._proposers:
             getattr(proposer.drafter, "warm_up", lambda: None)()
 
     def publish(self) -> None:
-        """Have every drafter that learns about namespaces publish what it learned."""
+        """Make every drafter with an acceptance model publish a copy of it."""
         for proposer in self._proposers:
             getattr(proposer.drafter, "publish", lambda: None)()
 
@@ -344,9 +331,9 @@ class HybridDrafter:
         return _RequestStep(request, draft, expected_accepted, first_probability, expected_tokens)
 
     def _select_requests(self, proposer: ProposerState, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
-        """Return the requests for which a proposer is worth its cost, by index.
+        """Return, by index, the requests for which a costly drafter's expected gain exceeds its cost.
 
-        The cost of its tokens is added to their token costs.
+        The requests are copies whose token costs include the drafter's time per token.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {
@@ -385,7 +372,10 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return the tokens that a second of drafting costs each of ``num_used`` requests, for which all rows wait."""
+        """Convert a second of a costly drafter to output tokens per request for which the drafter is used.
+
+        All ``num_rows`` rows wait meanwhile, so their lost tokens are divided among the ``num_used`` requests.
+        """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:
             return 0.0

@@ -1,10 +1,10 @@
 """Find where the end of a context occurred before, and sample a bounded number of these occurrences.
 
-Text that is searched: the request's own context, the recent text in the ring ("tail"), and the segments of the cache.
-Longer matches are preferred.
+The searched texts are the request's own context, the recent text in the ring buffer, and the segments of the retrieval
+cache. Longer matches are preferred.
 
 While the output repeats stored text verbatim, the occurrences of one step, advanced by the new tokens, still match in
-the next step. Comparing these tokens then replaces a search.
+the next step. Then comparing these tokens replaces a search.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
 from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
 NO_TOKEN: Final = -1
-"""What follows the end of a sequence. Equal to SEPARATOR, and to no token."""
+"""The value in place of a token after the end of a sequence. It equals SEPARATOR and is never a token id."""
 
 MAX_LEVELS: Final = 3
-"""The maximum number of match lengths ("levels") that are compared.
+"""The maximum number of match lengths ("levels") at which one context is looked up.
 
-They are the longest match in the context, the longest match in the cache, and shorter ones by halves.
+The first levels are the lengths of the longest match in the context and in the cache. Each further one is half as long.
 """
 
 ENOUGH_SUPPORT: Final = 16.0
-"""The number of occurrences from which no shorter match is looked up, because it would only be less specific."""
+"""The number of text matches from which no shorter matches are looked up, because those are less specific."""
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""The maximum number of occurrences sampled from one scanned text (the context or the recent text)."""
+"""The maximum number of matches used from one scanned text (the context or the recent text of the cache)."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
-"""The maximum number of occurrences sampled from all segments together. One per segment if there are more segments."""
+"""The maximum number of matches used from all segments of the cache together, or one per segment if that is more."""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
 _CONTEXT_RECENCY: Final = 1 << 62
@@ -77,10 +77,9 @@ _IN_CONTEXT: Final = 2
 
 
 class MatchSamples(Record):
-    """Sampled occurrences of the end of a context, MAX_SAMPLES at most. Longer matches come first.
+    """Sampled occurrences of the end of a context, MAX_SAMPLES at most, grouped by match length, longest first.
 
-    They are grouped in up to MAX_LEVELS match lengths, longest first. A sample belongs to the greatest match length
-    that it reaches.
+    A sample belongs to the greatest of up to MAX_LEVELS match lengths ("levels") that it reaches.
 
     Attributes:
         kind: The kind of text of each sample: IN_SEGMENT, _IN_TAIL or _IN_CONTEXT.
@@ -107,12 +106,9 @@ MATCH_SAMPLES_BYTES: Final = dtype_of(MatchSamples).itemsize
 
 
 class ScanHits(Record):
-    """The occurrences that a scan of one text found.
+    """The text matches that a scan of one text found: position and length of each, and how many have each length.
 
-    Attributes:
-        positions: The position after each match.
-        lengths: The length of each match.
-        counts: The number of matches of each length.
+    A position is that of the token after the match.
     """
 
     positions: Annotated[Int64s, np.int64, MAX_SCAN_HITS]
@@ -121,10 +117,10 @@ class ScanHits(Record):
 
 
 class SampledHits(Record):
-    """The occurrences sampled from one scanned text.
+    """The occurrences sampled from one scanned text, grouped by match length ("levels"), longest first.
 
     Attributes:
-        positions: The position after each match, in order of levels.
+        positions: The position after each match.
         ends: For each level, the number of samples down to and including it.
         weights: For each level, the number of occurrences that each of its samples stands for.
     """
@@ -139,13 +135,9 @@ class LookupScratch(Record):
 
     Attributes:
         num_lanes: The number of segments that there is room for.
-        lanes: SegmentSearch[num_lanes], the state of the binary search in each segment.
-        walkers: RangeExpander[2 * num_lanes], the state of the range expansion in each segment.
-        patterns: uint8[PATTERNS_BYTES], the searched tokens in the encoding of each segment.
-        context_hits: The occurrences found in the context.
-        recent_hits: The occurrences found in the recent text of the ring.
-        context_samples: The samples of ``context_hits``.
-        recent_samples: The samples of ``recent_hits``.
+        lanes: The address of SegmentSearch[num_lanes], the state of the binary search in each segment.
+        walkers: The address of RangeExpander[2 * num_lanes], the state of the range expansion in each segment.
+        patterns: The address of uint8[PATTERNS_BYTES], the searched tokens in the encoding of each segment.
     """
 
     num_lanes: Int64
@@ -162,7 +154,7 @@ match_samples_at = view_of(MatchSamples)
 
 
 class SearchedTexts(NamedTuple):
-    """The texts that are scanned: the context, and the ring with the bounds of its recent text."""
+    """The texts that a lookup scans: the context, and the recent text of the cache in its ring buffer."""
 
     context: TokenIds
     ring: TokenIds
@@ -172,7 +164,6 @@ class SearchedTexts(NamedTuple):
 
 @inlined
 def searched_texts(context: TokenIds, snapshot: SnapshotRecord) -> SearchedTexts:
-    """Return a context together with the ring of a snapshot."""
     return SearchedTexts(
         context, int32_array(snapshot.ring, snapshot.ring_size), snapshot.memtable_start, snapshot.memtable_stop
     )
@@ -187,16 +178,15 @@ def token_before(texts: SearchedTexts) -> int:
 
 @inlined
 def num_samples(samples: MatchSamples) -> int:
-    """Return the number of samples of all levels."""
     return int(samples.ends[samples.num_levels - 1]) if samples.num_levels > 0 else 0
 
 
 @inlined
 def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTexts) -> int:
-    """Return the token ``depth`` tokens after a sample's match; NO_TOKEN if its sequence has ended.
+    """Return the token ``depth`` tokens after a text match; NO_TOKEN if the matched sequence has ended.
 
-    Must not be called with a greater depth after it returned NO_TOKEN. A match in the context that reaches the
-    context's end continues from the matched position, as in LZ77, because repetition probably continues.
+    Do not call it with a greater depth after it returned NO_TOKEN. A match in the context that reaches the context's
+    end continues from the matched position, as in LZ77, because repetition probably continues.
     """
     kind, at = samples.kind[sample], samples.at[sample]
     if kind == IN_SEGMENT:
@@ -213,40 +203,38 @@ def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTe
 
 @inlined
 def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
-    """Move a sample ``tokens`` tokens ahead. Its sequence must not end before."""
+    """Advance a text match by ``tokens`` tokens, because the context has continued as the matched text did."""
     samples.at[sample] += tokens * (samples.width[sample] if samples.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
 def index_source_of(recency: int) -> int:
-    """Return the source of a sample from the cache, given its recency.
+    """Return the kind of text of a match in the retrieval cache, which its ``recency`` in `MatchSamples` encodes.
 
-    It is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
+    The kind is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
     """
     return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
 
 
 @inlined
 def context_position(recency: int) -> int:
-    """Return the position in the context of a sample from the context, by its recency."""
+    """Return the position of a match in the request's context, which its ``recency`` in `MatchSamples` encodes."""
     return int(recency - _CONTEXT_RECENCY)
 
 
 @inlined
 def has_left_ring(samples: MatchSamples, sample: int, texts: SearchedTexts) -> bool:
-    """Return whether a sample of the recent text is no longer part of it."""
+    """Return whether the text of a match has been overwritten in the ring buffer or moved to a segment."""
     return bool(samples.kind[sample] == _IN_TAIL and samples.at[sample] < texts.memtable_start)
 
 
 @inlined
 def is_from_context(samples: MatchSamples, sample: int) -> bool:
-    """Return whether a sample comes from the request's own context."""
     return bool(samples.kind[sample] == _IN_CONTEXT)
 
 
 @inlined
 def _count_lengths(hits: ScanHits, found: int, longest: int) -> int:
-    """Count the first ``found`` hits by length, up to ``longest``, and return the greatest length."""
     hits.counts[: longest + 1] = 0
     most = 0
     for i in range(found):
@@ -259,7 +247,10 @@ def _count_lengths(hits: ScanHits, found: int, longest: int) -> int:
 def _sample_hits(
     hits: ScanHits, found: int, longest: int, num_possible: int, samples: MatchSamples, scanned: SampledHits
 ) -> None:
-    """Sample the most recent hits of each level: those that match its length, but not that of the level before."""
+    """Select the most recent occurrences of each match length ("level") in a scanned text.
+
+    An occurrence that belongs to a longer match length is not selected again.
+    """
     taken, below = 0, longest + 1
     for level in range(num_possible):
         length, new = samples.lengths[level], 0
@@ -288,19 +279,9 @@ def _scan_texts(
     scratch: LookupScratch,
     samples: MatchSamples,
 ) -> int:
-    """Scan the context and the recent text, and choose the match lengths of the levels.
+    """Scan the context and the recent text for matches, and choose the match lengths ("levels") of a lookup.
 
-    Args:
-        searched: The snapshot.
-        context: The context, int32[n].
-        longest: The maximum match length.
-        in_segments: The length of the longest match in the segments.
-        min_length: The minimum match length.
-        scratch: Receives the hits and the samples.
-        samples: Receives the match lengths.
-
-    Returns:
-        The number of levels.
+    ``in_segments`` is the length of the longest match in the segments. Returns the number of match lengths.
     """
     ring, own, tail = int32_array(searched.ring, searched.ring_size), scratch.context_hits, scratch.recent_hits
     num_own = scan(context, 0, len(context) - 1, context, longest, own.positions, own.lengths)
@@ -323,7 +304,7 @@ def _scan_texts(
 
 @inlined
 def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples: MatchSamples, size: int) -> int:
-    """Append the samples of one level from a scanned text, and return the new number of samples."""
+    """Append the matches of one length that were selected from a scanned text; return the new number of samples."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         samples.kind[size] = kind
         samples.at[size], samples.width[size] = scanned.positions[i], 1
@@ -337,18 +318,11 @@ def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples
 def _add_segment_matches(
     lanes: SegmentSearches, walkers: RangeExpanders, num_lanes: int, taken: int, samples: MatchSamples, size: int
 ) -> int:
-    """Append samples of the occurrences that the last range expansion added, and return the new number of samples.
+    """Append the matches that the last range expansion found in segments; return the new number of samples.
 
-    Occurrences are chosen evenly spaced if there are too many. Only the address of their rank is written;
-    `_locate_segment_matches` reads the position once the prefetch has arrived.
-
-    Args:
-        lanes: The state of the search in each segment.
-        walkers: The state of the range expansion in each segment.
-        num_lanes: The number of segments.
-        taken: The number of samples from segments so far.
-        samples: Receives the samples.
-        size: The number of samples so far.
+    If there are too many matches, they are sampled at even distances. Only the address of a match's rank in the suffix
+    array is written; `_locate_segment_matches` reads the position once the prefetch has arrived. ``taken`` is the
+    number of samples from segments so far, and ``size`` that of all samples so far.
     """
     new = 0
     for lane in range(num_lanes):
@@ -379,7 +353,7 @@ def _add_segment_matches(
 def _locate_segment_matches(
     lanes: SegmentSearches, num_static: int, first: int, size: int, samples: MatchSamples
 ) -> None:
-    """Turn the ranks of samples ``[first, size)`` into addresses of tokens, and prefetch these."""
+    """Replace the suffix-array ranks of samples ``[first, size)`` by the addresses of the tokens after the matches."""
     for sample in range(first, size):
         number = samples.recency[sample]
         lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
@@ -400,12 +374,12 @@ def sample_matches(
 ) -> None:
     """Sample the occurrences of the end of a context in itself and in the cache, at several match lengths.
 
-    The levels are the longest match in the context, the longest match in the cache, and shorter ones by halves, until
-    one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
+    The match lengths are that of the longest match in the context, that of the longest match in the cache, and shorter
+    ones, each half as long, until one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
 
-    Up to MAX_SCANNED_SAMPLES occurrences come from the context and from the recent text each, the most recent of each
-    level, and up to MAX_SEGMENT_SAMPLES from segments, evenly spaced over those of a level. Each sample stands for the
-    occurrences that were left out.
+    Up to MAX_SCANNED_SAMPLES occurrences come from the context, and as many from the recent text of the cache, the most
+    recent ones of each match length. Up to MAX_SEGMENT_SAMPLES come from segments, at even distances. The weight of a
+    sample includes the occurrences that were left out.
     """
     samples.num_levels, longest = 0, pattern_length(context, max_length)
     if longest < min_length:
@@ -438,17 +412,18 @@ def sample_matches(
 
 
 MAX_SAVED: Final = 8
-"""The maximum number of occurrences that are saved for the next step: the first ones of the longest match."""
+"""The maximum number of matches that are saved for a request's next step: the first ones of the longest match length.
+"""
 
 _COMPARED: Final = 8  # the number of last tokens that identify a context
 _WEIGHT_ONE: Final = 65536.0
 
 NO_SEGMENT_TABLE: Final = -1
-"""The number of no segment table. It marks an empty cursor."""
+"""The value of ``MatchCursor.table`` if no matches are saved."""
 
 
 class SavedMatch(Record):
-    """A sample as in `MatchSamples`; ``weight`` is in units of 2^-16."""
+    """A match that is saved for a request's next step, as in `MatchSamples`; ``weight`` is in units of 2^-16."""
 
     kind: Int64
     at: Int64
@@ -458,15 +433,12 @@ class SavedMatch(Record):
 
 
 class MatchCursor(Record):
-    """The occurrences that are saved from one step to the next.
+    """The text matches that are saved from one step of a request to the next.
 
     Attributes:
-        table: The number of the segment table that they refer to; NO_SEGMENT_TABLE if none are saved.
-        length: The length of the context that they were found for.
+        table: The number of the segment table that the matches refer to; NO_SEGMENT_TABLE if none are saved.
+        length: The length of the context for which the matches were found.
         ends_with: A hash of the last tokens of that context.
-        match_length: The length of the match.
-        count: The number of saved occurrences.
-        matches: The saved occurrences.
     """
 
     table: Int64
@@ -479,7 +451,6 @@ class MatchCursor(Record):
 
 @inlined
 def _end_of(context: TokenIds, length: int) -> int:
-    """Return a hash of the last tokens of ``context[:length]``."""
     number = np.int64(length)
     for i in range(max(0, length - _COMPARED), length):
         number = (number * 1_000_003) ^ np.int64(context[i])
@@ -490,18 +461,11 @@ def _end_of(context: TokenIds, length: int) -> int:
 def resume_matches(
     cursor: MatchCursor, table: int, texts: SearchedTexts, max_length: int, samples: MatchSamples
 ) -> None:
-    """Reuse the saved occurrences that continued as the context did, as one level of samples.
+    """Continue the saved matches that agree with the new tokens of the context, so that no search is needed.
 
-    There is no level if a search is needed: if the segment table has changed, if the context does not extend the one
-    that was searched, or if none of the occurrences still matches. A level is as reliable as a searched one: at least
-    ``max_length`` tokens match.
-
-    Args:
-        cursor: The saved occurrences.
-        table: The number of the current segment table.
-        texts: The scanned texts.
-        max_length: The maximum match length.
-        samples: Receives the occurrences.
+    ``samples`` receives these matches as one level, of at least ``max_length`` matching tokens. It receives no level if
+    a search is needed: if the segment table has changed, if the context does not extend the searched one, or if no
+    saved match agrees.
     """
     samples.num_levels = 0
     size, first = 0, cursor.length
@@ -531,7 +495,7 @@ def resume_matches(
 
 @kernel
 def save_matches(cursor: MatchCursor, table: int, texts: SearchedTexts, samples: MatchSamples) -> None:
-    """Save the occurrences of the longest match for the next step."""
+    """Save the longest text matches, so that the request's next step can continue them without a search."""
     cursor.table = NO_SEGMENT_TABLE
     if samples.num_levels == 0:
         return

@@ -1,24 +1,24 @@
-"""Compute the Gumbel noise that sampled tokens are drawn with.
+"""Compute the Gumbel noise with which tokens are sampled, so that drafters can compute it too.
 
-A token is drawn with a 64-bit **key**, which gives every token of the vocabulary its noise. No stateful random
-generator is involved. So a sampled token does not depend on how many tokens were drafted before it, on the batch it ran
-in, or on the number of steps: the output is the same with and without speculation. And a drafter that knows the key
-knows the noise before the target has computed its logits.
+A token is sampled as ``argmax(log p + noise)``. The noise of every vocabulary token is a pure function of a 64-bit
+**key**; there is no stateful random generator. So a sampled token does not depend on how many tokens were drafted
+before it, on its batch, or on the number of steps: the output is the same with and without speculation. And a drafter
+that knows the key knows the noise before the target has computed its logits.
 
-The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 15): its
-state is a counter, so its n-th output is ``mix(key + (n + 1) * GAMMA)`` at once.
+The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast Splittable Pseudorandom Number Generators", figure 15). Its
+state is a counter, so its n-th output is computed directly as ``mix(key + (n + 1) * GAMMA)``.
 
-There are two kinds of keys. A **seeded** key is a function of the seed, the choice index and the position: one seed
-gives one output. A **coupled** key belongs to noise that all requests of a stream share: it is a function of a secret,
-the stream, the last ``window`` tokens, and how often these tokens have occurred in the text already, prompt and output.
-So two requests draw with the same noise where their texts agree, and then sample the same token as often as their
-distributions allow (Daliri, Musco, Suresh 2024, arXiv 2408.07978, for the Gumbel coupling). What one request generated
-can be drafted for the other. Occurrences in the prompt count because the prompt may contain earlier output of the same
-stream: the turns of a conversation then share no key.
+There are two kinds of keys. A **seeded** key is a function of the seed, the choice index and the position, so one seed
+gives one output. A **coupled** key belongs to noise that all requests of a stream share. It is a function of a secret,
+the stream, the last ``window`` tokens, and how often these tokens have occurred in the text, prompt and output. So two
+requests sample with the same noise at places where their texts agree, and then sample the same token as often as their
+distributions allow (Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978). The output of one request is then a
+good draft for the other. Occurrences in the prompt count because the prompt may contain earlier output of the same
+stream, so that the turns of a conversation share no key.
 
-In both cases all keys of one sequence are different, each key is a function of the preceding text, and noise at
-different keys is independent. So each token is drawn, given the preceding text, with noise that nothing before it
-depends on, and it follows the model's distribution. ``docs/concepts/coupled-sampling.md`` has the full argument.
+All keys of one sequence are different, each key is a function of the preceding text, and the noise of different keys is
+independent. So every token follows the model's distribution, given the preceding text. ``docs/concepts/coupled-sampling.md`` has
+the full argument.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 
 MIX_2 = 0x94D049BB133111EB
-"""The increment and the multipliers of SplitMix64."""
+"""The increment and the two multipliers of the SplitMix64 generator."""
 
 UInt64 = npt.NDArray[np.uint64]
 
 UInt = Any
-"""Numba's uint64, which has no Python type."""
+"""The type of numba's uint64 in annotations, because Python has no such type."""
 
 _TO_UNIT: Final = 2.0**-53
 _BITS: Final = 0xFFFFFFFFFFFFFFFF
 
 
 def request_key(seed: int, choice_index: int) -> int:
-    """Return the 64 bits that all keys of a sequence are derived from, see `key_at`. Takes a microsecond."""
+    """Return the 64-bit number from which all Gumbel noise keys of a sequence are derived, see `key_at`."""
     return _mix_int((_mix_int((seed + GAMMA) & _BITS) ^ choice_index) + GAMMA & _BITS)
 
 
@@ -73,7 +73,7 @@ def _mix_int(z: int) -> int:
 
 @inlined
 def mixed(z: UInt) -> UInt:
-    """Apply the output function of SplitMix64. For kernels."""
+    """Apply the output function of the SplitMix64 generator to a counter."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
@@ -81,18 +81,16 @@ def mixed(z: UInt) -> UInt:
 
 @inlined
 def key_at(request: UInt, place: UInt) -> UInt:
-    """Return the key of a place, which differs from those of all other places of the sequence. For kernels.
+    """Return the Gumbel noise key of one position of a sequence, which differs from those of all its other positions.
 
-    Args:
-        request: The sequence's `request_key`.
-        place: The position, or a `coupled_place`.
+    ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """
     return mixed((request ^ np.uint64(place)) + np.uint64(GAMMA))
 
 
 @inlined
 def gumbel_at(key: UInt, token: int) -> float:
-    """Return the noise of one token at a key. For kernels.
+    """Return the Gumbel noise of one vocabulary token at a noise key.
 
     It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
@@ -101,26 +99,26 @@ def gumbel_at(key: UInt, token: int) -> float:
 
 
 WINDOW: Final = 8
-"""The default number of tokens that a coupled key depends on."""
+"""The default number of preceding tokens that a shared Gumbel noise key depends on."""
 
 _FIRST_SLOTS: Final = 64
 _NO_TOKENS: Final = np.empty(0, np.int32)
 
 
 class NoiseRecord(Record):
-    """The state that the keys of one sequence are computed from.
+    """The state from which numba kernels compute the Gumbel noise keys of one sequence.
 
     Attributes:
         request: The sequence's `request_key`.
-        window: The number of tokens that a coupled key depends on; 0 for seeded keys.
-        counted: The number of tokens whose preceding context has been counted.
+        window: The number of preceding tokens that a key of shared noise depends on; 0 for seeded keys.
+        counted: The number of tokens whose preceding context has been counted in ``table``.
         first: The number of prompt tokens; the tokens after them are sampled.
         num_slots: The number of slots of ``table``, a power of two.
         table: uint64[2 * num_slots], a hash table with open addressing: pairs of a context's hash (0 for an empty slot)
             and the number of its occurrences.
-        drawn: uint64[num_slots / 2, 2], the key and the token of each sampled token that has been counted.
-        num_learned: The number of sampled tokens that the sample cache has seen.
-        run_length: The number of the last of these, in a row, that were in the sample cache. See `sample_cache`.
+        drawn: uint64[num_slots / 2, 2], the key and the token of each counted token that was sampled.
+        num_learned: The number of sampled tokens that have been compared with the sample cache.
+        run_length: The number of consecutive latest sampled tokens that were in the sample cache.
     """
 
     request: Uint64
@@ -139,15 +137,10 @@ noise_at = view_of(NoiseRecord)
 
 @inlined
 def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, parents: TokenIds, node: int) -> UInt:
-    """Return a hash of the last ``window`` tokens before a node of a draft: 64 bits, not 0. O(window).
+    """Return a 64-bit hash, not 0, of the last ``window`` tokens before a node of a draft chain or tree.
 
-    Args:
-        window: The number of tokens.
-        context: The text before the draft.
-        length: The number of tokens in ``context``.
-        tokens: The draft tokens.
-        parents: The parents of a tree, -1 for the end of the context; empty for a chain.
-        node: The last token to hash; -1 for the end of the context.
+    ``parents`` are the parents of a tree, and empty for a chain. ``node`` is the last token to hash; -1 stands for the
+    last one of the ``length`` tokens in ``context``.
     """
     found, left, is_chain = np.uint64(0), window, len(parents) == 0
     while node >= 0 and left > 0:
@@ -160,7 +153,6 @@ def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, p
 
 @inlined
 def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
-    """Return the slot where a hash is counted, or would be."""
     slot = np.int64(found & np.uint64(num_slots - 1))
     while table[2 * slot] != np.uint64(0) and table[2 * slot] != found:
         slot = (slot + 1) & (num_slots - 1)
@@ -169,32 +161,35 @@ def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
 
 @inlined
 def times_counted(noise: NoiseRecord, found: UInt) -> int:
-    """Return how often a context has occurred in the counted text. O(1)."""
+    """Return how often the last tokens of a text, given by their hash, have occurred in the text before."""
     table = uint64_array(noise.table, 2 * noise.num_slots)
     return np.int64(table[2 * _slot_of(table, noise.num_slots, found) + 1])  # type: ignore[return-value]
 
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """Return the place, for `key_at`, of a context that has occurred this often before."""
+    """Combine the hash ``found`` of the last tokens of a text with the number of their earlier occurrences.
+
+    The result is the argument ``place`` of `key_at` if requests share their Gumbel noise.
+    """
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
-    """Return the number of sampled tokens in the counted text."""
+    """Return how many tokens of the text so far were sampled, i.e. are not in the prompt."""
     return max(0, noise.counted - noise.first)
 
 
 @inlined
 def drawn_tokens(noise: NoiseRecord) -> UInt64:
-    """Return the key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
+    """Return the Gumbel noise key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
     return uint64_array(noise.drawn, 2 * num_drawn(noise))
 
 
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
-    """Count the contexts of the tokens that have not been counted yet."""
+    """Count the occurrences of the windows of preceding tokens, for the tokens that are new since the last call."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
@@ -212,7 +207,6 @@ def _count(noise_address: int, context: TokenIds) -> None:
 
 @kernel
 def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: TokenIds) -> UInt64:
-    """Return the keys after the context and after each draft token: uint64[1 + tokens]."""
     noise, num_keys, length = noise_at(noise_address), 1 + len(tokens), len(context)
     window, is_chain = noise.window, len(parents) == 0
     keys, depths = np.empty(num_keys, np.uint64), np.empty(num_keys, np.int64)
@@ -252,10 +246,12 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 
 
 class SequenceNoise:
-    """The noise of one sequence, created by `seeded` or `coupled`. ``address`` is that of its `NoiseRecord`."""
+    """The Gumbel noise of one sequence. Create it with `seeded` or `coupled`.
+
+    ``address`` is that of its `NoiseRecord`, for numba kernels.
+    """
 
     def __init__(self, seed: int, number: int, window: int = 0, prompt_length: int = 0) -> None:
-        """Create the noise. Use `seeded` or `coupled` instead."""
         self._memory = Records(NoiseRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.request, self._record.window = request_key(seed, number), window
@@ -267,22 +263,20 @@ class SequenceNoise:
 
     @classmethod
     def seeded(cls, seed: int, choice_index: int = 0) -> SequenceNoise:
-        """Return the noise of a seed.
+        """Return Gumbel noise that is a function of the seed and the position, so that the seed reproduces the output.
 
-        Args:
-            seed: Any 64 bits.
-            choice_index: The number of the output, if one request has several; below 2^32.
+        ``choice_index`` (below 2^32) distinguishes the outputs of one request.
         """
         return cls(seed, choice_index)
 
     @classmethod
     def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
-        """Return the noise that all sequences with this secret and stream share.
+        """Return Gumbel noise that all sequences with the same secret and stream share where their texts agree.
 
         Args:
             secret: Any 64 bits.
             stream: The number of the stream, below 2^32.
-            window: The number of tokens that a key depends on, >= 1.
+            window: The number of preceding tokens that must agree, >= 1.
             prompt_length: The number of prompt tokens, which are not sampled.
         """
         assert window >= 1
@@ -290,21 +284,19 @@ class SequenceNoise:
 
     @property
     def is_coupled(self) -> bool:
-        """Return whether other sequences draw with the same noise where their texts agree."""
+        """Return whether other sequences are sampled with the same Gumbel noise at places where their texts agree."""
         return self._record.window > 0
 
     @property
     def num_counted(self) -> int:
-        """Return the number of tokens passed to ``advance``."""
+        """Return the number of tokens on which later Gumbel noise keys already depend, see ``advance``."""
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:
-        """Count the contexts of the new tokens of the text. O(new tokens * window).
+        """Update the state of shared noise with the new tokens of a sequence's text.
 
-        It cannot be undone. Text that may still be rejected is passed to ``keys`` alone.
-
-        Args:
-            context: The text so far, int32[n], which begins with the text of the last call.
+        This cannot be undone, so pass only accepted tokens. ``context`` begins with the text of the last call. O(new
+        tokens * window).
         """
         if not self._record.window or self._record.counted == len(context):
             return
@@ -317,29 +309,25 @@ class SequenceNoise:
 
     @staticmethod
     def seeded_keys(noises: Sequence[SequenceNoise], lengths: Sequence[int], width: int) -> UInt64:
-        """Return the keys of several sequences with seeded noise: uint64[B, width]. O(B * width).
+        """Return the Gumbel noise keys of several sequences with seeded noise, uint64[B, width].
 
-        They are the keys after each context and after ``width - 1`` tokens of a chain.
-
-        Args:
-            noises: The noise of each sequence.
-            lengths: The length of each context.
-            width: The number of keys per sequence.
+        For each sequence these are the keys after its context of the given length, and after ``width - 1`` draft
+        tokens.
         """
         requests = np.array([noise._record.request for noise in noises], np.uint64)
         keys: UInt64 = _seeded_keys(requests, np.array(lengths, np.int64), width)
         return keys
 
     def keys(self, context: TokenIds, tokens: TokenIds = _NO_TOKENS, parents: TokenIds | None = None) -> UInt64:
-        """Return the keys of the token after the context and of those after each draft token: uint64[1 + k].
+        """Return the Gumbel noise keys with which the tokens after the context and after each draft token are sampled.
 
-        O(k * (window + depth of the draft)), and O(window + k) more for each token of the context beyond the text of
-        the last ``advance``.
+        The result is uint64[1 + k]. O(k * (window + depth of the draft)), and O(window + k) more for each context token
+        since the last ``advance``.
 
         Args:
             context: The text so far, int32[n], which begins with the text of the last ``advance``.
             tokens: The draft tokens, int32[k].
-            parents: The parents of a tree, int32[k]; None for a chain.
+            parents: The parents of a draft tree, int32[k]; None for a chain.
         """
         keys: UInt64 = _keys(self.address, context, tokens, _NO_TOKENS if parents is None else parents)
         return keys

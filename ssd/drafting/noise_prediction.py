@@ -1,11 +1,11 @@
 """Predict the token that the target will sample, from its known Gumbel noise.
 
-A sampled token is ``argmax(log p + g)``. The noise g is a pure function of the token and of a key, which depends only
-on the seed and the position, or on the preceding text (`noise`). So the noise is known before the pass.
+A sampled token is ``argmax(log p + g)``. The noise g is a pure function of the token and of a key, which depends on the
+seed and the position, or on the preceding text (see `noise`). So g is known before the forward pass.
 
-Given the noise, a token with probability p is sampled with probability ``exp(-exp(-(log(p / (1 - p)) + g)))``, because
-the maximum of the other scores is Gumbel distributed (Maddison et al. 2014, section 3). If the recycling table holds
-the target's earlier top-k tokens, their scores with this noise are compared directly. The acceptance model learns how
+Given g, a token with probability p is sampled with probability ``exp(-exp(-(log(p / (1 - p)) + g)))``, because the
+maximum of the other tokens' scores is Gumbel distributed (Maddison et al. 2014, section 3). If the recycling table has
+the target's earlier top-k tokens, their scores ``log p + g`` are compared directly. The acceptance model learns how
 reliable either prediction is.
 """
 
@@ -49,17 +49,17 @@ from ssd.jit.addresses import (
 )
 
 NOT_LOOKED_UP: Final = -1
-"""The number of recycled tokens if the table was not read."""
+"""The value of ``RecycledTokens.count`` if the recycling table was not read."""
 
 
 class RecycledTokens(Record):
-    """The tokens of one entry of a `RecyclingTable`.
+    """The target's earlier top-k tokens after the same token or pair of tokens, read from a `RecyclingTable`.
 
     Attributes:
         count: The number of tokens; 0 if there is no entry, NOT_LOOKED_UP if the table was not read.
-        is_pair: Whether the entry is that of a pair of tokens.
+        is_pair: Whether a pair of tokens matched, not only the last token.
         tokens: The tokens, most probable first.
-        shares: The level of each token's share.
+        shares: The bucket of each token's share of the probability, see `share_level`.
     """
 
     count: Int64
@@ -70,13 +70,9 @@ class RecycledTokens(Record):
 
 @inlined
 def look_up_recycled(recycling_table: int, token_before_last: int, last_token: int, recycled: RecycledTokens) -> None:
-    """Read the entry after the last two tokens, or else the one after the last token. O(1).
+    """Read the target's earlier top-k tokens after the last two tokens, or else those after the last token.
 
-    Args:
-        recycling_table: The address of the table.
-        token_before_last: The token before the last one; NO_TOKEN if there is none.
-        last_token: The last token.
-        recycled: Receives the tokens.
+    ``recycling_table`` is the address of the table.
     """
     recycled.count = 0
     if last_token < 0:
@@ -97,7 +93,6 @@ def look_up_recycled(recycling_table: int, token_before_last: int, last_token: i
 
 @inlined
 def rank_of(recycled: RecycledTokens, token: int) -> int:
-    """Return the rank of a token in the entry; TOP_K if it is not there."""
     for rank in range(recycled.count):
         if recycled.tokens[rank] == token:
             return rank
@@ -105,17 +100,18 @@ def rank_of(recycled: RecycledTokens, token: int) -> int:
 
 
 VERDICTS: Final = 7
-"""The number of verdicts of the noise about a token.
+"""The number of verdicts that known Gumbel noise gives about a candidate token.
 
-0: there is no entry. 1: the token is not in the entry. In the entry, 2: its score is far below the best one; 3: close
-below it. The best score, with 4: a small, 5: a clear, 6: a large lead.
+A verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
+0: no top-k tokens are known. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the best.
+4, 5, 6: its score is the best with a small, clear or large lead.
 """
 
 NOISE_BUCKETS: Final = 8
-"""The number of buckets for the noise of a token."""
+"""The number of buckets for the Gumbel noise of a candidate token."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""The share that each level stands for."""
+"""A typical share of the top-k probability for each bucket of `share_level`, by which a score is computed."""
 
 assert len(TYPICAL_SHARE) == SHARES
 _LOG_SHARE: Final = np.log(TYPICAL_SHARE)
@@ -125,22 +121,18 @@ _BY_FAR: Final = 1.5
 
 
 class PositionNoise(Record):
-    """The Gumbel noise at one position of a draft.
+    """The Gumbel noise at one position of a draft, and the scores of tokens with it.
 
     Attributes:
         is_known: 1 if the target samples with known noise, else 0.
-        noise: The address of the request's `NoiseRecord`.
-        request: ``NoiseRecord.request``.
-        window: ``NoiseRecord.window``: 0 if keys depend on the position.
+        noise: The address of the request's `NoiseRecord`, from which ``request`` and ``window`` are copied.
         context: The text before the draft, int32[start].
-        start: The number of tokens in ``context``.
         temperature: The request's temperature.
-        key: The key of the position.
-        hashes: For noise that requests share, the hash of the last tokens at each node n, at index n + 1. See
-            `hash_behind`.
-        best: The rank of the recycled token with the greatest score.
-        lead: Its score minus that of the second; infinite if there is none.
-        scores: The scores of the recycled tokens: log share at the request's temperature, plus noise.
+        key: The noise key of the position.
+        hashes: For noise that requests share, the `hash_behind` each node n of the draft, at index n + 1.
+        best: The rank of the token with the greatest score among the target's earlier top-k tokens.
+        lead: The best score minus the second best; infinite if there is only one.
+        scores: For each of the earlier top-k tokens, its log probability at the request's temperature plus its noise.
     """
 
     is_known: Int64
@@ -159,15 +151,10 @@ class PositionNoise(Record):
 
 @inlined
 def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, depth: int) -> None:
-    """Set the key of the position after a node of the draft.
+    """Compute the Gumbel noise key of the position after a node of the draft; -1 is the end of the context.
 
-    O(1); for shared noise O(window + depth), and the positions on the path to the node must have been visited before.
-
-    Args:
-        position_noise: Receives the key.
-        out: The draft.
-        node: The node before the position; -1 for the end of the context.
-        depth: The number of draft tokens before the position.
+    For noise that requests share, it takes O(window + depth), and the positions on the path must have been visited
+    before.
     """
     if position_noise.window == 0:
         position_noise.key = key_at(position_noise.request, position_noise.start + depth)
@@ -177,10 +164,8 @@ def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, de
 
 @inlined
 def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
-    context, parents = (
-        int32_array(position_noise.context, position_noise.start),
-        out.parents[: MAX_DRAFT if out.is_tree else 0],
-    )
+    context = int32_array(position_noise.context, position_noise.start)
+    parents = out.parents[: MAX_DRAFT if out.is_tree else 0]
     found = hash_behind(position_noise.window, context, position_noise.start, out.tokens, parents, node)
     times, above = times_counted(noise_at(position_noise.noise), found), node
     while above >= 0:
@@ -192,7 +177,10 @@ def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int)
 
 @inlined
 def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> None:
-    """Score the recycled tokens as the target will if their probabilities are what they were. O(tokens)."""
+    """Compute the scores of the target's earlier top-k tokens with the noise of this position.
+
+    They are the target's scores if its probabilities have not changed.
+    """
     position_noise.best = 0
     second = -math.inf
     for rank in range(recycled.count):
@@ -210,9 +198,9 @@ def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> N
 
 @inlined
 def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank: int) -> int:
-    """Return what the noise says about the recycled token with this rank, 0..VERDICTS - 1. See `VERDICTS`.
+    """Return what known Gumbel noise says about a token of the target's earlier top k, see `VERDICTS`.
 
-    A rank of TOP_K stands for any other token.
+    ``rank`` is the token's rank; TOP_K stands for any other token.
     """
     if recycled.count <= 0:
         return 0
@@ -227,28 +215,27 @@ def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank:
 
 @inlined
 def noise_bucket(position_noise: PositionNoise, token: int) -> int:
-    """Return the bucket of a token's noise, 0..NOISE_BUCKETS - 1."""
+    """Return the bucket, 0..NOISE_BUCKETS - 1, of a candidate token's Gumbel noise at this draft position."""
     noise = gumbel_at(position_noise.key, token)
     return int(min(NOISE_BUCKETS - 1, max(0, int(2.0 * (noise + 1.0) + 1.0))))
 
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for the length of a run of correct cached samples."""
+"""The number of buckets for how many consecutive tokens before a position equal their cached sample."""
 
 _RUN_BUCKET_OF: Final = np.searchsorted([1, 2, 4, 8, 16], np.arange(17), side="right")
 
 
 class CachedSample(Record):
-    """The token that was sampled before with the key of a position.
+    """The token that an earlier request sampled with the same Gumbel noise key as a draft position.
 
     Attributes:
-        table: The address of the `SampleTable`; 0 if the request does not use one.
+        sample_cache: The address of the `SampleTable`; 0 if the request does not use one.
         token: The cached token; NO_TOKEN if the key is not in the table.
-        confirmed: How often in a row it was confirmed.
+        confirmed: How many times in a row the token was sampled again.
         run: The number of tokens right before the position, drafted ones included, that equal their cached sample.
         run_before: ``run`` at the end of the context.
-        tokens: The cached token after each node n of the draft, at index n + 1.
-        runs: ``run`` after each node n, at index n + 1.
+        tokens: The cached token after each node n of the draft, at index n + 1; ``runs`` holds ``run`` in the same way.
     """
 
     sample_cache: Address
@@ -262,18 +249,14 @@ class CachedSample(Record):
 
 @inlined
 def run_bucket(run: int) -> int:
-    """Return the bucket of a run's length, 0..RUN_BUCKETS - 1."""
     return int(_RUN_BUCKET_OF[min(run, 16)])
 
 
 @inlined
 def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
     sample = cached_sample_at(sample_table_at(cached_sample.sample_cache), position_noise.key)
-    cached_sample.token, cached_sample.confirmed, cached_sample.run = (
-        NO_TOKEN,
-        times_confirmed(sample),
-        cached_sample.run_before,
-    )
+    cached_sample.token, cached_sample.confirmed = NO_TOKEN, times_confirmed(sample)
+    cached_sample.run = cached_sample.run_before
     if sample != np.uint64(NO_SAMPLE):
         cached_sample.token = sampled_token(sample)
     if node >= 0:
@@ -286,16 +269,10 @@ def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, 
 def enter_node(
     cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int, depth: int
 ) -> None:
-    """Set the noise and the cached sample of the position after a node of the draft.
+    """Set the Gumbel noise and the cached sample (`CachedSample`) of the draft position after a node.
 
-    The positions on the path to it must have been visited before. O(depth) for shared noise, else O(1).
-
-    Args:
-        cached_sample: Receives the cached sample.
-        position_noise: Receives the noise.
-        out: The draft.
-        node: The node before the position; -1 for the end of the context.
-        depth: The number of draft tokens before the position.
+    ``node`` is -1 for the end of the context. The positions on the path to the node must have been visited before.
+    O(depth) for noise that requests share, else O(1).
     """
     if position_noise.is_known:
         set_noise_key(position_noise, out, node, depth)
@@ -305,21 +282,15 @@ def enter_node(
 
 @inlined
 def start_noise(params: DraftParams, position_noise: PositionNoise, cached_sample: CachedSample) -> None:
-    """Set the noise of a request at the start of a draft, and record its new tokens in the sample cache."""
-    position_noise.is_known, cached_sample.sample_cache, cached_sample.token = (
-        int(params.temperature > 0.0),
-        0,
-        NO_TOKEN,
-    )
+    """Set the Gumbel noise of a request at the start of a draft, and update the sample cache with its new tokens."""
+    position_noise.is_known = int(params.temperature > 0.0)
+    cached_sample.sample_cache, cached_sample.token = 0, NO_TOKEN
     if params.temperature <= 0.0:
         return
     noise = noise_at(params.noise)
     position_noise.noise, position_noise.request, position_noise.window = params.noise, noise.request, noise.window
-    position_noise.context, position_noise.start, position_noise.temperature = (
-        params.context,
-        params.context_length,
-        params.temperature,
-    )
+    position_noise.context, position_noise.start = params.context, params.context_length
+    position_noise.temperature = params.temperature
     if params.sample_cache != 0:
         learn_samples(params.sample_cache, params.noise, params.allow_caching == 1)
         cached_sample.sample_cache, cached_sample.run_before = params.sample_cache, noise.run_length

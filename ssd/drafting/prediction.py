@@ -1,7 +1,7 @@
-"""Follow the client's prediction of the output (OpenAI's predicted outputs).
+"""Draft from the client's prediction of the output (OpenAI's predicted outputs).
 
 The client sends text that most of the output will equal, such as the file to be edited. The output is compared with it
-token by token; after a difference, the position in the prediction is searched again.
+token by token; after a difference, the last output tokens are searched in the prediction again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""The distance from the expected position beyond which a match of a single token is ignored."""
+"""The distance from the expected position in the client's prediction beyond which a one-token match is ignored."""
 
 
 class PredictionCursor(Record):
-    """The position of the output in the client's prediction.
+    """The position in the client's predicted output that the output has reached.
 
     Attributes:
         position: The position in the prediction where the output is expected to continue.
-        match_length: The number of tokens before that position that match the output since the last difference.
+        match_length: The number of tokens before ``position`` that match the output since the last difference.
         num_compared: The length of the context that has been compared.
-        has_differed: Whether any output token differed from the prediction.
     """
 
     position: Int64
@@ -37,17 +36,16 @@ class PredictionCursor(Record):
 
 @inlined
 def reset_prediction(state: PredictionCursor, prompt_length: int) -> None:
-    """Start a request, whose output is expected to begin like the prediction."""
     state.position, state.match_length, state.num_compared, state.has_differed = 0, 0, prompt_length, 0
 
 
 @kernel
 def advance_prediction(state: PredictionCursor, prediction: TokenIds, context: TokenIds, hits: ScanHits) -> None:
-    """Compare the new tokens of the context with the prediction.
+    """Compare the new output tokens with the client's prediction, and find where the output continues in it.
 
-    After a difference, the position advances by one, as if one token was replaced, and the last tokens of the context
-    are searched in the whole prediction. The longest match wins; among equal ones the nearest to the old position.
-    O(new tokens), and O(prediction) more for each token that differs.
+    After a difference, the position advances by one token, as if one token was replaced, and the last tokens of the
+    context are searched in the whole prediction. The longest match wins; among equal ones the nearest to the old
+    position. O(new tokens), and O(prediction) more for each token that differs.
     """
     position, match_length = state.position, state.match_length
     for i in range(state.num_compared, len(context)):
@@ -71,7 +69,7 @@ def advance_prediction(state: PredictionCursor, prediction: TokenIds, context: T
 
 @inlined
 def predicted_token(params: DraftParams, prediction: PredictionCursor, depth: int) -> int:
-    """Return the predicted token at ``depth`` draft tokens after the context; NO_TOKEN after the prediction's end."""
+    """Return the token that the client predicts ``depth`` draft tokens after the context; NO_TOKEN if there is none."""
     position = prediction.position + depth
     return (
         int(int32_array(params.prediction, params.prediction_length)[position])

@@ -1,9 +1,9 @@
-"""Collect proposals that need no lookup in one tree: those of other drafters, and lookahead tokens.
+"""Collect the tokens proposed by other drafters, and lookahead tokens, in one tree.
 
 Lookahead tokens are those that the target sampled after a rejected draft token. Jacobi decoding (Santilli et al. 2023,
-arXiv 2305.10427) and lookahead decoding (Fu et al. 2024, arXiv 2402.02057) verify such tokens in the next pass; here
-they are proposals, which are scored together with all other candidates. A sampled lookahead token was drawn with the
-Gumbel noise of its position, which is the noise that the next pass uses there.
+arXiv 2305.10427) and lookahead decoding (Fu et al. 2024, arXiv 2402.02057) verify such tokens in the next forward pass;
+here they are scored together with all other candidates. A sampled lookahead token was drawn with the Gumbel noise of
+its position, which the next pass uses at this position too.
 """
 
 from __future__ import annotations
@@ -28,25 +28,22 @@ from ssd.jit.addresses import (
 )
 
 MAX_LOOKAHEAD: Final = 16
-"""The maximum number of lookahead tokens. They do not count against the limit of external proposals."""
+"""The maximum number of lookahead tokens, i.e. tokens that the target sampled after a rejected draft token."""
 
 PROPOSAL_ROOT: Final = 0
-"""The node at the end of the context."""
+"""The root of the tree of proposed tokens, which stands for the end of the context."""
 
 _MOST_NODES: Final = 1 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
 
 class ProposalTree(Record):
-    """The proposed tokens. Siblings are different tokens.
+    """The tree of tokens that other drafters propose after the context. Siblings are different tokens.
 
     Node PROPOSAL_ROOT stands for the end of the context. Every other node below ``count`` is a token.
 
     Attributes:
-        count: The number of nodes.
-        tokens: The token of each node.
-        kinds: The kind of drafter that gave the token its greatest probability.
-        probabilities: That probability: the drafter's estimate that the token is accepted, given that the tokens before
-            it are.
+        kinds: The kind of drafter that gave each token its greatest probability.
+        probabilities: The greatest acceptance probability that a drafter gave each token, given the tokens before it.
         first: The first child of each node; NO_TOKEN if there is none.
         next: The next sibling of each node; NO_TOKEN if there is none.
         numbers: Scratch, the node of each external proposal.
@@ -63,13 +60,12 @@ class ProposalTree(Record):
 
 @inlined
 def clear_tree(proposals: ProposalTree) -> None:
-    """Remove all proposals."""
     proposals.count, proposals.first[PROPOSAL_ROOT] = 1, NO_TOKEN
 
 
 @inlined
 def child_of(proposals: ProposalTree, node: int, token: int) -> int:
-    """Return the child of a node with the given token; NO_TOKEN if there is none. O(children).
+    """Return the child of a node of the proposal tree that holds ``token``; NO_TOKEN if there is none.
 
     The node may be NO_TOKEN, which has no children.
     """
@@ -81,16 +77,13 @@ def child_of(proposals: ProposalTree, node: int, token: int) -> int:
 
 @inlined
 def has_children(proposals: ProposalTree, node: int) -> bool:
-    """Return whether anything is proposed after a node; False for NO_TOKEN."""
+    """Return whether any token is proposed after a node of the proposal tree; False for NO_TOKEN."""
     return bool(node >= 0 and proposals.first[node] >= 0)
 
 
 @inlined
 def best_child(proposals: ProposalTree, node: int) -> int:
-    """Return the child with the greatest probability, the first of equal ones. O(children).
-
-    The node must have a child.
-    """
+    """Return the most probable of the tokens proposed after a node of the proposal tree, which must exist."""
     best = proposals.first[node]
     child = proposals.next[best]
     while child >= 0:
@@ -102,20 +95,10 @@ def best_child(proposals: ProposalTree, node: int) -> int:
 
 @inlined
 def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: float, kind: int) -> int:
-    """Add a token after a node and return its node. O(children).
+    """Add a proposed token after a node of the proposal tree and return its node; NO_TOKEN if it was ignored.
 
-    If several drafters propose the same token at the same place, the greatest probability counts; among equal ones the
-    first.
-
-    Args:
-        proposals: The tree.
-        parent: The node before the token. NO_TOKEN ignores the proposal.
-        token: The token. A negative number is ignored.
-        probability: The drafter's estimate. NaN counts as 0.
-        kind: The kind of the drafter.
-
-    Returns:
-        The node of the token; NO_TOKEN if it was ignored.
+    If several drafters propose the same token at the same place, the greatest probability counts. A token is ignored if
+    it is negative or if ``parent`` is NO_TOKEN. A ``probability`` of NaN counts as 0.
     """
     if parent < 0 or token < 0 or kind < 0 or kind >= NUM_PROPOSER_KINDS:
         return NO_TOKEN
@@ -141,7 +124,7 @@ def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: 
 def build_tree(
     proposals: ProposalTree, tokens: TokenIds, parents: TokenIds, probabilities: Float64s, kinds: TokenIds
 ) -> None:
-    """Fill the tree with the tokens of an `ExternalProposals`. O(tokens * children).
+    """Fill the proposal tree with the tokens of an `ExternalProposals`. O(tokens * children).
 
     A token whose parent does not come before it is ignored, and so are its descendants.
     """
@@ -157,23 +140,21 @@ def build_tree(
 
 
 _DRAFTED_PROBABILITY: Final = 0.7
-"""The probability given to a lookahead token that equals the draft token at its position.
+"""The initial acceptance probability of a lookahead token that equals the draft token at its position.
 
-The acceptance model learns how reliable it is.
+The acceptance model learns the actual probability.
 """
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
-"""The probability given to any other lookahead token."""
+"""The initial acceptance probability of a lookahead token that differs from the draft token at its position."""
 
 
 class Lookahead(Record):
-    """The tokens that the target sampled after the first rejected draft token of the last pass.
+    """The tokens that the target sampled after the first rejected draft token of a request's last forward pass.
 
     Attributes:
-        count: The number of tokens, one after another.
         before: The token before ``last``.
-        last: The token that the context then ended with; the lookahead tokens follow it.
-        tokens: The tokens.
+        last: The last token of the context after that pass; the lookahead tokens follow it.
         was_drafted: Whether each token equals the next draft token.
     """
 
@@ -186,7 +167,7 @@ class Lookahead(Record):
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the position of the input token after a node; NO_TOKEN at the end of the draft.
+    """Return the position of the draft token after ``node``; NO_TOKEN at the end of the draft.
 
     In a tree it is the child that equals ``token``, else the first child.
     """
@@ -206,18 +187,10 @@ def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: in
 def save_lookahead(
     lookahead: Lookahead, input_ids: Int64s, parents: Int64s, is_tree: bool, count: int, sampled_ids: Int64s, end: int
 ) -> None:
-    """Save the tokens that the target sampled after the first rejected token of one row.
+    """Save the tokens that the target sampled after the first rejected draft token of one row.
 
-    O(positions * MAX_LOOKAHEAD) for a tree, O(MAX_LOOKAHEAD) for a chain.
-
-    Args:
-        lookahead: Receives the tokens.
-        input_ids: The row's tokens in the pass, as in `ScoredPass`.
-        parents: The parents of a tree.
-        is_tree: Whether to use ``parents``.
-        count: The number of positions.
-        sampled_ids: The token that the target sampled at each position.
-        end: The last accepted position.
+    ``end`` is the last accepted position; ``parents`` is used only if ``is_tree``. O(positions * MAX_LOOKAHEAD) for a
+    tree, O(MAX_LOOKAHEAD) for a chain.
     """
     size, node = 0, NO_TOKEN
     if 0 <= end < count:
@@ -233,7 +206,7 @@ def save_lookahead(
 
 @inlined
 def propose_lookahead(lookahead: Lookahead, context: TokenIds, proposals: ProposalTree) -> None:
-    """Add the lookahead tokens to the tree, if the context ends as it did after the last pass."""
+    """Add the lookahead tokens to the proposal tree, if the context still ends with the tokens that they follow."""
     n = len(context)
     if lookahead.count == 0 or n < 2 or context[n - 1] != lookahead.last or context[n - 2] != lookahead.before:
         return
@@ -250,7 +223,7 @@ def propose_lookahead(lookahead: Lookahead, context: TokenIds, proposals: Propos
 
 @inlined
 def build_proposals(params: DraftParams, proposals: ProposalTree) -> None:
-    """Fill the tree with the external proposals of a request."""
+    """Fill the proposal tree with the tokens that other drafters propose for a request."""
     number = params.num_proposed
     if number == 0:
         clear_tree(proposals)

@@ -1,4 +1,4 @@
-"""Keep the state of one proposer, a drafter among several: failures, use now and then, latency and acceptance."""
+"""The state of one drafter among those that `HybridDrafter` combines: failures, latency, acceptance, next try."""
 
 from __future__ import annotations
 
@@ -13,25 +13,21 @@ from ssd.errors import reraise_exits
 
 
 class FaultIsolatingDrafter:
-    """Drafts for all requests at once; after a failure for each request alone, to find those that cause it.
+    """Calls a drafter for all requests at once, and after a failure for each request alone, to find the cause.
 
-    These get no draft until ``forget``. If all requests fail, the drafter is at fault. If there is only one request and
-    the drafter just worked for others, the request is.
+    A request that causes a failure gets no draft until ``forget``. If all requests fail, the drafter is at fault, and
+    its exception is raised. If the only request fails and the last call succeeded, the request is at fault.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_failures = 0
-        """Requests that the drafter failed for while it drafted for others."""
+        """The number of requests for which the drafter failed while it drafted for others."""
         self._drafter = drafter
         self._failing: set[str] = set()
         self._works = False  # whether its last call succeeded
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order.
-
-        Raises:
-            BaseException: What the drafter raises, if it fails for all requests.
-        """
+        """Return one draft for each request, in order; raise the drafter's exception if it fails for all requests."""
         if not self._failing:
             return self._propose(requests)
         is_included = [request.request_id not in self._failing for request in requests]
@@ -39,7 +35,7 @@ class FaultIsolatingDrafter:
         return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
     def forget(self, request_id: str) -> None:
-        """Forget that a request failed, because it has ended or starts anew."""
+        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
         self._failing.discard(request_id)
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -75,35 +71,32 @@ log = logging.getLogger(__name__)
 _MAX_SKIPPED: Final = 1024
 _FIRST_DEPTH: Final = 4.0
 _RECENT: Final = 0.1
-"""The weight of the latest observation in the running means of depths and times."""
+"""The weight of the latest observation in the running means of a drafter's draft depth and call time."""
 
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter whose latency matters. The latency of drafters without these methods is ignored."""
+    """A drafter whose latency must be weighed against its gain. Drafters without these methods count as free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the seconds to draft one more token for each of ``num_rows`` requests together; 0 if unknown."""
+        """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""
         ...
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the one-time cost, in seconds, of reading a context that the drafter has not followed."""
+        """Return the one-time cost, in seconds, of reading a context before the first draft for a request."""
         ...
 
 
 class ProposerState:
-    """The state of one drafter of several.
+    """The state of one of the drafters that a hybrid drafter combines.
 
     Attributes:
-        drafter: The drafter.
-        rates: The acceptance rates of its tokens.
-        marginal_gain: The accepted tokens that it added to the draft that was there.
-        forgone_gains: For each request whose context it has not read, the gain that was missed so far, in tokens.
-        depth: The running mean of its drafts' depth in tokens.
+        marginal_gain: The accepted tokens that the drafter added to the primary drafter's drafts.
+        forgone_gains: For each request whose context the drafter has not read, the gain missed so far, in tokens.
+        depth: The running mean of the depth of the drafter's drafts, in tokens.
         fixed_seconds: The running mean of the time of a call beyond that of its tokens.
-        kind: Its kind, as in `ExternalProposals`.
-        rows_since_use: The number of rows of all steps since it was used.
-        observer: The drafter, if it learns from the logits of a pass; else None.
+        rows_since_use: The number of rows of all steps since the drafter was used.
+        observer: The drafter, if it learns from the logits of a forward pass; else None.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -122,13 +115,13 @@ class ProposerState:
 
     @property
     def num_failures(self) -> int:
-        """Return the number of its failures, for all requests or for one."""
+        """Return the number of the drafter's failures, for all requests or for one."""
         return self._num_failures + self._isolated.num_failures
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request, in order; empty drafts if the drafter fails.
 
-        After the n-th failure in a row it is left out for 2^(n - 1) calls.
+        After the n-th consecutive failure, the drafter is not called for the next 2^(n - 1) times.
         """
         nothing = [EMPTY_DRAFT] * len(requests)
         if not requests:
@@ -147,17 +140,15 @@ class ProposerState:
         return drafts
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the seconds of one more token for each of ``num_rows`` requests together."""
         return 0.0 if self._costly is None else self._costly.seconds_per_token(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the seconds that it takes once before it can draft for a request."""
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether the gains forgone so far cover the cost of starting on a request.
+        """Return whether to start drafting for a request, because the gains forgone so far cover the one-time ``cost``.
 
-        If they do not, ``gain`` is added to them. Both are in tokens.
+        If they do not, ``gain`` is added to the forgone gains. Both are in tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:
@@ -166,28 +157,20 @@ class ProposerState:
         return False
 
     def record_depth(self, depth: int) -> None:
-        """Record the depth of a draft."""
         self.depth += _RECENT * (depth - self.depth)
 
     def record_latency(self, seconds: float, num_rows: int, depth: int) -> None:
-        """Record the time of a call.
-
-        Args:
-            seconds: The time.
-            num_rows: The number of requests.
-            depth: The greatest depth of their drafts.
-        """
+        """Record that drafting for ``num_rows`` requests took ``seconds``; the deepest draft has ``depth`` tokens."""
         known = depth * self.seconds_per_token(num_rows)
         if known:
             fixed = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
             self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
-        """Forget that a request failed, because it has ended or starts anew."""
+        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
         self._isolated.forget(request_id)
 
     def finish(self, request_id: str) -> None:
-        """Tell the drafter that a request has ended, and count a failure if that fails."""
         self.rates.forget(request_id)
         self.forgone_gains.pop(request_id, None)
         self.forget(request_id)
@@ -198,7 +181,7 @@ class ProposerState:
             self.count_failure()
 
     def count_failure(self) -> None:
-        """Count a failure that is being handled, and log the 1st, 2nd, 4th, 8th, ... one."""
+        """Count the exception that is being handled, and log it if it is the 1st, 2nd, 4th, 8th, ... one."""
         self._num_failures += 1
         self._failures_in_a_row += 1
         if self._num_failures.bit_count() == 1:
@@ -206,22 +189,19 @@ class ProposerState:
 
 
 PROBE_INTERVAL = 512
-"""The minimum number of rows between two probes of a proposer that has not been worth its cost."""
+"""The minimum number of rows between two tries of a drafter that has not been worth its cost."""
 
 _PROBE_SHARE = 0.005
-"""The maximum cost of probes, in output tokens per row and step."""
+"""The maximum cost of trying drafters that are not worth their cost, in output tokens per row and step."""
 
 
 def pick_probe(
     proposer: ProposerState, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
 ) -> int | None:
-    """Return the row of a step for which to probe a proposer that was not worth its cost; None for none.
+    """Return the row of a step for which to try a drafter again that was not worth its cost; None for none.
 
-    Args:
-        proposer: The proposer.
-        num_rows: The number of rows of the step.
-        num_used: The number of rows for which the step used the proposer.
-        costs: Returns the cost of a probe in output tokens for each possible row. It is called only if a probe is due.
+    The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a try in
+    output tokens for each possible row; it is called only if a try is due.
     """
     proposer.rows_since_use = 0 if num_used else proposer.rows_since_use + num_rows
     if proposer.rows_since_use < PROBE_INTERVAL:

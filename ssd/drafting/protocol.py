@@ -18,18 +18,18 @@ if TYPE_CHECKING:  # because it imports a tokenizer library
     from ssd.text.grammar import GrammarState
 
 HEAD: Final = 0
-"""Proposals come from a draft head, which reads the target's hidden states."""
+"""The kind of proposals by a draft head, which reads the target's hidden states."""
 
 MODEL: Final = 1
-"""Proposals come from a draft model."""
+"""The kind of proposals by a draft model."""
 
 LOOKAHEAD: Final = 2
-"""Proposals come from the target itself: tokens that it sampled after a rejected draft token (lookahead)."""
+"""The kind of proposals by the target itself: tokens that it sampled after a rejected draft token (lookahead)."""
 
 NUM_PROPOSER_KINDS: Final = 3
 
 MAX_PROPOSED_TOKENS: Final = 64
-"""The maximum number of external proposals for one draft. Further ones are ignored."""
+"""The maximum number of tokens that other drafters may propose for one draft. Further tokens are ignored."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,9 +127,9 @@ class Draft:
     path: npt.NDArray[np.int32] | None = None
 
     def path_probabilities(self) -> npt.NDArray[np.float64]:
-        """Return the estimated probability of each token that it and all tokens before it are accepted: float64[k].
+        """Return for each token the estimated probability that it and all tokens before it are accepted: float64[k].
 
-        The draft must have estimates. O(k).
+        The draft must have estimates.
         """
         # A loop, because drafts are short: it takes less time than two calls of numpy.
         assert self.probabilities is not None
@@ -140,11 +140,10 @@ class Draft:
         return np.array(products)
 
     def parents_of_all(self) -> list[int]:
-        """Return the index of the token before each token, -1 for the context; for chains too. O(k)."""
+        """Return the index of the token before each draft token, -1 for the context; for chains too."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
 
     def cut(self, length: int) -> Draft:
-        """Return the draft shortened to its first ``length`` tokens."""
         if length >= len(self.token_ids):
             return self
         estimates = None if self.probabilities is None else self.probabilities[:length]
@@ -157,16 +156,14 @@ EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen, because one is created per row and step
 class SamplingRow:
-    """The sampling parameters of a request, together with the text that its next tokens are sampled for.
+    """The sampling parameters of a request, together with the text after which its next tokens are sampled.
 
     Attributes:
-        params: The client's sampling parameters.
         noise: The Gumbel noise that the target samples with, and that drafters should sample with. All rows of a
             request share this object.
         forbidden_ids: The tokens that ``min_tokens`` forbids.
         context: The prompt and the output so far, int32[n].
-        prompt_length: The number of prompt tokens in ``context``.
-        draft: The draft tokens that the pass verifies after the context.
+        draft: The draft tokens that the forward pass verifies after the context.
         grammar: The state of the grammar at the end of ``context``. None without a grammar, and for a tree.
     """
 
@@ -180,12 +177,10 @@ class SamplingRow:
 
     @property
     def prompt(self) -> TokenIds:
-        """Return a view of the prompt."""
         return self.context[: self.prompt_length]
 
     @property
     def output(self) -> TokenIds:
-        """Return a view of the output so far."""
         return self.context[self.prompt_length :]
 
     @property
@@ -194,13 +189,12 @@ class SamplingRow:
         return 1 + len(self.draft.token_ids)
 
     def noise_keys(self) -> UInt64:
-        """Return the key of the Gumbel noise for each token to sample: uint64[width]."""
+        """Return the Gumbel noise key of each token to sample: uint64[width]."""
         return self.noise.keys(self.context, self.draft.token_ids, self.draft.parents)
 
     def with_text(
         self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
     ) -> SamplingRow:
-        """Return the same sampling parameters for another text."""
         return SamplingRow(
             params=self.params,
             noise=self.noise,
@@ -249,17 +243,17 @@ class ScoredPass:
 
 @runtime_checkable
 class ScoreObserver(Protocol):
-    """A drafter that learns from the logits of a pass, not only from the accepted tokens."""
+    """A drafter that learns from the target's logits, not only from the accepted tokens."""
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Record what the next draft needs from a pass.
+        """Record from a forward pass's logits and sampled tokens what the next draft needs.
 
         The engine calls it before ``observe`` for the rows of the pass.
         """
         ...
 
     def learn_scores(self, scored: ScoredPass) -> None:
-        """Learn from a pass that was passed to ``observe_scores``.
+        """Learn from the logits of a forward pass that was passed to ``observe_scores``.
 
         The engine calls it later, while a GPU computes the next pass.
         """
@@ -267,7 +261,7 @@ class ScoreObserver(Protocol):
 
 
 class Drafter(Protocol):
-    """An object that proposes drafts.
+    """Proposes draft tokens for requests; the interface that an engine calls.
 
     The target verifies every token, so a bad draft costs time but never changes the output.
     """
@@ -277,7 +271,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn how many tokens of ``draft`` the target accepted; of a tree, ``draft.path`` holds which."""
+        """Learn how many tokens of ``draft`` the target accepted; for a tree, ``draft.path`` holds their indices."""
         ...
 
     def finish(self, request_id: str) -> None:
@@ -289,11 +283,8 @@ class NoDrafter:
     """A drafter that proposes nothing, for decoding without speculation."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return an empty draft for each request."""
         return [EMPTY_DRAFT] * len(requests)
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Do nothing."""
+    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None: ...
 
-    def finish(self, request_id: str) -> None:
-        """Do nothing."""
+    def finish(self, request_id: str) -> None: ...

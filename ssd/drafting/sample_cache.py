@@ -1,9 +1,9 @@
 """Cache the token that was sampled with each key of shared Gumbel noise, per namespace.
 
 Requests that share their noise (coupled sampling) sample the same token with the same key as often as their
-distributions allow (Daliri, Musco, Suresh 2024, arXiv 2408.07978). A key also stands for the last tokens of the text
-and for how often they have occurred. So what one request of a stream sampled is what the next one will sample, for as
-long as their texts agree.
+distributions allow (Daliri, Musco, Suresh 2024, arXiv 2408.07978). A key also identifies the last tokens of the text
+and how often they have occurred. So the tokens sampled in one request are good drafts for the next request of the
+stream, for as long as their texts agree.
 
 The table consists of buckets of one cache line each, so a lookup waits for memory once. An entry holds 38 bits of its
 key. A lookup in a full table confuses two keys once in 250,000 times; the target verifies the draft in any case.
@@ -36,13 +36,13 @@ BUCKET_SIZE: Final = 8
 FIRST_BUCKETS: Final = 1 << 13
 
 MAX_BUCKETS: Final = 1 << 17
-"""The maximum number of buckets, 8 MB.
+"""The maximum number of hash buckets of a namespace's sample cache, 8 MB.
 
 A new table has FIRST_BUCKETS, 0.5 MB. A full bucket drops the entry with the fewest confirmations.
 """
 
 GROWTH: Final = 4
-"""The factor by which a table grows once half of its entries are used."""
+"""The factor by which a sample cache grows once half of its entries are used."""
 
 MAX_CONFIRMED: Final = 3
 _TOKEN_BITS: Final = 24
@@ -52,15 +52,11 @@ NO_SAMPLE: Final = 0
 
 
 class SampleTable(Record):
-    """The table of one namespace.
+    """The hash table of one namespace's sample cache, from Gumbel noise key to sampled token.
 
     The lowest 24 bits of an entry are the token, the next two bits count how often in a row it was confirmed, and the
-    others are the lowest 38 bits of the key, which also select the bucket. 0 is an empty entry.
-
-    Attributes:
-        num_buckets: The number of buckets, a power of two.
-        num_entries: The number of entries in use.
-        entries: uint64[num_buckets, BUCKET_SIZE], aligned to a cache line.
+    others are the lowest 38 bits of the key, which also select the bucket. 0 is an empty entry. ``entries`` is the
+    address of uint64[num_buckets, BUCKET_SIZE], aligned to a cache line; ``num_buckets`` is a power of two.
     """
 
     num_buckets: Int64
@@ -73,19 +69,16 @@ sample_table_at = view_of(SampleTable)
 
 @inlined
 def _known_by(key: UInt) -> UInt:
-    """Return the bits of a key that its entry holds; never 0."""
     return max(key & np.uint64((1 << _KEY_BITS) - 1), np.uint64(1))
 
 
 @inlined
 def _first_of(table: SampleTable, known_by: UInt) -> int:
-    """Return the index of the first entry of a key's bucket."""
     return int(np.int64(known_by & np.uint64(table.num_buckets - 1)) * BUCKET_SIZE)
 
 
 @inlined
 def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
-    """Return the index of a key's entry in its bucket; -1 if there is none. O(BUCKET_SIZE)."""
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] >> np.uint64(_KEY_AT) == known_by:
             return place
@@ -94,7 +87,7 @@ def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
 
 @inlined
 def cached_sample_at(table: SampleTable, key: UInt) -> UInt:
-    """Return the entry of a key; NO_SAMPLE if there is none. O(1)."""
+    """Return the sample cache's entry for a Gumbel noise key; NO_SAMPLE if there is none."""
     known_by = _known_by(key)
     entries = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     place = _place_of(entries, _first_of(table, known_by), known_by)
@@ -103,30 +96,28 @@ def cached_sample_at(table: SampleTable, key: UInt) -> UInt:
 
 @inlined
 def sampled_token(sample: UInt) -> int:
-    """Return the token of an entry."""
     return int(np.int64(sample & np.uint64((1 << _TOKEN_BITS) - 1)))
 
 
 @inlined
 def times_confirmed(sample: UInt) -> int:
-    """Return how often in a row the token of an entry was sampled again, 0..MAX_CONFIRMED."""
+    """Return how many times in a row the token of a sample-cache entry was sampled again, 0..MAX_CONFIRMED."""
     return int(np.int64((sample >> np.uint64(_TOKEN_BITS)) & np.uint64(MAX_CONFIRMED)))
 
 
 @inlined
 def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> int:
-    """Return the index where a new entry may be written in a bucket.
+    """Return the index in a bucket of the sample cache at which to write a new entry.
 
-    If the bucket is full, it is that of an entry without confirmations; if there is none, each entry loses one
-    confirmation.
+    In a full bucket it is that of an entry without confirmations. If there is none, each entry loses one confirmation,
+    and one of them is replaced.
     """
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] == np.uint64(NO_SAMPLE):
             table.num_entries += 1
             return place
-    begin = int(
-        np.int64(key >> np.uint64(_KEY_BITS)) % BUCKET_SIZE
-    )  # the first entry to look at, so that none is preferred
+    # The first entry to look at depends on the key, so that no entry is preferred.
+    begin = int(np.int64(key >> np.uint64(_KEY_BITS)) % BUCKET_SIZE)
     for i in range(BUCKET_SIZE):
         place = first + (begin + i) % BUCKET_SIZE
         if times_confirmed(entries[place]) == 0:
@@ -138,7 +129,10 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
 
 @inlined
 def _enter(table: SampleTable, key: UInt, token: int) -> None:
-    """Record that a token was sampled with a key. Token ids of more than 24 bits are ignored. O(1)."""
+    """Record in the sample cache that ``token`` was sampled with a Gumbel noise key.
+
+    Token ids of more than 24 bits are ignored.
+    """
     if token < 0 or token >= 1 << _TOKEN_BITS:
         return
     known_by = _known_by(key)
@@ -154,14 +148,10 @@ def _enter(table: SampleTable, key: UInt, token: int) -> None:
 
 @kernel
 def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -> None:
-    """Record the tokens that a request sampled since the last call, and count how many of them in a row were cached.
+    """Add the tokens that a request sampled since the last call to its namespace's sample cache.
 
-    O(new tokens).
-
-    Args:
-        table_address: The address of the `SampleTable`.
-        noise_address: The address of the request's `NoiseRecord`.
-        allow_caching: Whether to insert the tokens. If not, they are only compared.
+    It also counts how many of the latest tokens in a row equal their cached sample. Without ``allow_caching``, the
+    tokens are only compared.
     """
     table, noise = sample_table_at(table_address), noise_at(noise_address)
     drawn, known = drawn_tokens(noise), num_drawn(noise)
@@ -177,7 +167,6 @@ def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -
 
 @kernel
 def _spread(entries: UInt64s, grown: int) -> None:
-    """Copy entries into the empty table at an address, which has at least as many buckets."""
     table = sample_table_at(grown)
     places = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     for entry in entries:
@@ -189,7 +178,6 @@ def _spread(entries: UInt64s, grown: int) -> None:
 
 
 def warm_up() -> None:
-    """Compile the kernels, so that the first request does not have to."""
     table, noise = SampleCache(), SequenceNoise.coupled(0, 0, prompt_length=0)
     noise.advance(np.zeros(1, np.int32))
     learn_samples(table.address, noise.address, True)
@@ -197,22 +185,24 @@ def warm_up() -> None:
 
 
 class SampleCache:
-    """The table of one namespace. ``address`` is that of its `SampleTable`, which never moves."""
+    """A cache of the tokens that requests of one namespace sampled, keyed by the Gumbel noise that the requests share.
+
+    ``address`` is that of its `SampleTable`, for numba kernels. It never changes.
+    """
 
     def __init__(self) -> None:
-        """Create a table with FIRST_BUCKETS buckets."""
         self._memory = Records(SampleTable)
         self._table, self.address = self._memory[0], self._memory.address
         self._make_buckets(FIRST_BUCKETS)
 
     def make_room(self) -> None:
-        """Grow the table if it is half full and not at its maximum size. O(entries) if it grows."""
+        """Enlarge the sample cache's hash table if it is half full and below its maximum size."""
         table = self._table
         if 2 * table.num_entries > BUCKET_SIZE * table.num_buckets and table.num_buckets < MAX_BUCKETS:
             self.spread(GROWTH * table.num_buckets)
 
     def spread(self, num_buckets: int) -> None:
-        """Redistribute the entries over ``num_buckets`` buckets, a power of two, not fewer. O(buckets)."""
+        """Redistribute the sample cache's entries over ``num_buckets`` hash buckets, not fewer than before."""
         before = self._entries
         self._make_buckets(num_buckets)
         _spread(before, self.address)
@@ -225,10 +215,10 @@ class SampleCache:
 
 
 class NamespaceSampleCaches:
-    """Sample caches by namespace, 128 MB at most. Not thread-safe: owned by the drafter's thread.
+    """The sample caches of all namespaces, 128 MB at most. Not thread-safe: owned by the drafter's thread.
 
-    A request with shared noise drafts from the cache of its namespace. One that does not allow caching adds nothing to
-    it. Nothing is stored on disk.
+    A request with shared Gumbel noise drafts from the sample cache of its namespace. A request that does not allow
+    caching adds nothing to it. Nothing is stored on disk.
     """
 
     def __init__(self) -> None:
@@ -236,13 +226,14 @@ class NamespaceSampleCaches:
         self._running: dict[str, tuple[SequenceNoise, LearnedState, bool]] = {}
 
     def begin_pass(self) -> None:
-        """Count a call of the drafter."""
+        """Count a call of the drafter, by which the age of unused sample caches is measured."""
         self._tables.begin_pass()
 
     def of(self, request: DraftRequest) -> int:
-        """Return the address of the table that a request drafts from; 0 for none. O(1).
+        """Return the address of the sample cache that a request drafts from; 0 for none.
 
-        It is valid until the next call of ``begin_pass`` or ``ended``. The request's noise is kept alive until it ends.
+        The address is valid until the next call of ``begin_pass`` or ``ended``. The request's noise is kept alive until
+        it ends.
         """
         sampling, learned = request.sampling, request.learned
         if sampling is None or learned is None or not sampling.noise.is_coupled:
@@ -252,7 +243,7 @@ class NamespaceSampleCaches:
         return 0 if table is None else table.address
 
     def ended(self, request_id: str) -> None:
-        """Record the last tokens of a request that has ended, and drop its state."""
+        """Add the last tokens of a request that has ended to its sample cache, and drop the request's state."""
         found = self._running.pop(request_id, None)
         if found is None:
             return

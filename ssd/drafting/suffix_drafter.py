@@ -1,4 +1,7 @@
-"""Draft from matches in the context and in the cache together with all other proposals: the default drafter."""
+"""The default drafter: draft from matches of the context's end in the context itself and in the retrieval cache.
+
+Other drafters' proposals, token recycling and lookahead tokens are further candidates.
+"""
 
 from __future__ import annotations
 
@@ -51,21 +54,22 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """The scratch memory of one drafter. It grows and never shrinks. ``address`` is that of its `DraftScratch`."""
+    """The scratch memory of one drafter, which grows and never shrinks.
+
+    ``address`` is that of its `DraftScratch`, for numba kernels.
+    """
 
     def __init__(self) -> None:
         self._memory = Records(DraftScratch)
         self._scratch, self.address = self._memory[0], self._memory.address
-        self._patterns, self._samples = (
-            np.zeros(PATTERNS_BYTES, np.uint8),
-            Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS),
-        )
+        self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
+        self._samples = Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS)
         self._scratch.lookups.patterns = address(self._patterns)
         self._scratch.samples_of_lookups = self._samples.address
         self._allocate_lanes(32)
 
     def reserve(self, snapshot: Snapshot) -> None:
-        """Grow, if the snapshot has more segments than any before."""
+        """Grow the scratch memory if the snapshot has more segments than any before."""
         if len(snapshot.segments) > len(self._lanes):
             self._allocate_lanes(2 * len(snapshot.segments))
 
@@ -76,27 +80,19 @@ class Workspace:
 
 
 class RequestRow:
-    """The `DraftRow` of a request, from its first draft to its end.
+    """The drafter's state of one request, from its first draft to its end.
 
     Attributes:
-        record: The `DraftRow`.
-        address: Its address.
+        record: The `DraftRow`, which numba kernels read and write; in the caller's memory if a record is given.
         references: The arrays that the record points to, which must be kept alive.
-        owns_memory: Whether this object allocated the record.
         learned: The learned models of the request's namespace.
-        verified: The number of tokens of the last draft that were verified, and the accepted ones: their number, or
-            their indices in a tree. None if nothing is known.
+        verified: The outcome of the last draft: the number of verified tokens, and the number of accepted ones or, for
+            a tree, their indices. None if nothing is known.
     """
 
     __slots__ = ("address", "learned", "owns_memory", "record", "references", "verified")
 
     def __init__(self, record: DraftRow | None = None, at: int = 0) -> None:
-        """Use the caller's memory, or allocate some.
-
-        Args:
-            record: The caller's record; None allocates one.
-            at: The address of the caller's record.
-        """
         self.references: object = None
         self.owns_memory = record is None
         if record is None:
@@ -108,7 +104,7 @@ class RequestRow:
 
 
 def draft_of(record: Any) -> Draft:
-    """Return a `DraftRecord` as an object."""
+    """Convert a `DraftRecord`, as numba kernels write it, to a `Draft`."""
     size = record.size
     if size == 0:
         return EMPTY_DRAFT
@@ -119,14 +115,10 @@ def draft_of(record: Any) -> Draft:
 
 
 class NamespaceGroup(NamedTuple):
-    """The requests of one namespace, which are drafted for from one snapshot.
+    """The requests of one namespace, which are drafted for from one snapshot of its retrieval cache.
 
-    Attributes:
-        snapshot: The snapshot of the namespace's index.
-        learned: The learned models of the namespace.
-        rows: The addresses of the requests' `DraftRow`.
-        with_own_tables: Those requests that need tables of their own: requests with shared noise, and requests without
-            a namespace.
+    ``rows`` are the addresses of their `DraftRow` records. ``with_own_tables`` are those requests that need tables of
+    their own, because they share Gumbel noise or have no namespace.
     """
 
     snapshot: Snapshot | None
@@ -143,16 +135,13 @@ def _set_group(rows: Int64s, snapshot: int, model: int, recycling_table: int) ->
 
 
 def _temperature_bucket(temperature: float) -> int:
-    """Return the bucket of a temperature, see `DraftParams`."""
     return 0 if temperature <= 0.0 else (1 if temperature <= _LOW_TEMPERATURE else 2)
 
 
 def as_kernel_array(context: TokenIds) -> TokenIds:
-    """Return ``context`` as kernels read it: itself, or a copy.
+    """Return ``context`` as numba kernels read it: itself, or a contiguous and writable int32 copy.
 
     Ids that int32 cannot hold become -1, which is no token.
-
-    Read-only arrays are copied too, because the kernels are compiled for one kind of array.
     """
     if context.dtype is not _INT32 or not context.flags.carray:
         context = as_context(context)
@@ -163,33 +152,29 @@ def as_kernel_array(context: TokenIds) -> TokenIds:
 
 
 def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """Return the match lengths as kernels take them; the minimum is at least 1.
-
-    Raises:
-        ConfigError: If ``max_match_length`` is not within 1..256.
-    """
+    """Return the maximum and minimum match length to use. Raises ConfigError if the maximum is not in 1..256."""
     if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
         raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
     return max_match_length, max(1, min_match_length)
 
 
 class SuffixDrafter:
-    """Drafts the most probable continuation, as long as the expected gain exceeds the cost.
+    """Drafts the most probable continuation of a text, as long as the expected gain exceeds the cost.
 
-    The end of the context is looked up in the context itself, in the recent text and in the segments of the cache, at
-    up to ``max_match_length`` tokens and at a few shorter lengths; a client's prediction is followed too. All matches
-    vote for the next token, and the acceptance model estimates each candidate's probability of acceptance. The draft
-    takes the most probable candidate and continues with the matches that agree. It ends when the probability that all
-    of it is accepted falls below the cost of one more token: of all lengths, this one has the greatest expected
-    accepted tokens minus cost. A tree is grown in the same way, best first, from all candidates.
+    The end of the context is looked up in the context itself, in the cache's recent text and in its segments, at up to
+    ``max_match_length`` tokens and at a few shorter lengths. All matches vote for the next token, and the acceptance
+    model estimates each candidate's acceptance probability. The draft takes the most probable candidate and continues
+    with the matches that agree. It ends when the probability that all of it is accepted falls below the cost of one
+    more token, which is the length with the greatest expected accepted tokens minus cost. A tree is grown in the same
+    way, best first, from all candidates.
 
-    Further candidates are the request's external proposals, the target's earlier top-k tokens (token recycling), the
-    tokens it sampled after a rejected token (lookahead), and for shared noise the cached sample. If all matches have
-    ended, the end of the draft is looked up again.
+    Further candidates are the client's predicted output, the tokens that other drafters propose, the target's earlier
+    top-k tokens (token recycling), tokens that the target sampled after a rejected token (lookahead), and tokens
+    sampled before with the same Gumbel noise. If all matches have ended, the end of the draft is looked up again.
 
-    The acceptance model belongs to the namespace. It learns from every token whose outcome is known, drafted or not.
-    The drafter is deterministic given its calls, and owned by one thread. Its work is bounded: at most 112 matches are
-    read per request, see `lookup.sample_matches`.
+    The acceptance model belongs to the namespace. It learns from every candidate whose outcome is known, drafted or
+    not. The drafter is deterministic given its calls, and owned by one thread. At most 112 matches are read per
+    request.
     """
 
     def __init__(
@@ -227,14 +212,11 @@ class SuffixDrafter:
         self._spare: list[RequestRow] = []  # of ended requests, for reuse: new memory takes longer than a draft
 
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
-        """Return the acceptance model of a namespace; for None, that of all requests without a namespace."""
+        """Return the acceptance model of a namespace; all requests without a namespace share one model."""
         return self._models.of(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order.
-
-        A request's last draft is learned from before the next one is drafted for.
-        """
+        """Learn from the outcome of each request's last draft, and return one new draft for each request, in order."""
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()
         references, addresses, records = list[object](), list[int](), list[DraftRow]()
@@ -251,12 +233,10 @@ class SuffixDrafter:
         return [draft_of(record.draft) for record in records]
 
     def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestRow:
-        """Start to keep the state of a request.
+        """Allocate the drafter's state of a request, before its first draft.
 
-        Args:
-            request: The request.
-            record: The caller's memory for it, if there is some. Its constant parameters are then written.
-            at: The address of that memory.
+        ``record`` is memory of the caller for the state, at address ``at``, and receives the request's constant
+        parameters.
         """
         if len(self._rows) >= _MAX_REQUESTS:
             self._rows.clear()
@@ -268,11 +248,10 @@ class SuffixDrafter:
         return row
 
     def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
-        """Draft for rows that were given to ``start_request`` and whose ``params`` name limit and cost.
+        """Draft for requests whose rows were passed to ``start_request`` and have their limit and cost in ``params``.
 
-        Args:
-            rows: The addresses of their `DraftRow`.
-            groups: The groups that contain these rows, and maybe others.
+        ``rows`` are the addresses of their `DraftRow` records. ``groups`` must contain these rows, and may contain
+        others.
         """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()
@@ -286,13 +265,11 @@ class SuffixDrafter:
         recycling_table = 0 if self._recycling is None or learned is None else self._recycling.of(learned, "")
         _set_group(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
         for request, row in group.with_own_tables:
-            row.params.recycling_table, row.params.sample_cache = (
-                self._recycling_table_of(request),
-                self._sample_cache_of(request),
-            )
+            row.params.recycling_table = self._recycling_table_of(request)
+            row.params.sample_cache = self._sample_cache_of(request)
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
-        """Write all parameters of a request, and return the arrays that must be kept alive until the kernel returns."""
+        """Write the parameters of a request's draft, and return the arrays to keep alive until the kernel returns."""
         params, context, token_costs = row.params, as_kernel_array(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.reserve(snapshot)
@@ -313,19 +290,15 @@ class SuffixDrafter:
         return context, snapshot, token_costs, held
 
     def _write_constant_params(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
-        """Write the parameters that stay the same in all steps, and reset the others.
+        """Write the draft parameters that stay the same in all steps of a request, and reset the others.
 
         Returns:
-            The arrays that must be kept alive.
+            The arrays that the parameters point to, which must be kept alive.
         """
-        params.num_token_costs = params.prediction_length = params.num_proposed = params.recycling_table = (
-            params.sample_cache
-        ) = 0
-        params.prompt_length, params.no_lookup, params.allow_caching = (
-            request.prompt_length,
-            not self._uses_retrieval,
-            request.allow_caching,
-        )
+        params.num_token_costs = params.prediction_length = params.num_proposed = 0
+        params.recycling_table = params.sample_cache = 0
+        params.prompt_length, params.allow_caching = request.prompt_length, request.allow_caching
+        params.no_lookup = not self._uses_retrieval
         params.temperature_bucket, params.temperature, params.noise = 0, 0.0, 0
         sampling, prediction = request.sampling, request.prediction
         if sampling is not None:
@@ -339,11 +312,9 @@ class SuffixDrafter:
         return sampling, prediction
 
     def _recycling_table_of(self, request: DraftRequest) -> int:
-        """Return the address of a request's recycling table; 0 for none."""
         return 0 if self._recycling is None else self._recycling.of(request.learned, request.request_id)
 
     def _sample_cache_of(self, request: DraftRequest) -> int:
-        """Return the address of a request's sample cache; 0 for none."""
         return 0 if self._sample_caches is None else self._sample_caches.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
@@ -361,15 +332,15 @@ class SuffixDrafter:
             )
 
     def learn_scores(self, scored: ScoredPass) -> None:
-        """Learn the target's top-k tokens at every position of a pass."""
+        """Store the target's top-k tokens at every position of a forward pass, for token recycling."""
         if self._recycling is not None:
             self._recycling.learn(scored)
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Record how many draft tokens were accepted.
+        """Record how many tokens of a request's draft were accepted.
 
-        The acceptance model learns from this number when the request ends, and before that from the context of the next
-        step.
+        The acceptance model learns from this number when the request ends; before that, it learns from the context of
+        the next step.
         """
         row = self._rows.get(request_id)
         if draft is EMPTY_DRAFT or row is None:  # nothing was drafted in this step
@@ -399,11 +370,10 @@ class SuffixDrafter:
             self._sample_caches.ended(request_id)
 
     def publish(self) -> None:
-        """Publish what was learned in each namespace's ``learned``, for other threads and the next process."""
+        """Publish copies of all acceptance models, for other threads and the next process."""
         self._models.publish()
 
     def warm_up(self) -> None:
-        """Compile the kernels, so that the first request does not have to."""
         request = DraftRequest("", np.zeros(2, np.int32), 2, None, 1)
         draft = self.propose([request])[0]
         _set_group(np.zeros(0, np.int64), 0, 0, 0)
@@ -414,7 +384,7 @@ class SuffixDrafter:
 
 
 def _write_proposals(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
-    """Write external proposals, and return the arrays that must be kept alive."""
+    """Write the tokens that other drafters propose to the draft parameters, and return the arrays to keep alive."""
     tokens, parents, kinds = (
         as_kernel_array(each[:MAX_PROPOSED_TOKENS])
         for each in (proposals.token_ids, proposals.parents, proposals.kinds)

@@ -1,9 +1,9 @@
-"""Keep the target's most probable next tokens (top-k) after single tokens and after pairs of tokens.
+"""Token recycling: draft the target's earlier top-k next tokens after single tokens and after pairs of tokens.
 
-Token recycling (Luo et al. 2024, arXiv 2408.08696, section 3.1): every position of a pass has logits, also positions of
-rejected draft tokens. Their top-k tokens are drafted when the same token comes again, which drafts text that was never
-generated before. The paper keeps one entry per token; here there is another one per pair of tokens, which is more
-specific and known less often.
+Every position of a forward pass has logits, also the positions of rejected draft tokens. Their top-k tokens are drafted
+when the same token comes again, so that text can be drafted that was never generated before (Luo et al. 2024, arXiv
+2408.08696, section 3.1). The paper keeps one entry per token; here there is also one per pair of tokens, which is more
+specific but known less often.
 
 Each namespace has a table, and so has each request without a namespace.
 """
@@ -23,18 +23,22 @@ from ssd.jit.addresses import Int64, Int64s, Record, TokenIds, address, dtype_of
 from ssd.retrieval.cache_state import LearnedState
 
 TOP_K: Final = 8
-"""The number of tokens in an entry, most probable first."""
+"""The number of the target's most probable next tokens that token recycling stores per entry."""
 
 NUM_TOKEN_ENTRIES: Final = 1 << 14
 
 NUM_PAIR_ENTRIES: Final = 1 << 16
-"""The number of entries after single tokens and after pairs. A new entry replaces the one at the same hash."""
+"""The numbers of token-recycling entries after single tokens and after pairs, in a table where a hash selects the
+entry.
+
+A new entry replaces the one at the same hash.
+"""
 
 SHARES: Final = 8
-"""The number of levels of a token's share of the probability of its entry. See `share_level`."""
+"""The number of buckets for a token's share of its token-recycling entry's probability, see `share_level`."""
 
 LEAST_SHARE: Final = 1 / 256
-"""The share up to which a token is left out."""
+"""The minimum share of the probability that a token must exceed to be stored for token recycling."""
 
 NO_ENTRY: Final = -1
 Int8s = npt.NDArray[np.int8]
@@ -42,12 +46,12 @@ Float32s = npt.NDArray[np.float32]
 
 
 class RecyclingEntry(Record):
-    """The top-k tokens after a token or after a pair of tokens.
+    """The target's top-k next tokens after one token or after one pair of tokens.
 
     Attributes:
         key: The token or the pair; 0 for an empty entry.
         tokens: The tokens, most probable first, padded with -1.
-        shares: The level of each token's share, 0..SHARES - 1.
+        shares: The bucket of each token's share of the probability, 0..SHARES - 1.
     """
 
     key: Int64
@@ -56,10 +60,9 @@ class RecyclingEntry(Record):
 
 
 class RecyclingTable(Record):
-    """The entries of one namespace. Memory of zeros is an empty table.
+    """The target's top-k next tokens after tokens and pairs of tokens, for one namespace.
 
-    Attributes:
-        entries: The first NUM_TOKEN_ENTRIES are keyed by a token, the others by a pair.
+    The first NUM_TOKEN_ENTRIES are keyed by a token, the others by a pair of tokens. Zeroed memory is an empty table.
     """
 
     entries: Annotated[Sequence[RecyclingEntry], RecyclingEntry, NUM_TOKEN_ENTRIES + NUM_PAIR_ENTRIES]
@@ -90,7 +93,7 @@ def _pair_key(before: int, token: int) -> int:
 
 @inlined
 def entry_after_token(table: RecyclingTable, token: int) -> int:
-    """Return the index of the entry after a token; NO_ENTRY if there is none. O(1)."""
+    """Return the index of the token-recycling entry after ``token``; NO_ENTRY if there is none."""
     if token < 0:
         return NO_ENTRY
     place = _place_of_token(token)
@@ -99,7 +102,7 @@ def entry_after_token(table: RecyclingTable, token: int) -> int:
 
 @inlined
 def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
-    """Return the index of the entry after the pair (``before``, ``token``); NO_ENTRY if there is none. O(1)."""
+    """Return the index of the token-recycling entry after ``before``, ``token``; NO_ENTRY if there is none."""
     if before < 0 or token < 0:
         return NO_ENTRY
     place = _place_of_pair(before, token)
@@ -108,10 +111,10 @@ def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
 
 @inlined
 def share_level(share: float) -> int:
-    """Return the level of a share, 0..SHARES - 1; -1 if the token is left out (as for NaN).
+    """Return the bucket of a token's share of the probability, 0..SHARES - 1; -1 if the token is not worth storing.
 
-    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8: below one half each level doubles the
-    probability of the token, above it halves that of all others. A share at a bound belongs to the level below.
+    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8: below one half each bucket doubles the
+    probability of the token, above it halves that of all others. A share at a bound belongs to the bucket below.
     """
     if not share > LEAST_SHARE:
         return -1
@@ -128,7 +131,7 @@ def share_level(share: float) -> int:
 
 @inlined
 def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> None:
-    """Write an entry; keep the old one if all tokens are left out."""
+    """Write the top-k tokens to a token-recycling entry, or keep the old entry if all shares are too small."""
     total = 0.0
     for i in range(TOP_K):
         if ids[i] >= 0:
@@ -156,17 +159,10 @@ def learn_top_tokens(
     top_ids: TokenIds,
     top_logits: Float32s,
 ) -> None:
-    """Write the top-k tokens of every position of a pass into the tables. O(positions).
+    """Write the target's top-k tokens at every position of a forward pass into token-recycling tables.
 
-    Args:
-        tables: For each row, the address of the `RecyclingTable` that learns from it; 0 for none. int64[B].
-        previous_ids: The token before the first input token of each row, as in `ScoredPass.previous_ids`.
-        input_ids: The input tokens, int64[B, T].
-        num_positions: The number of positions of each row, int64[B].
-        parents: The parents of trees, int64[B, T].
-        is_tree: Whether to use ``parents``.
-        top_ids: The top-k tokens, int32[B, T, TOP_K].
-        top_logits: Their logits, float32[B, T, TOP_K].
+    ``tables`` (int64[B]) is the address of the `RecyclingTable` that learns from each row, or 0. The other arguments
+    are fields of `ScoredPass`; ``parents`` is used only if ``is_tree``.
     """
     for b in range(len(tables)):
         if tables[b] == 0:
@@ -188,49 +184,44 @@ T = TypeVar("T")
 MAX_TABLES: Final = 16
 
 IDLE_PASSES: Final = 64
-"""The number of passes that a namespace must have been idle before another namespace may replace its table.
+"""The number of forward passes for which a namespace must be idle before another one may replace its table.
 
-Otherwise, with a few more busy namespaces than tables, every table would be replaced before it is read.
+Without this limit, if a few more namespaces than tables are busy, every table would be replaced before it is read.
 """
 
 
 class NamespaceTables(Generic[T]):
-    """Tables by namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
+    """A collection of tables, one per namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
 
-    A table is deleted with its namespace. If there are too many, the least recently used table is replaced, unless it
-    is in use.
+    A table is deleted with its namespace. If there are too many tables, the least recently used one is replaced, unless
+    it was used in the last IDLE_PASSES passes. ``make`` creates a table.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
-        """Create an empty set of tables.
-
-        Args:
-            make: Creates a table.
-        """
         self._make = make
         self._tables: WeakKeyDictionary[LearnedState, T] = WeakKeyDictionary()
         self._last_passes: WeakKeyDictionary[LearnedState, int] = WeakKeyDictionary()
         self._num_passes = self._full_until = 0
 
     def begin_pass(self) -> None:
-        """Count a pass. Passes measure how long ago a table was used."""
+        """Count a forward pass, by which the age of unused tables is measured."""
         self._num_passes += 1
 
     def get(self, learned: LearnedState) -> T | None:
-        """Return the table of a namespace and mark it as used; None if there is none. O(1)."""
+        """Return the namespace's table and mark it as recently used; None if the namespace has no table."""
         table = self._tables.get(learned)
         if table is not None:
             self._last_passes[learned] = self._num_passes
         return table
 
     def get_or_create(self, learned: LearnedState) -> T | None:
-        """Return the table of a namespace and mark it as used; create it if there is room, else return None."""
+        """Return the namespace's table, created if there is room, and mark it as recently used; else None."""
         if learned not in self._tables and self._has_room():
             self._tables[learned] = self._make()
         return self.get(learned)
 
     def _has_room(self) -> bool:
-        """Return whether another table may be created, after deleting the least recently used one if necessary."""
+        """Return whether another table may be created; delete the least recently used one for it if necessary."""
         if len(self._tables) < MAX_TABLES:
             return True
         if self._num_passes < self._full_until:
@@ -244,7 +235,7 @@ class NamespaceTables(Generic[T]):
 
 
 class _ZeroedTable:
-    """A recycling table in memory of zeros, which the operating system allocates as it is written."""
+    """A token-recycling table in zeroed memory that the operating system allocates only as it is written."""
 
     def __init__(self) -> None:
         self._memory = np.zeros(1, dtype_of(RecyclingTable))
@@ -252,14 +243,14 @@ class _ZeroedTable:
 
 
 class NamespaceRecyclingTables:
-    """The recycling tables of namespaces, and of requests without a namespace. Owned by the drafter's thread.
+    """The token-recycling tables of namespaces, and of requests without a namespace. Owned by the drafter's thread.
 
-    Tokens of one namespace are never drafted in another, also not if the other shares its cache. A request without a
-    namespace learns only from itself, and its table is deleted when it ends. A request that does not allow caching
-    drafts from its namespace's table and adds nothing to it. Nothing is stored on disk, because a few passes fill a
-    table again.
+    Tokens of one namespace are never drafted in another one, even if the two share a retrieval cache. A request without
+    a namespace learns only from itself, and its table is deleted when it ends. A request that does not allow caching
+    drafts from its namespace's table and adds nothing to it. Nothing is stored on disk, because a few forward passes
+    fill a table again.
 
-    All tables of namespaces take 63 MB at most, and so do those of requests.
+    The tables of namespaces take 63 MB at most, and so do those of requests.
     """
 
     def __init__(self) -> None:
@@ -267,7 +258,7 @@ class NamespaceRecyclingTables:
         self._own: dict[str, _ZeroedTable] = {}
 
     def of(self, learned: LearnedState | None, request_id: str) -> int:
-        """Return the address of the table that a request drafts from; 0 for none. O(1).
+        """Return the address of the token-recycling table that a request drafts from; 0 for none.
 
         It is valid until the next call of ``learn`` or ``ended``.
         """
@@ -275,7 +266,7 @@ class NamespaceRecyclingTables:
         return 0 if found is None else found.address
 
     def learn(self, scored: ScoredPass) -> None:
-        """Write the top-k tokens of a pass into the table of each row's request. O(positions)."""
+        """Write the target's top-k tokens of a forward pass into the token-recycling table of each row's request."""
         self._tables.begin_pass()
         tables, table = list[int](), 0
         last: LearnedState | None = None
@@ -307,11 +298,10 @@ class NamespaceRecyclingTables:
         )
 
     def ended(self, request_id: str) -> None:
-        """Delete the table of a request that has ended."""
+        """Delete the token-recycling table of a request that has ended, if it has one of its own."""
         self._own.pop(request_id, None)
 
     def _table_for(self, learned: LearnedState | None, request_id: str, allow_caching: bool) -> int:
-        """Return the address of the table that a row writes to, creating it if there is room; 0 for none."""
         if learned is None:
             own = self._own.get(request_id)
             if own is None and len(self._own) < MAX_TABLES:

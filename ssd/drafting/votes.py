@@ -1,6 +1,6 @@
-"""Count what followed the sampled matches, by token, by kind of text and by match length.
+"""Count the tokens that follow the sampled matches of a context, by kind of text and by match length.
 
-Every sample that agrees with the draft so far votes for the token that follows it.
+Every match that agrees with the draft so far votes for the token that follows it.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from ssd.drafting.protocol import MAX_PROPOSED_TOKENS
 from ssd.jit.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 
 MAX_VOTED_CANDIDATES: Final = 12
-"""The maximum number of candidates at a position that come from matches or proposals.
+"""The maximum number of candidate tokens per draft position that come from matches or proposals.
 
-Those with the greatest share of the votes, at any match length and in any kind of text, or with the greatest proposed
-probability are chosen.
+The candidates with the greatest share of the votes, at any match length and in any kind of text, or with the greatest
+proposed probability are chosen.
 """
 
 MAX_RECYCLED_CANDIDATES: Final = 6
-"""The maximum number of candidates at a position that come from token recycling alone."""
+"""The maximum number of candidate tokens per draft position that come from token recycling alone."""
 
 MAX_CANDIDATES: Final = MAX_VOTED_CANDIDATES + MAX_RECYCLED_CANDIDATES
-"""The maximum number of candidates at a position."""
+"""The maximum number of candidate tokens per draft position."""
 
 NO_LEVEL: Final = MAX_LEVELS
-"""The level of a kind of text in which no sample is left."""
+"""The value of ``Votes.index_top`` and ``Votes.context_top`` if no match is left in the cache or in the context."""
 
 _MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
 
 class TokenVotes(Record):
-    """The votes for one token.
+    """The text matches that continue with one token.
 
     Attributes:
-        index: The votes of matches in the cache, by level.
-        context: The votes of matches in the request's context, by level.
-        greatest: The token's greatest share of the votes, or its proposed probability if that is greater.
+        index: The number of such matches in the retrieval cache, by match length.
+        context: The number of such matches in the request's context, by match length.
+        greatest: The token's greatest share of the matches, or its proposed probability if that is greater.
     """
 
     index: Annotated[Float64s, np.float64, MAX_LEVELS]
@@ -57,20 +57,18 @@ class TokenVotes(Record):
 
 
 class Votes(Record):
-    """The votes at one position.
+    """The text matches at one draft position, counted by the token that follows them.
+
+    The fields ``context_*`` are those of the request's context, like ``index_*`` for the retrieval cache.
 
     Attributes:
-        next_tokens: The token after each sample that votes.
-        tokens: The tokens that have votes, or are candidates without.
-        of_token: The votes for each of these tokens.
-        index_support: The number of matches in the cache, by level.
-        context_support: The number of matches in the context, by level.
-        index_top: The level of the longest match in the cache that is left; NO_LEVEL if there is none.
-        context_top: The same for the context.
-        index_newest: The recency of the newest of these matches in the cache; -1 if there is none.
-        context_newest: The same for the context.
-        index_newest_token: The token after the newest match in the cache.
-        context_newest_token: The same for the context.
+        next_tokens: The token after each match that agrees with the draft.
+        tokens: The candidate tokens: those that follow a match, and further ones.
+        of_token: The matches that continue with each of ``tokens``.
+        index_support: The number of matches, by match length.
+        index_top: The level (index of the match length) of the longest match that is left; NO_LEVEL if there is none.
+        index_newest: The recency of the newest match at ``index_top``; -1 if there is none.
+        index_newest_token: The token after the newest match.
     """
 
     next_tokens: Annotated[Int64s, np.int64, MAX_SAMPLES]
@@ -88,7 +86,7 @@ class Votes(Record):
 
 @inlined
 def votes_by_source(votes: Votes, candidate: int) -> tuple[float, float]:
-    """Return a token's votes from the cache and from the context."""
+    """Return how many matches in the retrieval cache and in the context continue with a candidate token."""
     index = own = 0.0
     cast = votes.of_token[candidate]
     for level in range(MAX_LEVELS):
@@ -106,7 +104,6 @@ def _add_token(votes: Votes, candidate: int, token: int) -> None:
 
 @inlined
 def _exchange(votes: Votes, one: int, other: int) -> None:
-    """Swap two tokens and their votes."""
     votes.tokens[one], votes.tokens[other] = votes.tokens[other], votes.tokens[one]
     here, there = votes.of_token[one], votes.of_token[other]
     here.greatest, there.greatest = there.greatest, here.greatest
@@ -117,7 +114,6 @@ def _exchange(votes: Votes, one: int, other: int) -> None:
 
 @inlined
 def _find_token(token: int, size: int, votes: Votes) -> int:
-    """Return the index of a token among the first ``size`` candidates; ``size`` if it is not there."""
     candidate = 0
     while candidate < size and votes.tokens[candidate] != token:
         candidate += 1
@@ -126,7 +122,7 @@ def _find_token(token: int, size: int, votes: Votes) -> int:
 
 @inlined
 def add_candidate(token: int, size: int, votes: Votes) -> int:
-    """Add a token without votes to the first ``size`` candidates, unless it is there, and return their new number."""
+    """Add a token that follows no match to the first ``size`` candidates, if it is missing; return their new number."""
     if _find_token(token, size, votes) < size:
         return size
     _add_token(votes, size, token)
@@ -144,20 +140,11 @@ def keep_best(
     proposals: ProposalTree,
     proposal_node: int,
 ) -> int:
-    """Move the best ``most`` candidates to the front and return how many there are.
+    """Move the best ``most`` candidate tokens to the front, and return how many there are.
 
-    The best are those with the greatest share of the votes at any level. A proposed probability counts as a share. The
-    predicted token and the cached sample always stay.
-
-    Args:
-        votes: The candidates.
-        size: The number of candidates.
-        most: The maximum number to keep.
-        num_levels: The number of match lengths.
-        predicted: The token of the client's prediction; NO_TOKEN for none.
-        cached_sample: The token sampled before with the same key; NO_TOKEN for none.
-        proposals: The proposals.
-        proposal_node: The node of ``proposals`` at this position.
+    The best candidates are those with the greatest share of the matches at any match length; the probability that
+    another drafter proposes at ``proposal_node`` counts as a share. The token predicted by the client and the cached
+    sample always stay.
     """
     if size <= most:
         return size
@@ -199,18 +186,11 @@ def count_votes(
     predicted: int,
     votes: Votes,
 ) -> int:
-    """Count the votes of the matching samples, and return the number of candidates. O(samples * tokens).
+    """Count the text matches that agree with the draft by the token that follows them; return the number of tokens.
 
-    A sample whose sequence has ended counts as a match but has no vote.
-
-    Args:
-        texts: The texts that samples lie in.
-        samples: The samples.
-        matching: The indices of samples that agree with the draft so far, longer matches first.
-        num_matching: The number of these.
-        since_lookup: The number of draft tokens since the samples were looked up.
-        predicted: The token of the client's prediction, which is added as a candidate; NO_TOKEN for none.
-        votes: Receives the votes.
+    A match whose sequence has ended counts as a match, but not for any token. ``matching`` holds the indices of the
+    sampled matches that agree with the draft, longer ones first; they were looked up ``since_lookup`` draft tokens ago.
+    The token ``predicted`` by the client becomes a candidate too. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.context_support[:] = 0.0
@@ -220,11 +200,8 @@ def count_votes(
         sample = matching[i]
         while sample >= samples.ends[level]:
             level += 1
-        token, weight, recency = (
-            next_token(samples, sample, since_lookup, texts),
-            samples.weights[sample],
-            samples.recency[sample],
-        )
+        token = next_token(samples, sample, since_lookup, texts)
+        weight, recency = samples.weights[sample], samples.recency[sample]
         votes.next_tokens[i] = token
         own = is_from_context(samples, sample)
         if own:
@@ -257,7 +234,7 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens proposed after a node to the first ``size`` candidates, and return their new number."""
+    """Add the tokens that other drafters propose here to the first ``size`` candidates; return the new number."""
     child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)

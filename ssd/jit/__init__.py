@@ -1,1 +1,1 @@
-"""The foundation of compiled kernels: records and arrays at addresses, machine code on disk, SIMD."""
+"""The foundation of the numba kernels: records and arrays at memory addresses, machine code on disk, and SIMD code."""

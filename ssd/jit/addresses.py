@@ -1,12 +1,13 @@
 """Compile functions that read memory by its address, and define the records that they share with Python.
 
-One call can so serve segments of any number, size and token width. Nothing is checked except in the build that
-`code_cache` describes. Addresses come from arrays that a ``Snapshot`` or a drafter keeps alive.
+A kernel gets the address of one record and finds all other data from there, so one call can serve segments of any
+number, size and token width. The memory layout of a record is that of a C struct; it is defined by a subclass of
+``Record``, whose annotations name numpy types. Python and kernels both read and write ``record.field``. In Python a
+record is a ``ctypes`` view, whose fields are fifty times as fast to read as numpy's; in kernels it is numba's record, a
+load at a fixed offset.
 
-A kernel gets one address and finds everything else from there. The memory layout at an address is defined by a subclass
-of ``Record``, whose annotations name numpy types; it is that of a C struct. Python and kernels both read and write
-``record.field``. In Python a record is a ``ctypes`` view, whose fields are fifty times as fast to read as numpy's; in
-kernels it is numba's record, a load at a fixed offset.
+Addresses are checked only in the build that `code_cache` describes. They come from arrays that a ``Snapshot`` or a
+drafter keeps alive.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the address of the data of ``array``, for kernels that access only this array there."""
+    """Return the memory address of an array's data, for kernels that access only this array there."""
     register_memory(array)
     try:
         return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
@@ -51,7 +52,7 @@ def _compiled(function: _F, **options: Any) -> _F:
 
 
 def _share_code_of_constants(dispatcher: Any) -> None:
-    """Let calls with constants share the code of other calls; numba would compile it again for each constant."""
+    """Let calls with constant arguments use the compiled code of other calls; numba would compile one per constant."""
     find = dispatcher.get_call_template
 
     def find_any(args: Any, kws: Any) -> Any:
@@ -61,17 +62,17 @@ def _share_code_of_constants(dispatcher: Any) -> None:
 
 
 def kernel(function: _F) -> _F:
-    """Compile ``function`` at its first call, store the machine code on disk, and release the GIL inside."""
+    """Compile a function with numba at its first call, store the machine code on disk, and release the GIL inside."""
     return _compiled(function)
 
 
 def inlined(function: _F) -> _F:
-    """Compile a small function that only other kernels call; LLVM inlines it. Otherwise as ``kernel``."""
+    """Compile a small function with numba that only kernels call, and inline it into them."""
     return _compiled(function, forceinline=True)
 
 
 def pointer_to(element: Any) -> Any:
-    """Return a function for kernels that casts an address to a pointer to ``element``, one of numba's types."""
+    """Return a function, callable in numba code, that casts an address to a pointer to the numba type ``element``."""
 
     @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:
@@ -118,7 +119,7 @@ if CHECKED:
             else:
                 high = middle
         if low == 0 or num_bytes < 0 or address + num_bytes > _load_int64(table + 16 * low):
-            raise IndexError("an address that kernels were given lies in no memory that is held for them")
+            raise IndexError("a kernel accessed memory that is not registered, or not any more")
 
 else:
 
@@ -129,21 +130,21 @@ else:
 
 @inlined
 def load_uint64(address: int) -> int:
-    """Load eight bytes at any address, little-endian."""
+    """Load eight bytes at any memory address, little-endian."""
     check_memory(address, 8)
     return _load_uint64(address)  # type: ignore[no-any-return]
 
 
 @inlined
 def load_uint32(address: int) -> int:
-    """Load four bytes at any address as an unsigned number, little-endian."""
+    """Load four bytes at any memory address as an unsigned number, little-endian."""
     check_memory(address, 4)
     return _load_uint32(address)  # type: ignore[no-any-return]
 
 
 @intrinsic
 def prefetch(_typing: Any, _address: Any) -> Any:
-    """Prefetch the cache line at an address, which need not be valid."""
+    """Prefetch the cache line at a memory address, which need not be valid."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -159,7 +160,7 @@ def prefetch(_typing: Any, _address: Any) -> Any:
 
 @intrinsic
 def select_int64(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
-    """Select one of two int64 values without a branch, for conditions that no branch predictor can predict."""
+    """Return one of two int64 values without a branch, for conditions that the processor cannot predict."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         chosen = builder.select(*args)
@@ -180,11 +181,9 @@ def leading_zeros(_typing: Any, value: Any) -> Any:
 
 
 def array_of(element: Any, itemsize: int) -> Callable[[int, int], Any]:
-    """Return a function for kernels that makes an array from an address and a length.
+    """Return a function, callable in numba code, that makes an array from a memory address and a length.
 
-    Args:
-        element: The type of the elements, one of numba's.
-        itemsize: Its size in bytes.
+    ``element`` is the numba type of the elements, and ``itemsize`` their size in bytes.
     """
     pointer = pointer_to(element)
 
@@ -209,11 +208,11 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
-"""The address of an array or a record. Its owner must be kept alive during the calls that use it."""
+"""The type of a field that holds the memory address of an array or record. Keep that object alive during calls."""
 
 
 class Record:
-    """The base class of records.
+    """The base class of records: structs in memory that Python and numba kernels both read and write.
 
     A field is ``name: Int64`` or another of the types above; a nested record, ``name: Other``; or an array, ``name:
     Annotated[Int64s, np.int64, shape]``, also of records: ``name: Annotated[Sequence[Other], Other, shape]``.
@@ -227,7 +226,7 @@ _layouts: dict[type[Record], np.dtype[Any]] = {}
 
 
 def dtype_of(record: type[Record]) -> np.dtype[Any]:
-    """Return the layout of a record, aligned as in C."""
+    """Return the memory layout of a record class as a numpy dtype, aligned as in C."""
     if record not in _layouts:
         fields = []
         for name, hint in get_type_hints(record, include_extras=True).items():
@@ -238,13 +237,13 @@ def dtype_of(record: type[Record]) -> np.dtype[Any]:
 
 
 def offset_of(record: type[Record], field: str) -> int:
-    """Return the offset of a field in bytes."""
+    """Return the offset in bytes of a record's field."""
     fields: Any = dtype_of(record).fields
     return int(fields[field][1])
 
 
 class Records(Generic[R]):
-    """An array of ``count`` records, initially zero, that owns its memory; ``records[i]`` is a view."""
+    """An array of ``count`` records, initially zero, that owns their memory; ``records[i]`` is a view of one record."""
 
     def __init__(self, record: type[R], count: int = 1) -> None:
         layout = dtype_of(record)
@@ -275,7 +274,7 @@ def _struct_of(layout: np.dtype[Any]) -> Any:
 
 
 def view_of(record: type[R]) -> Callable[[int], R]:
-    """Return a function for kernels that makes a view of the record at an address."""
+    """Return a function, callable in numba code, that makes a view of the record at a memory address."""
     views = views_of(record)
 
     @njit(forceinline=True)
@@ -286,6 +285,6 @@ def view_of(record: type[R]) -> Callable[[int], R]:
 
 
 def views_of(record: type[R]) -> Callable[[int, int], Sequence[R]]:
-    """Return a function for kernels that makes an array of records from an address and a number."""
+    """Return a function, callable in numba code, that makes an array of records from a memory address and a number."""
     layout = dtype_of(record)
     return array_of(from_dtype(layout), layout.itemsize)

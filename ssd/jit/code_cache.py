@@ -1,7 +1,7 @@
-"""Store the machine code of kernels on disk, so that later processes do not compile them again.
+"""Store the machine code of numba kernels on disk, so that later processes do not compile them again.
 
-Numba's own cache is invalidated if the file of a function changes. A function that calls it would keep the old code of
-another file, which here means another memory layout. So this cache is invalidated if any file changes that the
+Numba's own cache is invalidated if the file of a function changes, but not if another file changes whose functions it
+calls. The old code would then use an outdated memory layout. So this cache is invalidated if any file changes that the
 function's file imports, directly or indirectly.
 
 Nothing but storing may fail. If a directory is not writable, a file is damaged, or another version of numba works
@@ -56,7 +56,7 @@ binding.add_symbol(_SYMBOL, ctypes.addressof(_newest))
 
 
 def register_memory(array: npt.NDArray[Any]) -> None:
-    """Let kernels of a checked build access the memory of ``array`` until it is freed. O(registered blocks)."""
+    """Allow kernels to access the memory of an array until it is freed. It matters only with SSD_CHECK_ADDRESSES=1."""
     if not CHECKED:
         return
     owner = array
@@ -95,7 +95,7 @@ _publish()
 
 @intrinsic
 def registered_memory(_typing: Any) -> Any:
-    """Return the address of the table of registered memory. For kernels."""
+    """Return, in numba code, the address of the table of memory blocks that kernels may access."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         word = ir.IntType(64)
@@ -116,10 +116,7 @@ _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+([\w, \t]+
 
 
 def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
-    """Return a hash of a file and of all files of ``package`` that it imports, directly or indirectly.
-
-    O(their size).
-    """
+    """Return a hash of a source file and of all files of ``package`` that it imports, directly or indirectly."""
     found, waiting = {path}, [path]
     while waiting:
         new = _imports_of(waiting.pop(), package) - found
@@ -135,7 +132,7 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """Return the files of ``package`` that a file imports by absolute names; of an imported package all files."""
+    """Return the files of ``package`` that a source file imports by absolute names; for a package, all of its files."""
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
@@ -161,16 +158,16 @@ def _text_of(path: Path) -> bytes:
 
 
 class KernelCounts(NamedTuple):
-    """How this process got the machine code of its kernels.
+    """The number of compiled numba functions in this process, by the origin of their machine code.
 
-    It is counted in overloads: one function for one list of argument types.
+    A function counts once for each list of argument types.
     """
 
     compiled: int
     cached: int
-    """The overloads loaded from `machine_code_directory`, where an earlier process stored them."""
+    """The number of functions whose machine code an earlier process stored in `machine_code_directory`."""
     prebuilt: int
-    """The overloads loaded from the package."""
+    """The number of functions whose machine code was loaded from the installed package."""
     compile_seconds: float
 
 
@@ -180,13 +177,13 @@ event.register("numba:compile", _compile_timer)
 
 
 def kernel_counts() -> KernelCounts:
-    """Return the counts since this process started, without a compilation that is still running."""
+    """Return how many numba functions this process has compiled or loaded so far, by origin of the machine code."""
     seconds = _compile_timer.duration if _compile_timer.done else 0.0
     return KernelCounts(_counts["compiled"], _counts["cached"], _counts["prebuilt"], seconds)
 
 
 PREBUILT: Final = Path(__file__).with_name("prebuilt") / str(sysconfig.get_config_var("SOABI"))
-"""The directory of prebuilt machine code for this Python version.
+"""The directory of the machine code that the package contains for this Python version.
 
 Only a process that called `prebuild` writes there.
 """
@@ -195,18 +192,16 @@ _BASELINES: Final = {
     "x86_64": ("x86-64-v3", ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")),
     "aarch64": ("generic", ()),
 }
-"""For each architecture, LLVM's name of the processor that prebuilt code is compiled for, and the features it requires.
+"""For each architecture, LLVM's name of the processor that prebuilt machine code is compiled for, and required
+features.
 """
 _SIMD: Final = Path(__file__).with_name("simd.py")
-"""A file of which the importers are never prebuilt.
-
-The tiles of these kernels have the size of this processor's registers.
-"""
+"""The source file whose importers are never prebuilt, because their code depends on the size of SIMD registers."""
 _is_prebuilding = False
 
 
 def prebuild() -> bool:
-    """Compile kernels for the baseline processor from now on, and store them in `PREBUILT` only.
+    """Compile kernels for the baseline processor from now on, and store their machine code in `PREBUILT` only.
 
     Call it before any kernel is imported.
 
@@ -224,9 +219,9 @@ def prebuild() -> bool:
 
 
 def _baseline() -> str | None:
-    """Return the processor that prebuilt code is for.
+    """Return LLVM's name of the processor that prebuilt machine code is for.
 
-    None if this processor lacks a feature, or if numba is set to another one.
+    None if this processor lacks one of its features, or if numba is set to another processor.
     """
     baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
     features = binding.get_host_cpu_features()
@@ -234,9 +229,9 @@ def _baseline() -> str | None:
 
 
 class PrebuiltKernel:
-    """The prebuilt machine code of one function, in files of numba's cache format.
+    """The prebuilt machine code of one numba function, in files of numba's cache format.
 
-    An index contains the version of numba and the stamp of the sources. Its keys are signatures and processors.
+    An index contains the version of numba and the hash of the sources. Its keys are signatures and processors.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
@@ -248,10 +243,7 @@ class PrebuiltKernel:
         return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return the code for ``signature``.
-
-        None if there is none, if its files are damaged or foreign, or on any other failure.
-        """
+        """Return the machine code for ``signature``; None if there is none, or if it cannot be used for any reason."""
         baseline = _baseline()
         if baseline is None:
             return None
@@ -265,43 +257,36 @@ class PrebuiltKernel:
             return None
 
     def save(self, signature: Any, compiled: Any) -> None:
-        """Write the code that was compiled for ``signature``."""
         if not compiled.library.has_dynamic_globals:  # else it contains addresses that are valid in this process only
             PREBUILT.mkdir(parents=True, exist_ok=True)
             self._file().save((signature, compiled.codegen.magic_tuple()), compiled._reduce())
 
 
 class KernelCache:
-    """The machine code of one function, with the interface that numba's dispatcher expects.
+    """The stored machine code of one numba function, with the interface that numba's dispatcher expects.
 
-    Loading and saving never raise.
-
-    It wraps numba's own cache of the function, with the stamp of all source files in place of that of one file.
+    Loading and saving never raise. It wraps numba's own cache of the function, but is invalidated by changes of all
+    source files that the function depends on.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool) -> None:
-        """Open the cache of a function.
-
-        Args:
-            function: The function.
-            is_inlined: Whether only other kernels call it, whose prebuilt code contains it.
-        """
+        """Open the machine-code cache of ``function``; ``is_inlined`` is whether only other kernels call it."""
         path = Path(function.__code__.co_filename).resolve()
         stamp = source_stamp(path)
         is_native = is_inlined or CHECKED or _SIMD in _imports_of(path, _PACKAGE)
         self._prebuilt = None if is_native else PrebuiltKernel(function, stamp)
         self._cached: Any = None
         self.cache_path: str | None = None
-        """The directory where this process stores the code; None if there is none, or while prebuilding."""
+        """The directory where this process stores machine code; None if there is none, or while prebuilding."""
         if not _is_prebuilding:
             try:
                 self._cached = _numba_cache(function, stamp)
                 self.cache_path = self._cached.cache_path
             except Exception as error:
-                _warn_once("cannot be kept", error)
+                _warn_once("cannot be stored", error)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """Return the code compiled for ``signature``; None if there is none that can be used."""
+        """Return the machine code stored for ``signature``; None if there is none that can be used."""
         found = None if self._prebuilt is None else self._prebuilt.load(signature, target)
         _counts["prebuilt"] += found is not None
         if found is None and self._cached is not None:
@@ -321,7 +306,7 @@ class KernelCache:
             return None
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Store the code compiled for ``signature``, if possible."""
+        """Store the machine code compiled for ``signature``, if possible."""
         _counts["compiled"] += 1
         if _is_prebuilding:
             if self._prebuilt is not None:
@@ -330,19 +315,18 @@ class KernelCache:
             try:
                 self._cached.save_overload(signature, compiled)
             except Exception as error:
-                _warn_once("cannot be kept", error)
+                _warn_once("cannot be stored", error)
 
     def flush(self) -> None:
-        """Delete the code that earlier processes stored. Prebuilt code stays."""
+        """Delete the function's machine code that earlier processes stored, except prebuilt code."""
         if self._cached is not None:
             self._cached.flush()
 
 
 def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
-    """Return numba's cache of ``function`` with another stamp.
+    """Return numba's own cache of a function, with ``stamp`` in place of the stamp of its source file.
 
-    Raises:
-        Exception: Whatever another version of numba raises, or numba without a directory to write to.
+    It raises whatever another version of numba raises, or numba without a directory to write to.
     """
     from numba.core.caching import (
         FunctionCache,
@@ -355,18 +339,18 @@ def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
             numba_cache.cache_path, f"{numba_cache._impl.filename_base}.checked", None
         )
     if not hasattr(numba_cache._cache_file, "_source_stamp"):
-        raise AttributeError("it has no stamp of its sources that could be replaced")
+        raise AttributeError("this version of numba has no source stamp that could be replaced")
     numba_cache._cache_file._source_stamp = stamp
     return numba_cache
 
 
 def machine_code_directory() -> Path | None:
-    """Return the directory of the machine code that this process stored or loaded; None if there is none."""
+    """Return the directory where this process stores machine code of kernels; None if there is none."""
     return _directories[-1] if _directories else None
 
 
 def cache_machine_code(dispatcher: Any) -> None:
-    """Make numba's ``dispatcher`` load machine code from disk if it is there, and store what it compiles."""
+    """Make a numba function load its machine code from disk if it is there, and store what it compiles."""
     try:
         # A version of numba that does not know this attribute ignores it, and then nothing is stored.
         kernel_cache = KernelCache(dispatcher.py_func, is_inlined="forceinline" in dispatcher.targetoptions)
@@ -374,16 +358,16 @@ def cache_machine_code(dispatcher: Any) -> None:
         if kernel_cache.cache_path is not None:
             _directories[:] = [Path(kernel_cache.cache_path)]
     except Exception as error:
-        _warn_once("cannot be kept", error)
+        _warn_once("cannot be stored", error)
 
 
 def _warn_once(what: str, error: Exception) -> None:
-    """Log a warning, once for each kind, because all kernels have the same problem."""
+    """Log a warning about stored machine code, once for each kind, because all kernels have the same problem."""
     if what not in _warned:
         _warned.add(what)
         log.warning(
-            "compiled kernels %s (%s: %s): every process compiles them anew, which takes some seconds at its start. "
-            "Set NUMBA_CACHE_DIR to a directory that can be written",
+            "compiled kernels %s (%s: %s), so every process compiles them again, which takes some seconds. "
+            "Set NUMBA_CACHE_DIR to a writable directory",
             what,
             type(error).__name__,
             error,

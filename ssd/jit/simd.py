@@ -1,9 +1,9 @@
-"""Generate SIMD code for kernels whose results must not depend on what else is computed: vectors of 16 lanes, by LLVM.
+"""Generate SIMD code for kernels, with vectors of 16 lanes, by LLVM.
 
-If a compiler vectorises a loop, the remainder at its end runs through other code, which may round differently. Here
-every number goes through the same instructions wherever it stands, and products are summed by fused multiply-adds in
-the order of their index. So the bits of a result depend only on its own inputs. On a processor with shorter vectors
-LLVM splits these, with the same bits.
+The results are bit-identical whatever is computed in the same call. If a compiler vectorizes a loop, the remainder at
+its end runs through other code, which may round differently. Here every number goes through the same instructions
+wherever it stands, and products are summed by fused multiply-adds in the order of their index. On a processor with
+shorter vectors LLVM splits these, with the same bits.
 
 ``builder`` is always llvmlite's; addresses are 64-bit integers. A *kind* is the number of a dtype in `KINDS`.
 """
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
-"""The dtypes that kernels read and write, by torch's names. They compute in float32."""
+"""The numbers ("kinds") of the dtypes that SIMD kernels read and write, by torch's names. They compute in float32."""
 _BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 
@@ -32,11 +32,10 @@ _FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
 _IS_WIDE = binding.get_host_cpu_features().get("avx512f", False)
 TILE_VECTORS: Final = 4 if _IS_WIDE else 2
 TILE_ROWS: Final = 4 if _IS_WIDE else 2
-"""The size of the block that `tile` keeps in registers. No bit of a result depends on it."""
+"""The size of the block of a matrix product that `tile` keeps in registers. No bit of a result depends on it."""
 
 
 def constant(value: float, like: Any = VECTOR) -> Any:
-    """Return a vector with the same constant in every lane."""
     return ir.Constant(like, [value] * LANES)
 
 
@@ -45,14 +44,14 @@ def _number(value: Any) -> Any:
 
 
 def offset_address(builder: Any, base: Any, *steps: tuple[Any, Any]) -> Any:
-    """Return an address: ``base`` plus, for each step, a count times a size."""
+    """Generate the address ``base`` plus the sum of ``count * size`` over all pairs in ``steps``."""
     for count, size in steps:
         base = builder.add(base, builder.mul(_number(count), _number(size)))
     return base
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return ``a * b + c``, rounded once."""
+    """Generate ``a * b + c``, rounded once."""
     name = "llvm.fma.v16f32"
     function = builder.module.globals.get(name)
     if function is None:
@@ -61,7 +60,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def splat(builder: Any, scalar: Any) -> Any:
-    """Return a vector with a scalar in every lane."""
+    """Generate a SIMD vector with a scalar in every lane."""
     nothing = ir.Constant(VECTOR, ir.Undefined)
     return builder.shuffle_vector(
         builder.insert_element(nothing, scalar, ir.Constant(INT, 0)), nothing, constant(0, INTS)
@@ -69,7 +68,7 @@ def splat(builder: Any, scalar: Any) -> Any:
 
 
 def read(builder: Any, address: Any, kind: int) -> Any:
-    """Load 16 numbers of a kind as float32."""
+    """Generate code that loads 16 numbers of a dtype in `KINDS` as float32."""
     stored = (VECTOR, HALVES, _FLOAT16S)[kind]
     found = builder.load(builder.inttoptr(address, stored.as_pointer()))
     found.align = ITEMSIZES[kind]
@@ -83,18 +82,18 @@ def _widened(builder: Any, found: Any, kind: int) -> Any:
 
 
 def write(builder: Any, x: Any, address: Any, kind: int) -> None:
-    """Store a float32 vector as a kind."""
+    """Generate code that stores a float32 vector in a dtype of `KINDS`."""
     found = _narrowed(builder, x, kind)
     builder.store(found, builder.inttoptr(address, found.type.as_pointer())).align = ITEMSIZES[kind]
 
 
 def round_to_kind(builder: Any, x: Any, kind: int) -> Any:
-    """Round a float32 vector to the nearest numbers that a kind can represent."""
+    """Generate code that rounds a float32 vector to the nearest numbers of a dtype in `KINDS`."""
     return _widened(builder, _narrowed(builder, x, kind), kind)
 
 
 def _narrowed(builder: Any, x: Any, kind: int) -> Any:
-    """Convert a float32 vector to a kind, rounding to the nearest with ties to even. NaN stays NaN."""
+    """Convert a float32 vector to a dtype of `KINDS`, rounding to the nearest with ties to even. NaN stays NaN."""
     if kind == _FLOAT16:
         return builder.fptrunc(x, _FLOAT16S)
     if kind == 0:
@@ -107,7 +106,7 @@ def _narrowed(builder: Any, x: Any, kind: int) -> Any:
 
 
 def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine all lanes, by halves: lane i with lane i + 8, then with i + 4, i + 2 and i + 1."""
+    """Combine all lanes of a SIMD vector, by halves: lane i with lane i + 8, then with i + 4, i + 2 and i + 1."""
     size = LANES
     while size > 1:
         size //= 2
@@ -117,13 +116,9 @@ def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) 
 
 
 def loop(builder: Any, count: Any, values: Sequence[Any], body: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> Any:
-    """Generate a loop, and return the values after it.
+    """Generate a loop of ``count`` iterations, and return the loop-carried values after it.
 
-    Args:
-        builder: llvmlite's builder.
-        count: The number of iterations.
-        values: The values before the loop.
-        body: Maps the index and the values to the next values.
+    ``values`` are the values before the loop. ``body`` maps the index and the values to the next values.
     """
     before = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
@@ -153,21 +148,21 @@ def map_vectors(
     function: Callable[..., Sequence[Any]],
     values: Sequence[Any] = (),
 ) -> Any:
-    """Apply ``function`` to vectors of ``sources`` and store the results in ``targets``, for ``count`` numbers each.
+    """Generate code that applies ``function`` to arrays of ``count`` numbers, a SIMD vector at a time.
 
     The remainder is processed by one more vector, padded with zeros.
 
     Args:
         builder: llvmlite's builder.
-        count: The number of numbers.
-        sources: Addresses and kinds.
-        targets: Addresses and kinds.
-        function: Maps a vector of each source and the carried ``values`` to a vector for each target and the next
-            values.
-        values: The initial values.
+        count: The number of elements of each array.
+        sources: The address and the kind (see `KINDS`) of each input array.
+        targets: The address and the kind of each output array.
+        function: Maps a vector of each input array, and the loop-carried ``values``, to a vector for each output array
+            and the next values.
+        values: The initial loop-carried values.
 
     Returns:
-        The values after the loop.
+        The loop-carried values after the loop.
     """
     whole, left = builder.sdiv(count, _number(LANES)), builder.srem(count, _number(LANES))
     rooms = [builder.ptrtoint(cgutils.alloca_once(builder, VECTOR), WORD) for _ in (*sources, *targets)]
@@ -209,10 +204,10 @@ def _copy(builder: Any, source: Any, target: Any, count: Any, itemsize: int) -> 
 
 
 def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..., Any]], Any]:
-    """Turn ``generate(builder, kind, *arguments)`` into a function for kernels whose first argument is the kind.
+    """Make numba functions from generators of SIMD code that exist once per dtype.
 
-    ``generate`` is called once for each kind, and may return a value of the type ``result``. ``arguments`` are numba's
-    types.
+    The result decorates ``generate(builder, kind, *arguments)``, which is called once for each kind in `KINDS`. The
+    decorated function takes the kind as its first argument at run time. ``arguments`` and ``result`` are numba types.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -248,11 +243,11 @@ def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[.
 
 
 def tile(rows: int, vectors: int) -> Any:
-    """Return a function for kernels: ``c += a @ b`` for a block that stays in registers.
+    """Return a numba function that adds a matrix product to a small block, ``c += a @ b``, which stays in registers.
 
-    Each sum is in the order of the inner index. The function takes (kind, a, a_row, b, b_row, c, c_row, n): the
-    addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c, float32[rows, 16 * vectors], each
-    followed by the number of bytes between its rows; and n.
+    Each sum is in the order of the inner index, so results are bit-identical. The function takes (kind, a, a_row, b,
+    b_row, c, c_row, n): the addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c,
+    float32[rows, 16 * vectors], each followed by the number of bytes between its rows; and n.
     """
 
     @for_kinds(*[types.int64] * 7)

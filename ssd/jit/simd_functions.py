@@ -1,4 +1,4 @@
-"""Functions of SIMD vectors, and what kernels call to apply them to many numbers. See `simd`.
+"""Elementwise functions of SIMD vectors, and the numba functions that apply them to arrays. See `simd`.
 
 They are polynomials, whose bits are the same in every lane. Their error is a few units in the last place.
 """
@@ -35,7 +35,7 @@ from ssd.jit.simd import (
 
 
 def _series(builder: Any, x: Any, factors: Sequence[float]) -> Any:
-    """Evaluate a polynomial, with the highest coefficient first (Horner)."""
+    """Evaluate a polynomial by Horner's rule, with the highest coefficient first."""
     found = constant(factors[0])
     for factor in factors[1:]:
         found = fma(builder, found, x, constant(factor))
@@ -49,11 +49,14 @@ def _within(builder: Any, x: Any, limit: float) -> Any:
 
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
-"""The coefficients of Cephes' expf."""
+"""The coefficients of expf in the Cephes library."""
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """Return e ** x for x <= 88; 0 below -87. ``x = n ln 2 + rest``, with ln 2 in two parts (Cody and Waite 1980)."""
+    """Return e ** x for x <= 88; 0 below -87.
+
+    It splits ``x = n * ln(2) + rest``, with ln(2) as the sum of two numbers (Cody and Waite 1980).
+    """
     lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23; adding it rounds to an integer
     below = builder.fcmp_ordered("olt", x, lowest)
     bounded = builder.select(below, lowest, x)
@@ -67,11 +70,11 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-"""The coefficients of Cephes' tanhf."""
+"""The coefficients of tanhf in the Cephes library."""
 
 
 def _tanh(builder: Any, x: Any) -> Any:
-    """Return tanh(x): ``1 - 2 / (e ** 2x + 1)``; near 0, where that is inexact, ``x + x ** 3 * series``."""
+    """Return tanh(x) as ``1 - 2 / (e ** 2x + 1)``, and near 0, where that is inexact, as a polynomial."""
     power = _exp(builder, builder.fmul(_within(builder, x, 20.0), constant(2.0)))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(power, constant(1.0))))
     square = builder.fmul(x, x)
@@ -95,7 +98,7 @@ _ERF_BELOW = (
     -7.37332916720468e-03,
     -1.42647390514189e-02,
 )
-"""Eigen's rational approximation on -4 ... 4."""
+"""The coefficients of the Eigen library's rational approximation of erf on -4 ... 4."""
 
 
 def _erf(builder: Any, x: Any) -> Any:
@@ -139,12 +142,12 @@ FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sigmoid": _sigmoid,
     "tanh": _tanh,
 }
-"""The elementwise functions of layers."""
+"""The activation functions that `apply_function` can apply."""
 
 
 @for_kinds(*[types.int64] * 4)
 def apply_function(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
-    """Set ``target[i] = function(source[i])``: (number of the function, source, target, count), both of ``kind``."""
+    """Set ``target[i] = function(source[i])`` for ``count`` elements; ``number`` is the index in FUNCTIONS."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
     for index, of in enumerate(FUNCTIONS.values()):
@@ -166,17 +169,16 @@ def _scaled(source_kind: int | None, target_kind: int | None) -> Any:
 
 
 to_float32, from_float32 = _scaled(None, 0), _scaled(0, None)
-"""Compute ``target[i] = source[i] * factor``, from ``kind`` to float32 or back: (source, target, count, factor)."""
+"""Multiply ``count`` elements by ``factor`` and convert them from a dtype of `KINDS` to float32, or back."""
 
 
 @for_kinds(types.boolean, *[types.int64] * 4, types.float32)
 def scale_by_weights(
     builder: Any, kind: int, rounds_first: Any, source: Any, weight: Any, target: Any, count: Any, factor: Any
 ) -> None:
-    """Compute ``target[i] = weight[i] * (source[i] * factor)``.
+    """Compute ``target[i] = weight[i] * (source[i] * factor)`` for ``count`` elements.
 
-    The function takes (rounds_first, source, weight, target, count, factor). ``weight`` is float32. If
-    ``rounds_first``, the product with the factor is rounded to ``kind`` first.
+    ``weight`` is float32. If ``rounds_first``, ``source[i] * factor`` is rounded to the dtype of ``kind`` first.
     """
     by = splat(builder, factor)
 
@@ -189,7 +191,7 @@ def scale_by_weights(
 
 @for_kinds(types.int64, types.int64, result=types.float32)
 def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
-    """Return the sum of the squares of ``count`` numbers, float32, summed in 16 lanes: (source, count)."""
+    """Return the sum of the squares of ``count`` numbers as float32, summed in 16 lanes."""
     (found,) = map_vectors(
         builder, count, [(source, kind)], [], lambda x, total: [fma(builder, x, x, total)], [constant(0.0)]
     )
@@ -198,10 +200,9 @@ def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
 
 @for_kinds(*[types.int64] * 5)
 def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
-    """Rotate pairs of numbers by angles (rotary embeddings), rounding products and sums as model libraries do.
+    """Apply rotary position embeddings to ``2 * half`` numbers at address ``x``, rounding as model libraries do.
 
-    The function takes (x, cos, sin, target, half): addresses of 2 * half numbers. Pair i consists of numbers i and half
-    + i.
+    Pair i consists of elements i and ``half + i``.
     """
     second = (half, ITEMSIZES[kind])
     sources = [
@@ -221,9 +222,9 @@ def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: An
 
 
 def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Turn ``generate(builder, address, vectors, number)`` into a function for kernels.
+    """Make a numba function from ``generate(builder, address, vectors, number)``.
 
-    It processes float32 vectors at an address.
+    It processes ``vectors`` SIMD vectors of float32 at an address.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -242,7 +243,7 @@ def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @_over_vectors(types.float32)
 def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
-    """Return the maximum of ``least`` and all numbers; NaN if one of them is NaN."""
+    """Return the maximum of ``least`` and all numbers of an array; NaN if one of them is NaN."""
 
     def higher(x: Any, y: Any) -> Any:
         is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
@@ -257,7 +258,7 @@ def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
 
 @_over_vectors(types.float32)
 def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
-    """Replace every x by ``e ** (x - highest)``, and return the sum, summed in 16 lanes."""
+    """Replace every number x of an array by ``e ** (x - highest)``, and return the sum of the results."""
     subtracted = splat(builder, highest)
 
     def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
@@ -272,7 +273,7 @@ def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
 
 @_over_vectors(types.none)
 def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
-    """Replace every x by ``limit * tanh(x / limit)``."""
+    """Replace every number x of an array by ``limit * tanh(x / limit)``."""
     limits = splat(builder, limit)
 
     def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
@@ -285,22 +286,16 @@ def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
 
 
 _WORTH_A_THREAD = 1 << 21
-"""The number of multiply-adds that justify another thread. Waking one takes as long as a tenth of them."""
+"""The number of multiply-adds that justify another thread. Waking a thread takes as long as a tenth of them."""
 
 
 def run_parallel(
     kernel: Callable[..., None], arguments: tuple[Any, ...], tasks: int, work: int, threads: Callable[[], int]
 ) -> None:
-    """Call ``kernel(*arguments, first, step)`` in several threads, so that together they process all tasks.
+    """Divide ``tasks`` tasks among several threads, each of which calls ``kernel(*arguments, first, step)``.
 
-    Each call processes every step-th task from ``first`` on.
-
-    Args:
-        kernel: The kernel, which releases the GIL.
-        arguments: Its arguments.
-        tasks: The number of tasks.
-        work: The number of multiply-adds of all tasks. Little work is done by the calling thread alone.
-        threads: Returns the maximum number of threads.
+    The call processes every step-th task from ``first`` on. ``work`` is the number of multiply-adds of all tasks;
+    little work is done by the calling thread alone. ``threads`` returns the maximum number of threads.
     """
     if work < _WORTH_A_THREAD or (num_threads := min(threads(), tasks, 1 + work // _WORTH_A_THREAD)) <= 1:
         kernel(*arguments, 0, 1)

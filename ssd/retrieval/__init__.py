@@ -1,4 +1,4 @@
-"""The retrieval cache: an index of finished sequences, from which later requests take drafts.
+"""The retrieval cache: an index of finished sequences, from which later requests are drafted.
 
 New sequences enter the ring buffer (``ring``). ``index`` has the memtable, which is the newest part of the ring, and
 the sorted segments. ``namespace_cache`` is the cache of one namespace: it appends, flushes and merges. ``directory``

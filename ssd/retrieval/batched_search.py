@@ -1,13 +1,14 @@
-"""The kernels of lookup: one context is searched in many segments at once.
+"""The kernels that search one context in many segments of the retrieval cache at once.
 
-A `SegmentSearch` is one context in one segment. A segment's suffix array orders all positions by the text before them.
-One binary search finds the rank at which the context would be inserted. The neighbours of that rank have the longest
-matches, and the ranks that match only ``length`` tokens lie around those that match more. So one search serves every
-match length, and expanding its range serves shorter ones. (Suffix array of Manber & Myers, 1993, over the reversed
-text; its intervals are nested by match length.)
+A segment's suffix array orders all positions of its text by the text before them. One binary search finds the rank at
+which the context would be inserted. The neighbours of that rank have the longest matches, and the ranks that match only
+``length`` tokens lie around those that match more. So one search serves every match length: expanding its range of
+ranks gives the shorter matches. (Suffix array of Manber & Myers, 1993, over the reversed text; its intervals are nested
+by match length.)
 
-All searches advance together, one probe each per step. No probe depends on another search, so that the processor waits
-for memory once per step instead of once per probe. The kernels allocate nothing and release the GIL.
+The searches of all segments (`SegmentSearch`) advance together, one memory access each per step. No access depends on
+another search, so the processor waits for memory once per step instead of once per access. The kernels allocate nothing
+and release the GIL.
 
 The order in a file is not verified. If it is wrong, the results are meaningless, but nothing outside the segment is
 read: positions are bounded where they are loaded, and each text is surrounded by zeros.
@@ -45,20 +46,20 @@ MAX_MATCH_LENGTH: Final = 256
 """The maximum match length of a lookup, in tokens."""
 
 PATTERN_BYTES: Final = (MAX_MATCH_LENGTH + 4) * WIDTHS[-1]
-"""The size of a buffer for one context, packed in one width."""
+"""The size of a buffer for the tokens that are searched in segments, packed in one token width."""
 
 PATTERNS_BYTES: Final = len(WIDTHS) * PATTERN_BYTES
-"""The size of a buffer for one context in every width."""
+"""The size of a buffer for the tokens that are searched in segments, packed in every token width."""
 
 _INT32: Final = np.dtype(np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
 
 
 def as_context(context: npt.NDArray[Any]) -> TokenIds:
-    """Return ``context`` (integers[n]) as the kernels require it: int32, contiguous, aligned.
+    """Convert token ids to the array that the search kernels require: int32, contiguous, aligned.
 
-    An id that int32 cannot represent becomes -1, and only the tokens after it are looked up, because it is stored
-    nowhere. Raises CacheError unless ``context`` is a sequence of integers. O(1), or O(n) if it must be copied.
+    An id that int32 cannot represent becomes -1, and only the tokens after it are looked up, because no text contains
+    it. Raises CacheError unless ``context`` is a sequence of integers.
     """
     if context.dtype is _INT32 and context.ndim == 1 and context.flags.carray:
         return context
@@ -73,9 +74,9 @@ def as_context(context: npt.NDArray[Any]) -> TokenIds:
 
 @kernel
 def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> int:
-    """Pack the last ``length`` tokens (ids >= 0) so that they end at address ``pattern``; return the number of bytes.
+    """Pack the last ``length`` context tokens so that they end at address ``pattern``; return the number of bytes.
 
-    Packing stops at a token whose code does not fit ``width``, because no segment of that width contains it. A zero
+    Packing stops at a token that does not fit ``width`` bytes, because no segment of that width contains it. A zero
     word precedes the packed tokens.
     """
     n = len(context)
@@ -94,7 +95,7 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 @inlined
 def num_matching_tokens(text: int, pattern: int, num_bytes: int, width: int) -> int:
-    """Return the number of whole tokens on which the text before ``text`` and the bytes before ``pattern`` agree."""
+    """Return on how many whole tokens the packed text before ``text`` and the context before ``pattern`` agree."""
     agreeing = 0
     while agreeing < num_bytes:
         different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)
@@ -109,26 +110,17 @@ _NARROWEST: Final = WIDTHS[0]
 
 
 class SegmentSearch(Record):
-    """The search for one context in one segment.
+    """The state of the binary search for one context in the suffix array of one segment.
 
     Attributes:
         low: While searching, the lower bound of the rank; then the rank found.
         high: While searching, the upper bound of the rank.
-        text: The segment's text, see SegmentRecord.
-        order: The segment's suffix array.
-        sparse_index: The segment's sparse index.
-        num_tokens: The number of tokens in the segment.
-        width: Bytes per token.
-        pattern: The address just after the packed context.
-        pattern_bytes: The size of the packed context.
+        pattern: The address just after the packed context, of ``pattern_bytes`` bytes; ``word`` holds its last eight.
         match_above: The number of matching tokens at the rank found.
-        match_below: The number of matching tokens at the rank below it.
-        length: The match length that ``expand_ranges`` is to expand to; 0 skips this search.
-        probe: The address that is compared next.
-        position_below: The position of the rank below, or -1.
-        word: The last eight bytes of the packed context.
+        match_below: The number of matching tokens at the rank below it, whose position is ``position_below`` (or -1).
+        length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
+        probe: The address of the text that is compared next, ``offset`` bytes before it.
         active: Scratch, indexed by place in the list of active searches.
-        offset: How many bytes before ``probe`` are compared next.
         low_offset: The offset at which the text just below ``low`` differed.
         high_offset: The offset at which the text at ``high`` differed.
     """
@@ -155,14 +147,15 @@ class SegmentSearch(Record):
 
 
 class RangeExpander(Record):
-    """One side of a search's range: number 2 * search extends it to higher ranks, 2 * search + 1 to lower ranks.
+    """The state in which a search in a segment looks for further matches in one direction of the suffix array.
+
+    Matches of the same length have neighbouring ranks in a suffix array, so the range of ranks of the longest match is
+    expanded to find shorter matches. Record 2 * i expands search i to higher ranks, and 2 * i + 1 to lower ranks.
 
     Attributes:
         num_ranks: The number of ranks in the range on this side.
-        num_ranks_before: The value of ``num_ranks`` before the last ``expand_ranges``.
-        step: The distance of the next probe; it doubles as long as every probe matches.
-        max_ranks: The maximum number of ranks on this side.
-        is_stepping: Whether the probes still move outwards.
+        step: The distance of the next compared rank; it doubles as long as the text at every rank matches.
+        is_stepping: Whether the compared ranks still move outwards.
         probe: The rank that is compared next, counted outwards.
         target: The address of that rank's position, then of its text.
         offset: How many bytes before the end of the text are compared next.
@@ -189,25 +182,22 @@ expanders_at = views_of(RangeExpander)
 
 @inlined
 def position_at(search: SegmentSearch, rank: int) -> int:
-    """Return the position of rank ``rank``, bounded to 0..n whatever the order's bytes are."""
+    """Return the text position at a rank of the suffix array, bounded to 0..n even if the file is wrong."""
     return min(load_uint32(search.order + 4 * rank), search.num_tokens)
 
 
 @inlined
 def rank_address(search: SegmentSearch, rank: int) -> int:
-    """Return the address of the position of rank ``rank``."""
     return search.order + 4 * rank
 
 
 @inlined
 def code_address(search: SegmentSearch, position: int) -> int:
-    """Return the address of the code at ``position``."""
     return search.text + search.width * position
 
 
 @inlined
 def longest_match_in(search: SegmentSearch) -> int:
-    """Return the longest match of a finished search, in tokens."""
     return max(search.match_above, search.match_below)
 
 
@@ -247,10 +237,10 @@ def start_searches(
 
 @kernel
 def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None:
-    """Narrow each search to the ranks between two samples of its sparse index.
+    """Narrow each segment's binary search to the ranks between two entries of its sparse index.
 
-    While searching, the sample is within [low, low + high]. No branch depends on loaded data, because a mispredicted
-    branch costs more than the steps of searches that end before others.
+    No branch depends on loaded data, because a mispredicted branch costs more than the superfluous steps of searches
+    that have ended.
     """
     most = 0
     for number in range(num_searches):
@@ -288,7 +278,7 @@ def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None
 
 @inlined
 def _prefetch_probe(search: SegmentSearch) -> None:
-    """Prefetch the text of the rank between ``low`` and ``high``, which is compared one step later."""
+    """Prefetch the text at the middle rank of a binary search, which is compared one step later."""
     search.probe = (
         code_address(search, position_at(search, min((search.low + search.high) >> 1, search.num_tokens - 1))) - 8
     )
@@ -297,7 +287,7 @@ def _prefetch_probe(search: SegmentSearch) -> None:
 
 @kernel
 def binary_search_all(searches: SegmentSearches, num_searches: int) -> None:
-    """Find in each segment the first rank whose text is not less than the context, and the match lengths around it.
+    """Find where the context would be inserted in each segment's suffix array, and the lengths of the matches there.
 
     All searches together take O(log n) steps, plus a few for matching text; their memory accesses overlap. A step of a
     search compares eight bytes. If they are equal, the next step compares the bytes before them, and otherwise the
@@ -348,7 +338,6 @@ def binary_search_all(searches: SegmentSearches, num_searches: int) -> None:
 
 @kernel
 def longest_match_of_all(searches: SegmentSearches, num_searches: int) -> int:
-    """Return the longest match of all finished searches, in tokens."""
     length = 0
     for search in range(num_searches):
         length = max(length, longest_match_in(searches[search]))
@@ -357,19 +346,19 @@ def longest_match_of_all(searches: SegmentSearches, num_searches: int) -> int:
 
 @inlined
 def request_range(search: SegmentSearch, length: int) -> None:
-    """Request that the next ``expand_ranges`` expands a finished search to all matches of ``length`` >= 1 tokens."""
+    """Let the next ``expand_ranges`` expand a finished search to all matches of at least ``length`` tokens."""
     search.length = length if longest_match_in(search) >= length else 0
 
 
 @inlined
 def range_size(expanders: RangeExpanders, search: int) -> int:
-    """Return the number of ranks in a search's range."""
+    """Return the number of matches in one segment that ``expand_ranges`` has found so far."""
     return expanders[2 * search].num_ranks + expanders[2 * search + 1].num_ranks
 
 
 @inlined
 def num_added(expanders: RangeExpanders, search: int) -> int:
-    """Return the number of ranks that the last ``expand_ranges`` added."""
+    """Return the number of matches in one segment that the last ``expand_ranges`` added."""
     return range_size(expanders, search) - (
         expanders[2 * search].num_ranks_before + expanders[2 * search + 1].num_ranks_before
     )
@@ -377,7 +366,7 @@ def num_added(expanders: RangeExpanders, search: int) -> int:
 
 @inlined
 def added_rank(searches: SegmentSearches, expanders: RangeExpanders, search: int, i: int) -> int:
-    """Return the ``i``-th rank that the last ``expand_ranges`` added, in order of rank."""
+    """Return the suffix-array rank of the ``i``-th match that the last ``expand_ranges`` added."""
     down = expanders[2 * search + 1].num_ranks
     new_down = down - expanders[2 * search + 1].num_ranks_before
     if i < new_down:
@@ -387,7 +376,7 @@ def added_rank(searches: SegmentSearches, expanders: RangeExpanders, search: int
 
 @inlined
 def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: int) -> None:
-    """Choose the next rank to compare, and prefetch its position."""
+    """Choose the suffix-array rank that a range expansion compares next, and prefetch its position."""
     num_ranks, max_ranks = expander.num_ranks, expander.max_ranks
     probe = select_int64(
         expander.is_stepping != 0, min(num_ranks + expander.step, max_ranks) - 1, (num_ranks + max_ranks) >> 1
@@ -399,12 +388,13 @@ def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: i
 
 @kernel
 def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_searches: int, exact: int) -> None:
-    """Expand each search's range to the ranks that match at least its requested number of tokens.
+    """Find further matches in each segment: all matches of at least the length that ``request_range`` requested.
 
-    Call it with ever smaller lengths; the ranks of a length surround those of a larger one. On each side, the distance
-    of the probes doubles, and then a binary search finds the end of the range; all sides advance together. A side with
-    ``exact`` or more new ranks skips that binary search and ends at the last matching probe, which covers more than
-    half of its matches. O(log of the new ranks) steps of one probe per side.
+    Matches of a length have neighbouring ranks in the suffix array, which surround those of longer matches; so call it
+    with ever smaller lengths. On each side, the distance of the compared ranks doubles, and then a binary search finds
+    the end of the range; all sides advance together. A side with ``exact`` or more new ranks skips that binary search
+    and ends at the last matching rank, which covers more than half of its matches. O(log of the new ranks) steps per
+    side.
     """
     active = 0
     for number in range(num_searches):
@@ -437,20 +427,14 @@ def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_sear
         for i in range(active):
             number = expanders[i].active
             search, expander = searches[number >> 1], expanders[number]
-            offset, probe, num_ranks, max_ranks = (
-                expander.offset,
-                expander.probe,
-                expander.num_ranks,
-                expander.max_ranks,
-            )
+            offset, probe = expander.offset, expander.probe
+            num_ranks, max_ranks = expander.num_ranks, expander.max_ranks
             left = search.length * search.width - offset - 8
             different = load_uint64(expander.target) ^ load_uint64(search.pattern - 8 - offset)
             is_same = different >> np.uint64(8 * max(0, -left)) == np.uint64(0)
             is_agreed = is_same & (left <= 0)
-            num_ranks, max_ranks = (
-                select_int64(is_agreed, probe + 1, num_ranks),
-                select_int64(is_same, max_ranks, probe),
-            )
+            num_ranks = select_int64(is_agreed, probe + 1, num_ranks)
+            max_ranks = select_int64(is_same, max_ranks, probe)
             expander.num_ranks, expander.max_ranks = num_ranks, max_ranks
             expander.step = select_int64(is_agreed, 2 * expander.step, expander.step)
             expander.is_stepping = select_int64(is_same, expander.is_stepping, 0)

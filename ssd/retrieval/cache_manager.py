@@ -1,4 +1,4 @@
-"""The caches of all namespaces: opened on first use, and maintained by background threads."""
+"""The retrieval caches of all namespaces: opened on first use, and maintained by background threads."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ DEFAULT_NAMESPACE = "default"
 
 
 class _Discarded(Exception):
-    """The namespace was deleted before it was opened, so nothing is opened."""
+    """Raised when a namespace was deleted before it was opened, so that nothing is opened."""
 
 
 class CacheManager:
-    """The caches of one tokenizer, one per namespace.
+    """The retrieval caches of one tokenizer, one per namespace.
 
     A request leases its namespace when it is submitted (``acquire``), and the engine's thread reads the lease. Files
-    are read and closed on other threads. A directory that is slow or cannot be opened therefore affects only its own
-    requests, and these requests lose only their drafts.
+    are read and closed on other threads. So a directory that is slow or cannot be opened affects only requests of its
+    namespace, and these lose only their drafts.
 
     No data crosses from one namespace to another. If ``config.directory`` is given, each namespace has a directory of
-    its own below it, and a restart restores all flushed text, and after ``close`` also the memtable. Without a
-    directory, segments stay in this process's memory.
+    its own below it. A restart then restores all flushed text and, if the manager was closed with ``close``, also the
+    memtable. Without a directory, all text stays in this process's memory.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class CacheManager:
         on_open: Callable[[NamespaceCache], object] | None = None,
         on_close: Callable[[NamespaceCache], object] | None = None,
     ) -> None:
-        """Open ``namespace`` at once, so that errors of its directory are raised here. Other namespaces open on demand.
+        """Open the default ``namespace`` at once, so that errors of its directory are raised here.
+
+        Other namespaces are opened on first use.
 
         Args:
             config: The settings of the cache.
@@ -70,8 +72,7 @@ class CacheManager:
 
         Raises:
             ConfigError, CacheLocked, SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The directory
-            of
-                ``namespace`` cannot be used.
+                of ``namespace`` cannot be used.
             StoreUnavailable: The directory cannot be written.
         """
         self.config = config
@@ -105,10 +106,10 @@ class CacheManager:
             self._thread.start()
 
     def get(self, name: str | None = None) -> NamespaceCache:
-        """Return the cache of a namespace, opened on first use. Safe from any thread.
+        """Return the cache of a namespace (None for the default one), opened on first use. Safe from any thread.
 
-        ``name`` is None for the default namespace. The first use reads files. If the directory cannot be used, the
-        cache counts one failure and stays in memory. Raises ConfigError for an invalid name.
+        The first use reads files. If the directory cannot be used, the cache counts one failure and stays in memory.
+        Raises ConfigError for an invalid name.
         """
         while True:
             namespace, _lease = self._lease(self.namespace if name is None else name)  # lasts until it is open
@@ -120,14 +121,14 @@ class CacheManager:
 
         A namespace that is not open yet is opened on a thread of its own; with ``inline``, before this returns. Never
         raises: if opening fails, the failure is counted and logged once, and the next request tries again.
-        O(namespaces), safe from any thread.
+        Safe from any thread.
 
         Args:
             name: The namespace.
-            policy: The policy of the namespace from now on.
+            policy: The settings of the namespace from now on.
 
         Returns:
-            None if the name is invalid, or if requests lease as many namespaces of the group as it may have.
+            None if the name is invalid, or if all namespaces that the group may have open are leased by requests.
         """
         try:
             if self._is_group_full(name, policy):
@@ -165,7 +166,7 @@ class CacheManager:
 
         Raises:
             ConfigError: ``name`` is the default namespace.
-            StoreUnavailable: Some files could not be removed. The namespace is not used any more all the same.
+            StoreUnavailable: Some files could not be removed. The namespace is not used any more nevertheless.
         """
         if check_namespace(name) == self.namespace:
             raise ConfigError(
@@ -201,29 +202,28 @@ class CacheManager:
             ) from error
 
     def names(self) -> list[str]:
-        """Return the names of the open namespaces."""
         return sorted(cache.name for cache in self._open_caches())
 
     def stats(self) -> dict[str, CacheStats]:
-        """Return the sizes and counters of every open namespace that belongs to no group."""
+        """Return the sizes and counters of every open namespace that belongs to no group, by name."""
         with self._lock:
             found = [each for each in self._namespaces.values() if each.policy.group is None]
         return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
     def maintain(self) -> None:
-        """Flush and merge where due in every namespace, on this thread. For managers with ``inline``."""
+        """Flush memtables and merge segments where due, in every namespace. For managers with ``inline``."""
         for cache in self._open_caches():
             cache.maintain()
         self._attach_shared_to_all()
 
     def flush(self) -> None:
-        """Flush every memtable and wait until no merge is left."""
+        """Turn every memtable into segments, and wait until no merge of segments is left."""
         for cache in self._open_caches():
             cache.flush()
         self._attach_shared_to_all()
 
     def close(self) -> None:
-        """Flush and store everything, and stop the threads. May be called twice.
+        """Flush and store all text, and stop the threads. May be called twice.
 
         Waits for running sorts and closings. A namespace that is still being opened is left to its thread.
         """
@@ -256,8 +256,8 @@ class CacheManager:
     def _open(self, namespace: NamespaceEntry) -> NamespaceCache:
         """Open the cache of a namespace.
 
-        If the directory of another namespace than the default one cannot be used, the cache stays in memory. Raises
-        CacheError for the default namespace's directory, and _Discarded.
+        If the directory cannot be used, the cache stays in memory, except that of the default namespace, for which
+        CacheError is raised. Raises _Discarded if the namespace was deleted meanwhile.
         """
         with self._lock:
             if self._namespaces.get(namespace.name) is not namespace:
@@ -281,7 +281,6 @@ class CacheManager:
         return cache
 
     def _open_directory(self, namespace: NamespaceEntry) -> NamespaceCache:
-        """Make the cache with its directory, if it has one. Raises CacheError."""
         if self._root is None or not namespace.policy.is_durable:
             return self._make(namespace, None)
         path = self._root / namespace.name
@@ -316,7 +315,7 @@ class CacheManager:
         """Attach the default namespace's segments to other caches, as far as their policies allow.
 
         Every cache gets the prebuilt segments; caches with ``reads_shared`` get all segments of the default namespace.
-        Segments are immutable, so that attaching them takes no memory. O(segments).
+        Segments are immutable, so they are not copied.
         """
         owner = self._first.cache
         if owner is None:
@@ -329,7 +328,7 @@ class CacheManager:
                 # The arrays are the same. ``start`` is None because ring positions differ between namespaces.
                 self._shared = tuple(
                     known.get(id(each.text)) or replace(each, start=None) for each in snapshot.segments
-                )  # fmt: skip
+                )
             prebuilt = tuple(segment for segment in self._shared if segment.segment_id in self._prebuilt_ids)
             for cache, policy in caches:
                 segments = self._shared if policy.reads_shared else prebuilt
@@ -337,7 +336,7 @@ class CacheManager:
                     cache.attach_shared(segments)
 
     def _is_group_full(self, name: str, policy: NamespacePolicy) -> bool:
-        """Return whether the group has no room for this namespace, because requests lease too many others."""
+        """Return whether requests lease so many namespaces of the group that another one cannot be opened."""
         if policy.group is None:
             return False
         with self._lock:
@@ -347,7 +346,6 @@ class CacheManager:
         )
 
     def _lease(self, name: str, policy: NamespacePolicy | None = None) -> tuple[NamespaceEntry, NamespaceLease]:
-        """Lease a namespace, which is therefore not closed. Raises ConfigError."""
         with self._lock:
             namespace = self._namespaces.get(name)
             is_changed = namespace is not None and policy is not None and policy != namespace.policy
@@ -380,9 +378,8 @@ class CacheManager:
         group = [each for each in entries if policy.group is not None and each.policy.group == policy.group]
         num_over = max(0, len(group) - policy.max_in_group)
         unused = [each for each in group if not each.is_leased][:num_over] if num_over else []
-        for namespace in (
-            sorted(entries, key=lambda each: each.policy.is_durable) if len(entries) > self._max_namespaces else ()
-        ):
+        is_full = len(entries) > self._max_namespaces
+        for namespace in sorted(entries, key=lambda each: each.policy.is_durable) if is_full else ():
             if len(entries) - len(unused) <= self._max_namespaces:
                 break
             if namespace.name != self.namespace and not namespace.is_leased and namespace not in unused:
@@ -409,7 +406,6 @@ class CacheManager:
             self._closing.pop(name).set()
 
     def _open_leased(self, namespace: NamespaceEntry) -> None:
-        """Open a leased namespace. Its request continues without drafts meanwhile."""
         try:
             cache = namespace.opened()
             if self._stopping:  # ``close`` does not wait for it

@@ -1,4 +1,4 @@
-"""State stored with the text of one namespace: source positions, learned state of drafters, and counters."""
+"""The state stored with the text of one namespace: replication-log positions, learned models, and counters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 SourcePosition = Mapping[str, Any]
-"""A position in the source that text is read from, such as a replication log. JSON, opaque here, never modified."""
+"""A position in the source of stored text, such as a replication log, as JSON. The cache only stores and returns it."""
 
 
 class Checkpoint(NamedTuple):
-    """A source position whose text is durable.
+    """A position in the source of stored text, such as a replication log, up to which all text is in files.
 
-    Both fields also count text as durable that was evicted, or dropped because flushing could not keep up: it is lost
-    for good.
+    Text that was evicted, or dropped because flushing could not keep up, counts as stored: it is lost for good.
 
     Attributes:
         source: All text of the source up to this position is in files.
-        position: All text before this ring position is in files.
+        position: All text before this position of the ring buffer is in files.
     """
 
     source: SourcePosition
@@ -34,29 +33,27 @@ class Checkpoint(NamedTuple):
         return cls(source, position) if isinstance(source, dict) and type(position) is int and position >= 0 else None
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the checkpoint as JSON for a manifest."""
         return {"position": self.position, "mark": self.source}
 
 
 class PendingCheckpoints:
-    """Source positions whose text is not in a file yet, each with the ring position it waits for.
+    """The positions of a replication log whose text is not in files yet, with the ring-buffer positions to be flushed.
 
     Has one owner and no locks.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
-        """Start with ``checkpoint``, which stays valid until a newer position is durable."""
         self._checkpoint = checkpoint
         self._pending: deque[tuple[int, SourcePosition]] = deque()  # oldest first, so that positions grow
 
     def __len__(self) -> int:
-        """Return the number of waiting positions, at most one per sequence of the memtable and one more."""
         return len(self._pending)
 
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
-        """Add a source position that becomes durable once all text before ring position ``position`` is in files.
+        """Add a replication-log position that is valid for a restart once all text before ``position`` is in files.
 
-        ``memtable_start`` is the first ring position that is not in a file.
+        ``position`` and ``memtable_start`` are positions in the ring buffer; text before ``memtable_start`` is in
+        files.
         """
         if self._pending and self._pending[-1][0] == position:
             self._pending.pop()
@@ -64,9 +61,10 @@ class PendingCheckpoints:
         self._skip_to(memtable_start)
 
     def durable_at(self, position: int) -> Checkpoint | None:
-        """Return the newest checkpoint that is durable if all text before ``position`` is in files. O(1) amortised.
+        """Return the newest replication-log position that is valid if all text before ``position`` is in files.
 
-        If ``set`` skipped a position meanwhile, an older one is returned, which is valid as well.
+        ``position`` is a position in the ring buffer. If ``set`` skipped a log position meanwhile, an older one is
+        returned.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:
@@ -79,19 +77,19 @@ class PendingCheckpoints:
 
 
 class PublishedState(Protocol):
-    """An immutable copy of learned state."""
+    """An immutable copy of what a drafter has learned about a namespace."""
 
     def to_bytes(self) -> bytes:
-        """Return the serialized state, for ``LearnedState.stored`` of the next process. Safe from any thread."""
+        """Serialize the state for ``LearnedState.stored`` of the next process. Safe from any thread."""
         ...
 
 
 class LearnedState:
-    """A place where a drafter publishes copies of what it learned about a namespace, for maintenance to save.
+    """Holds the latest copy of what a drafter learned about a namespace, so that it can be saved to disk.
 
-    The learned state itself has one owner: the drafter that changes it at every step. Only copies are published, each
-    with one assignment. If several drafters learn about one namespace, the copy published last is saved. The retrieval
-    layer does not know the contents.
+    The drafter changes its own state at every step and publishes copies here, each with one assignment. If several
+    drafters learn about one namespace, the copy published last is saved. The retrieval layer does not know the
+    contents.
 
     Attributes:
         stored: The bytes that an earlier process saved in the directory; None if there are none.
@@ -103,18 +101,18 @@ class LearnedState:
         self.newest: PublishedState | None = None
 
     def publish(self, state: PublishedState) -> None:
-        """Make ``state`` the newest copy. O(1), safe from any thread."""
         self.newest = state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """Counters of one namespace since it was opened, and its present sizes. Token counts include separators."""
+    """The counters of one namespace's cache since it was opened, and its present sizes. Tokens include separators."""
 
     num_tokens: int
-    """The number of ring tokens that can be matched, at most the capacity."""
+    """The number of stored tokens that can be matched, at most the capacity; prebuilt and shared segments do not count.
+    """
     num_retained_tokens: int
-    """The part of ``num_tokens`` in retained segments: reused text that is older than evicted text."""
+    """The part of ``num_tokens`` in retained segments: old text that is not evicted because outputs repeated it."""
     num_prebuilt_tokens: int
     num_shared_tokens: int
     """The number of tokens of attached shared segments: prebuilt segments, and the text of the shared namespace."""
@@ -122,16 +120,16 @@ class CacheStats:
     num_segments: int
     generation: int
     num_appended_tokens: int
-    """The number of tokens passed to ``append`` and ``append_replicated``."""
+    """The number of tokens that requests and other replicas passed to the cache, whether they were stored or not."""
     num_skipped_tokens: int
-    """The part of ``num_appended_tokens`` that was skipped, because a prompt's beginning was stored already."""
+    """The part of ``num_appended_tokens`` that was not stored, because the beginning of a prompt was stored already."""
     num_flushes: int
     num_merges: int
     num_failed_merges: int
-    """The number of merges that failed for lack of memory or disk space. Each is retried later."""
+    """The number of merges of segments that failed for lack of memory or disk space. Each is retried later."""
     num_evicted_segments: int
     num_evicted_tokens: int
     num_dropped_tokens: int
-    """The number of tokens lost because flushing could not keep up."""
+    """The number of tokens lost because flushing to segments could not keep up."""
     num_failures: int
     """The number of rejected appends, failed listeners, failed reads and writes of files, and failed merges."""

@@ -1,4 +1,4 @@
-"""Deduplication of prompts: text that many prompts begin with is stored once."""
+"""Deduplicate prompts, so that text with which many prompts begin is stored once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ _MIN_SLOTS: Final = 64
 
 
 class _HashTable:
-    """An open-addressing hash table of int64, whose entries expire with the ring position of their text.
+    """An open-addressing hash table of int64, whose entries expire when their text is evicted from the ring buffer.
 
     An expired entry stays in its slot until the table is rebuilt. 24 bytes per slot, or 16 without values; untouched
-    pages take no memory.
-
-    Attributes:
-        keys: int64[n], n a power of two.
-        positions: int64[n], the ring position of the text plus one; 0 in a free slot.
-        values: int64[n], or int64[0] if the table has no values.
+    pages take no memory. ``positions`` are ring-buffer positions plus one; 0 marks a free slot.
     """
 
     def __init__(self, *, has_values: bool) -> None:
@@ -45,11 +40,10 @@ class _HashTable:
         return int(np.count_nonzero(self.positions > self._forgotten))
 
     def forget_before(self, position: int) -> None:
-        """Expire the entries of text before ring position ``position``. O(1)."""
+        """Expire the entries whose text lies before ring-buffer position ``position``, because it is evicted."""
         self._forgotten = max(self._forgotten, position)
 
     def put(self, keys: Int64s, values: Int64s, position: int) -> None:
-        """Insert or update entries. O(keys), occasionally O(all)."""
         if 3 * (self._num_used + len(keys)) > 2 * len(self.keys):
             before = self.keys, self.positions, self.values
             self._make(power_of_two_at_least(max(_MIN_SLOTS, 2 * (len(self) + len(keys)))))
@@ -57,18 +51,16 @@ class _HashTable:
         self._num_used += _put(self.keys, self.positions, self.values, keys, values, position + 1)
 
     def num_known(self, keys: Int64s) -> int:
-        """Return the length of the longest prefix of ``keys`` that is in the table. O(keys)."""
+        """Return the length of the longest prefix of ``keys`` whose keys are all in the hash table."""
         return _num_known(self.keys, self.positions, keys, self._forgotten)
 
     def get(self, key: int) -> int | None:
-        """Return the value of ``key``; None if it is not in the table. O(1)."""
         slot = _slot_of(self.keys, self.positions, key)
         return int(self.values[slot]) if self.positions[slot] > self._forgotten else None
 
 
 @kernel
 def _slot_of(keys: Int64s, positions: Int64s, key: int) -> int:
-    """Return the slot of a key, or the free slot for it."""
     slot = key & (len(keys) - 1)
     while positions[slot] != 0 and keys[slot] != key:
         slot = (slot + 1) & (len(keys) - 1)
@@ -77,7 +69,7 @@ def _slot_of(keys: Int64s, positions: Int64s, key: int) -> int:
 
 @kernel
 def _put(keys: Int64s, positions: Int64s, values: Int64s, new: Int64s, new_values: Int64s, position: int) -> int:
-    """Write keys and values; return the number of slots that were free before."""
+    """Write keys and values to a hash table; return the number of slots that were free before."""
     used = 0
     for i in range(len(new)):
         slot = _slot_of(keys, positions, new[i])
@@ -106,7 +98,6 @@ def _copy_live(
     new_positions: Int64s,
     new_values: Int64s,
 ) -> int:
-    """Copy the live entries into an empty table; return their number."""
     moved = 0
     for at in range(len(keys)):
         if positions[at] > forgotten:
@@ -121,10 +112,9 @@ def _copy_live(
 class PromptDeduplicator:
     """Detects which leading blocks of a prompt are stored already, by chained hashes of blocks. For one writing thread.
 
-    The hash of a block covers the blocks before it, so that a known hash means that the whole beginning is stored. (64
-    bits: a collision only loses a few tokens of drafting material.) A block expires when the ring position of its text
-    is evicted. Memory is therefore bounded by capacity / block size entries of 24 to 64 bytes, or 2.5 times that with
-    ``follows_others``.
+    The hash of a block covers the blocks before it, so a known hash means that the whole beginning is stored. (64 bits:
+    a collision only loses a few tokens of drafting material.) A block expires when its text is evicted. Memory is
+    therefore bounded by capacity / block size entries of 24 to 64 bytes, or 2.5 times that with ``follows_others``.
     """
 
     def __init__(self, block_tokens: int, lead_in_tokens: int, *, follows_others: bool = False) -> None:
@@ -133,7 +123,7 @@ class PromptDeduplicator:
         Args:
             block_tokens: Tokens per block; 0 disables deduplication.
             lead_in_tokens: The number of tokens before new text that are stored with it.
-            follows_others: Whether pieces from other replicas are also passed, to ``note_replicated``.
+            follows_others: Whether text from other replicas is also passed, to ``note_replicated``.
         """
         self._block_tokens = block_tokens
         self._lead_in_tokens = lead_in_tokens
@@ -150,19 +140,12 @@ class PromptDeduplicator:
         _copy_live(warm.keys, warm.positions, warm.values, 0, *(np.zeros(2, np.int64) for _ in range(3)))
 
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
-        """Return the part of a sequence that is new, and remember the blocks of the sequence.
+        """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
-        Blocks of the completion are remembered too, because the next turn of a conversation repeats them in its prompt.
-        O(n).
-
-        Args:
-            tokens: int32[n], prompt then completion. The completion is always stored, because the number of occurrences
-                of a text ranks drafts.
-            prompt_length: The number of prompt tokens.
-            position: The ring position at which the part will be stored, never smaller than before.
-
-        Returns:
-            Views of ``tokens``: none if nothing is new, else one.
+        The result is one view of ``tokens``, or none if nothing is new. The completion, after ``prompt_length`` tokens,
+        is always part of it, because the number of occurrences of a text ranks drafts. Its blocks are remembered too,
+        because the next turn of a conversation repeats them in its prompt. The part will be stored at the ring-buffer
+        position ``position``, which never decreases.
         """
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:
@@ -175,11 +158,11 @@ class PromptDeduplicator:
         return [tokens[max(0, skipped - self._lead_in_tokens) :]]
 
     def note_replicated(self, piece: Tokens, position: int) -> None:
-        """Remember the blocks of a piece from another replica that is stored at ``position``. O(n).
+        """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
-        If the piece begins like a continuation of a known block, it is regarded as one, and otherwise as the beginning
+        If ``piece`` begins like a continuation of a known block, it is regarded as one, and otherwise as the beginning
         of a text. If that is wrong, a beginning may count as stored whose parts are all stored, each with its lead-in,
-        but not in one piece. Contexts of the lead-in's length are found all the same.
+        but not in one piece. Contexts of the lead-in's length are found nevertheless.
         """
         if self._ends is None:
             return
@@ -190,13 +173,12 @@ class PromptDeduplicator:
         self._remember(*block_hashes(piece, start, seed, self._block_tokens, self._lead_in_tokens), position)
 
     def forget_before(self, position: int) -> None:
-        """Expire the blocks stored before ``position``, which are evicted. O(1)."""
+        """Forget the blocks stored before ring-buffer position ``position``, because they are evicted."""
         self._blocks.forget_before(position)
         if self._ends is not None:
             self._ends.forget_before(position)
 
     def _remember(self, hashes: Int64s, ends: Int64s, position: int) -> None:
-        """Remember consecutive blocks, in the form of ``block_hashes``."""
         self._blocks.put(hashes, ends, position)
         if self._ends is not None:
             self._ends.put(ends, hashes, position)
@@ -205,11 +187,11 @@ class PromptDeduplicator:
 def block_hashes(
     tokens: Tokens, start: int, seed: int, block_tokens: int, lead_in_tokens: int
 ) -> tuple[Int64s, Int64s]:
-    """Return two hashes, int64[blocks] each, of the whole blocks of ``tokens`` (int32[n]) from ``start`` on. O(n).
+    """Return two hashes, int64[blocks] each, of every whole block of ``tokens`` from ``start`` on.
 
-    The first hash covers the text up to the block's end; ``seed`` is that hash of the text before ``start``. The second
-    one covers the last ``lead_in_tokens`` tokens up to the block's end, with which a continuation of the block would
-    begin. One kernel computes all.
+    The first hash identifies the whole text up to the block's end; ``seed`` is that hash of the text before ``start``.
+    The second hash identifies the last ``lead_in_tokens`` tokens up to the block's end, with which a stored
+    continuation of the block begins.
     """
     found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
     _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)
@@ -217,7 +199,10 @@ def block_hashes(
 
 
 def lead_in_hash(tokens: Tokens) -> int:
-    """Return the hash of ``tokens`` (int32[n]) as a lead-in, which is the second one of ``block_hashes``. O(n)."""
+    """Hash tokens that precede new text, to find the stored block which the text continues.
+
+    The result equals the second hash of ``block_hashes`` for a block that ends with these tokens.
+    """
     return _hash(tokens, 0, len(tokens), 0)
 
 
@@ -242,7 +227,7 @@ def _hash_blocks(
 
 
 def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
-    """Return a copy as int32[n]. Raises CacheError unless ``token_ids`` is a sequence of token ids."""
+    """Return a copy of token ids as int32[n]. Raises CacheError unless all are integers in 0..2147483647."""
     wide = np.array(token_ids)
     if len(wide) == 0:
         return np.empty(0, np.int32)

@@ -11,8 +11,8 @@
                              them
     writer.lock              locked by the writing process (flock), as is the directory; the lock ends with the process
 
-Nothing else in the directory is touched. Of files with such names, only ours are used: no links, and only segments
-whose header has this tokenizer and namespace.
+Other files in the directory are not touched. Files with these names are used only if they are ours: no links, and only
+segments whose header has this tokenizer and namespace.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ log = logging.getLogger(__name__)
 
 LEARNED_NAME: Final = "learned.bin"
 PART_NAMES: Final = frozenset((MANIFEST_NAME, PREVIOUS_NAME, DAMAGED_NAME, LEARNED_NAME, LOCK_NAME))
-"""The names of files other than segments."""
+"""The names of a cache directory's files other than segments."""
 LEFT_OUT_SUFFIX: Final = ".left-out"
 """The suffix that former versions added to segment files that the manifest did not name."""
 
 _MAX_LEARNED_BYTES: Final = 1 << 26
 
 RETRY_S: Final = 30.0
-"""The interval at which failed writes are retried, in addition to the writes of new flushes."""
+"""The interval in seconds at which failed writes of a cache directory are retried, if no new flush retries them."""
 SAVE_LEARNED_S: Final = 60.0
 
 MAX_READS: Final = 5
-"""The maximum number of attempts to read a directory whose server removes files meanwhile."""
+"""The maximum number of attempts to read a cache directory while its server replaces files."""
 
 
 def read_learned(path: Path) -> bytes | None:
-    """Return the learned state of drafters stored in directory ``path``; None if there is none. Raises OSError."""
+    """Return the serialized acceptance model stored in a cache directory; None if there is none. Raises OSError."""
     try:
         with open_file(path / LEARNED_NAME) as file:
             return file.read(_MAX_LEARNED_BYTES)
@@ -76,12 +76,11 @@ def read_learned(path: Path) -> bytes | None:
 
 
 def is_segment_file(name: str) -> bool:
-    """Return whether a file name is that of a segment."""
     return name.endswith(".seg") and is_segment_id(name.removesuffix(".seg"))
 
 
 class SegmentDirectory:
-    """A directory and the exclusive right to write it.
+    """A directory of segment files, and the exclusive right to write it.
 
     Not thread-safe, except that ``write`` may overlap other calls.
     """
@@ -96,7 +95,7 @@ class SegmentDirectory:
         self.damage: CacheError | None = None
         """The reason why the manifest was rebuilt; None if it was intact."""
         self.unusable: tuple[dict[str, Any], ...] = ()
-        """The manifest's entries of existing files that cannot be used. They stay until someone removes the files."""
+        """The manifest's entries of segment files that cannot be used. They stay until someone removes the files."""
         self._identity: dict[str, str] = {"fingerprint": fingerprint, "namespace": namespace}
         make_directory(path)
         self._lock = DirectoryLock(path)
@@ -127,16 +126,14 @@ class SegmentDirectory:
         self._lock.close()
 
     def path_of(self, segment_id: str) -> Path:
-        """Return the path of a segment's file."""
         assert is_segment_id(segment_id)
         return self.path / f"{segment_id}.seg"
 
     def has_file(self, segment_id: str) -> bool:
-        """Return whether the segment was written to this directory."""
         return segment_id in self._files
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
-        """Return the manifest's segments in order, and the errors of those that are damaged, foreign or missing.
+        """Read the manifest's segments in order, and return them with the errors of those that are damaged or missing.
 
         Raises FormatVersion or OSError for files that may be intact but cannot be read now or by this version, and
         closes the directory.
@@ -176,11 +173,11 @@ class SegmentDirectory:
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
     ) -> None:
-        """Make ``segments`` the content of the directory, in addition to the unusable ones; remove other segment files.
+        """Replace the directory's manifest by one that lists ``segments``, and remove other segment files.
 
-        Segments without a file, because they could not be written, are skipped. The order survives a power failure: the
-        files' bytes, their names, the manifest's bytes and its name reach the disk one after the other, and then other
-        files are removed. O(number of segments).
+        Segments without a file, because they could not be written, are skipped, and unusable files stay. The order
+        survives a power failure: the files' bytes, their names, the manifest's bytes and its name reach the disk one
+        after the other, and then other files are removed.
 
         Raises:
             CacheLocked: Another process writes the directory.
@@ -209,7 +206,7 @@ class SegmentDirectory:
             self._files.discard(segment_id)
 
     def write_learned(self, learned: bytes) -> None:
-        """Replace the learned state of drafters. Raises OSError; then the old state stays."""
+        """Replace the serialized acceptance model in the directory. Raises OSError; then the old one stays."""
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
     def _initialize(self) -> None:
@@ -222,7 +219,7 @@ class SegmentDirectory:
         self._written, self._stamp = self.manifest, self._manifest_stamp()
 
     def _recover(self) -> None:
-        """Rebuild the manifest from the segments' headers and from the source position in the previous manifest.
+        """Rebuild a lost manifest from the segments' headers and from the source position in the previous manifest.
 
         Nothing is removed or written before the next ``commit``. If a merge was in progress, either its result or its
         inputs are used, which are the same text.
@@ -253,7 +250,7 @@ class SegmentDirectory:
             (self.path / MANIFEST_NAME).replace(self.path / DAMAGED_NAME)
 
     def _check_manifest(self) -> None:
-        """Raise CacheError if the manifest is neither the one written last, nor an older or damaged one."""
+        """Raise CacheError if another process has written the manifest. An older or damaged manifest is accepted."""
         if self._manifest_stamp() == self._stamp:
             return
         try:
@@ -273,7 +270,7 @@ class SegmentDirectory:
         return None
 
     def _link_previous(self) -> None:
-        """Link the manifest that is about to be replaced, if the file system supports links."""
+        """Link the manifest that is about to be replaced to its backup name, if the file system supports links."""
         if self._written is not None:
             link = self.path / f"{PREVIOUS_NAME}.{os.getpid()}.tmp"
             with contextlib.suppress(OSError):
@@ -282,7 +279,10 @@ class SegmentDirectory:
                 link.replace(self.path / PREVIOUS_NAME)
 
     def _remove_orphans(self) -> None:
-        """Remove files that the manifest does not name. Only valid while opening: later, a merge may have one."""
+        """Remove segment files that the manifest does not name.
+
+        Call it only while opening: later, a merge may have written a file that the next manifest names.
+        """
         named = {f"{segment_id}.seg" for segment_id in self.manifest.segment_ids}
         for file in list(self.path.iterdir()):
             if is_temporary(file):
@@ -295,7 +295,6 @@ class SegmentDirectory:
             file.unlink(missing_ok=True)
 
     def _is_ours(self, file: Path) -> bool:
-        """Return whether a file is a segment written for this tokenizer and namespace, in this format."""
         if not is_segment_file(file.name) or not is_regular(file):
             return False
         try:
@@ -326,7 +325,7 @@ def _sort_key(entry: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def is_cache_file(path: Path) -> bool:
-    """Return whether a file name is one that a cache's directory uses."""
+    """Return whether a file name is one that a cache directory uses."""
     is_segment = is_segment_file(path.name.removesuffix(LEFT_OUT_SUFFIX))
     return is_segment or path.name in PART_NAMES or is_temporary(path)
 
@@ -354,7 +353,7 @@ def remove_directory(path: Path) -> None:
 def load_segments(
     path: Path, manifest: Manifest, *, namespace: str | None = None
 ) -> tuple[list[Segment], list[CacheError | OSError]]:
-    """Load the segments that ``manifest`` names from directory ``path``.
+    """Load the segments that a manifest names from a cache directory.
 
     ``namespace`` is the namespace that the segments must have; None accepts any. Returns the usable segments in order,
     and the errors of the others.
@@ -382,7 +381,7 @@ def load_segments(
 
 
 def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
-    """Load all segments of directory ``path`` in the state of ``manifest``, or of a newer one by its server.
+    """Load all segments of a cache directory, even while its server replaces ``manifest`` by a newer one.
 
     Raises CacheError: StoreUnavailable if a segment cannot be read.
     """
@@ -403,9 +402,9 @@ def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
 
 
 class DurableSegments:
-    """The files of one namespace. Not thread-safe.
+    """The segment files of one namespace, with retries of failed writes. Not thread-safe.
 
-    Segments that cannot be written are searched all the same, and writing them is retried. Such an outage begins with
+    Segments that cannot be written are searched nevertheless, and writing them is retried. Such an outage begins with
     the first failure and ends when everything is in files again. It does not end with the first successful write,
     because a nearly full disk accepts small files all the time.
     """
@@ -413,24 +412,24 @@ class DurableSegments:
     def __init__(
         self, name: str, directory: SegmentDirectory, report_failure: Callable[[str, BaseException], None]
     ) -> None:
-        """Read the directory's state, except its segments, which ``load`` reads."""
+        """Read a cache directory's manifest and learned model. ``load`` reads the segments."""
         self._name = name
         self._directory = directory
         self._report_failure = report_failure
         self.next_position = directory.manifest.next_position
         self.checkpoint = Checkpoint.from_json(directory.manifest.shared)
         self.learned: bytes | None = None
-        """The learned state of drafters that an earlier process saved; None if there is none."""
+        """The serialized acceptance model that an earlier process saved; None if there is none."""
         try:
             self.learned = read_learned(directory.path)
         except OSError as error:
             report_failure("the learned state of drafters was not read", error)
         self.num_failures = 0
-        """The number of failed writes."""
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False
         self.gaps: Sequence[int] = ()
-        """The ring positions of unusable files. Segments are not merged across them, so that a restored file has room.
+        """The ring-buffer positions of unusable segment files. Segments are not merged across them, so that a restored
+        file has room.
         """
         if directory.damage is not None:
             report_failure("the manifest was rebuilt from the segments", directory.damage)
@@ -438,7 +437,7 @@ class DurableSegments:
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
 
     def load(self) -> list[Segment]:
-        """Return the usable segments. No reference to them is stored here, so that merged ones can be freed.
+        """Read the usable segments. They are not stored in this object, so that merged ones can be freed.
 
         Raises FormatVersion and OSError for files that cannot be read at the moment.
         """
@@ -452,11 +451,10 @@ class DurableSegments:
         return segments
 
     def has(self, segment: Segment) -> bool:
-        """Return whether the segment is in a file."""
         return self._directory.has_file(segment.segment_id)
 
     def write(self, segment: Segment) -> Segment:
-        """Return the segment as read from its new file, or ``segment`` itself if it could not be written."""
+        """Write a segment's file and return the segment read from it, or ``segment`` itself if writing failed."""
         try:
             return self._directory.write(segment)
         except (OSError, CacheError) as error:
@@ -466,9 +464,9 @@ class DurableSegments:
     def commit(
         self, segments: tuple[Segment, ...], next_position: int, checkpoint: Checkpoint | None, *, is_whole: bool
     ) -> None:
-        """Update the manifest to the segments that are in files. O(number of segments).
+        """Update the manifest to the segments that are in files.
 
-        ``is_whole`` says whether no merge is waiting for disk space.
+        ``is_whole`` is whether no merge is waiting for disk space.
         """
         files = tuple(filter(self.has, segments))
         if (files, checkpoint) != self._committed:
@@ -486,7 +484,7 @@ class DurableSegments:
             )
 
     def save_learned(self, newest: PublishedState | None, *, now: bool = False) -> None:
-        """Write the newest learned state if it is new, at most every SAVE_LEARNED_S seconds or at once with ``now``."""
+        """Save the newest copy of the acceptance model, at most every SAVE_LEARNED_S seconds unless ``now`` is set."""
         if not now and time.monotonic() < self._save_learned_at:
             return
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
@@ -499,7 +497,6 @@ class DurableSegments:
             self._report_failure("the learned state of drafters was not written", error)
 
     def close(self) -> None:
-        """Close the directory."""
         self._directory.close()
 
     def _report_outage(self, what: str, error: Exception) -> None:

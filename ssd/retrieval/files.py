@@ -45,7 +45,7 @@ def check_fingerprint(fingerprint: str) -> str:
 
 
 def is_segment_id(text: object) -> bool:
-    """Return whether ``text`` has the form of ``new_segment_id``. Nothing else may become a file name."""
+    """Return whether ``text`` has the form of ``new_segment_id``. Other texts must not become file names."""
     return isinstance(text, str) and _SEGMENT_ID.fullmatch(text) is not None
 
 
@@ -53,16 +53,15 @@ _RETAINED = "-kept-"
 
 
 def new_segment_id(start: int | None, *, retained: bool = False) -> str:
-    """Return a unique name for a segment.
+    """Return a unique name for a segment; ``retained`` marks a retained one, see ``is_retained``.
 
-    It is random, so that a merge that outlived its server cannot overwrite a file. ``retained`` marks a retained
-    segment, see ``is_retained``.
+    It is random, so that a merge that outlived its server cannot overwrite a file.
     """
     return f"{'static' if start is None else f'{start:012d}'}{_RETAINED if retained else '-'}{secrets.token_hex(8)}"
 
 
 def is_retained(segment_id: str) -> bool:
-    """Return whether a segment is a retained one: reused text of evicted segments."""
+    """Return whether a segment consists of text that was retained because outputs repeated it."""
     return _RETAINED in segment_id
 
 
@@ -106,7 +105,7 @@ def create_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _create(path: Path) -> int:
-    """Open a new file, which is never a link; a leftover of an earlier process with our process id is removed."""
+    """Open a new file, which is never a link. A file that an earlier process with our process id left is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, FILE_MODE)
@@ -116,7 +115,7 @@ def _create(path: Path) -> int:
 
 
 class NotAFileError(OSError):
-    """The path is a directory, a pipe, a socket or a device."""
+    """Raised if a path is a directory, a pipe, a socket or a device instead of a file."""
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -178,8 +177,9 @@ LOCK_NAME = "writer.lock"
 class DirectoryLock:
     """The exclusive right of one process to write a directory. The kernel releases it when the process ends.
 
-    Both the directory and a file in it are locked. The lock of the directory cannot be lost by removing a file. Former
-    versions lock only the file, and some network file systems cannot lock a directory.
+    Both the directory and a file in it are locked. The lock of the directory cannot be lost by removing a file. The
+    file is locked too because former versions lock only the file, and some network file systems cannot lock a
+    directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -196,7 +196,7 @@ class DirectoryLock:
             raise
 
     def renew(self) -> None:
-        """Check that the lock is of the directory now at the path, and create the lock file anew if it was removed.
+        """Check that the locked directory is still the one at its path, and create a removed lock file anew.
 
         Raises CacheLocked if another process has the lock, and OSError.
         """
@@ -218,7 +218,6 @@ class DirectoryLock:
         self._file = file
 
     def close(self) -> None:
-        """Release the lock. May be called twice."""
         if self._file is not None:
             self._file.close()
         if self._directory is not None:
@@ -236,7 +235,7 @@ class DirectoryLock:
 
 
 class Owner(NamedTuple):
-    """The owner of a directory's text, as HMACs that cannot be interpreted without the server's secret.
+    """The owner of a cache directory's text, as HMACs that cannot be interpreted without the server's secret.
 
     Attributes:
         secret: The same value in all directories of one secret.
@@ -252,21 +251,20 @@ PREVIOUS_NAME = "manifest-previous.json"
 DAMAGED_NAME = "manifest-damaged.json"
 MANIFEST_FORMAT = 1
 MAX_FORMAT = 1000
-"""The largest plausible format number. A larger number means that the file is damaged."""
+"""The largest plausible file format number. A larger number means that the file is damaged."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
-"""The largest valid ring position. Real positions are far smaller, so that later text has room."""
+"""The largest valid ring-buffer position. Real positions are far smaller, so that later text has room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The segments of one generation of a directory.
+    """The list of the segments of a cache directory at one time.
 
     Attributes:
         fingerprint: The fingerprint of the tokenizer.
-        namespace: The namespace.
         generation: A number that grows with every commit.
-        next_position: The first ring position at which nothing was ever stored.
+        next_position: The first ring-buffer position at which nothing was ever stored.
         segments: ``id``, ``num_tokens`` and ``start`` (None for a prebuilt segment) of each segment. Only ``id`` is
             used; the other fields are for people and tools. Prebuilt segments come first, then ring segments, oldest
             first.
@@ -278,13 +276,12 @@ class Manifest:
     next_position: int = 0
     segments: tuple[dict[str, Any], ...] = ()
     owner: Owner | None = None
-    """The owner of the text; None if the server has no secret."""
+    """The owner of the directory's text; None if the server has no secret."""
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The checkpoint of ``NamespaceCache`` as JSON: the source position of exactly these segments."""
+    """The checkpoint of ``NamespaceCache`` as JSON: the replication position up to which text is in these segments."""
 
     @property
     def segment_ids(self) -> tuple[str, ...]:
-        """The ids of ``segments``."""
         return tuple(segment["id"] for segment in self.segments)
 
 
@@ -297,13 +294,9 @@ _ADVICE = (
 def read_manifest(
     path: Path, *, fingerprint: str | None = None, namespace: str | None = None, name: str = MANIFEST_NAME
 ) -> Manifest | None:
-    """Return the manifest of directory ``path``; None if there is none.
+    """Return the manifest of a cache directory, from the file ``name`` in it; None if there is none.
 
-    Args:
-        path: The directory.
-        fingerprint: The tokenizer fingerprint that the manifest must have; None accepts any.
-        namespace: The namespace that the manifest must have; None accepts any.
-        name: The name of the manifest's file.
+    ``fingerprint`` and ``namespace`` are those that the manifest must have; None accepts any.
 
     Raises:
         SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The manifest cannot be used.
@@ -364,14 +357,14 @@ def _from_json(content: Any) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace the manifest of directory ``path`` durably. Raises OSError."""
+    """Replace the manifest of a cache directory durably. Raises OSError."""
     content = {name: value for name, value in asdict(manifest).items() if value is not None}
     write_file(path / MANIFEST_NAME, [dump_checked_json("manifest", content)], durable=True)
     sync_directory(path)
 
 
 class _NewerFormat(ValueError):
-    """The file has a format number that this version does not know."""
+    """Raised if a file has a format number that this version does not know."""
 
 
 def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:

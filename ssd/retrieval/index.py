@@ -21,23 +21,16 @@ Segments = tuple[Segment, ...]
 
 
 def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfig, max_tokens: int) -> Segments | None:
-    """Choose neighbouring segments to merge next: size-tiered, as in Lucene. O(number of segments).
+    """Choose neighbouring segments to merge next, by a size-tiered policy as in Lucene; None if no merge is due.
 
-    A segment's size class is the logarithm of its size to the base ``merge_fanout``. A segment with a larger, newer
-    neighbour counts as of that neighbour's class; otherwise small segments between large ones would stay forever. If at
-    least ``merge_fanout`` neighbours are of one class, the cheapest run of them is merged: the one with the fewest
-    sorted tokens per token that is not in the run's largest segment. Classes then never grow with position, so that
-    there are fewer than ``merge_fanout`` segments in each class, except those whose sum would be too large. A token is
-    sorted about log(capacity / flush_tokens) times, even if flushing is far ahead of merging.
+    The size class of a segment is the logarithm of its size to the base ``merge_fanout``. A segment with a larger,
+    newer neighbour is in that neighbour's class, because small segments between large ones would otherwise never be
+    merged. If at least ``merge_fanout`` neighbours are in one class, the cheapest run of them is merged: the one with
+    the fewest sorted tokens per token outside the run's largest segment. So each class has fewer than ``merge_fanout``
+    segments, except those whose sum would exceed ``max_tokens``, and a token is sorted about log(capacity /
+    flush_tokens) times.
 
-    Args:
-        segments: The segments, oldest first.
-        excluded: Ids of segments that must not be merged.
-        config: The settings of the index.
-        max_tokens: The maximum size of the merged segment.
-
-    Returns:
-        The segments to merge; None if no merge is due.
+    ``segments`` are in order, oldest first. Those whose ids are in ``excluded`` are not merged.
     """
     classes = [
         int(math.log(max(1.0, len(segment) / config.flush_tokens), config.merge_fanout) + 1e-9) for segment in segments
@@ -60,7 +53,10 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
 
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
-    """Return the cheapest run of two to ``fanout`` neighbours of at most ``max_tokens`` tokens, and its cost."""
+    """Return the two to ``fanout`` neighbouring segments that are cheapest to merge, and the cost of that.
+
+    The merged segment has at most ``max_tokens`` tokens.
+    """
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
@@ -74,10 +70,8 @@ def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Se
     return best, best_cost
 
 
-_RING_FLUSHES = 16  # the ring has room for this many flushes before a delayed flush loses tokens ...
-_RING_TOKENS = (
-    1 << 18
-)  # ... and for at least this many tokens, so that a very long prompt fits; untouched pages take no memory
+_RING_FLUSHES = 16  # the ring buffer has room for this many flushes before a delayed flush loses tokens,
+_RING_TOKENS = 1 << 18  # and for at least this many tokens, so that a very long prompt fits
 _RETAINED_SHARE = 0.5  # of the capacity
 
 
@@ -110,9 +104,9 @@ class SuffixIndex:
         next_position: int = 0,
         gaps: Sequence[int] = (),
     ) -> None:
-        """Start with the ring ``segments`` of a directory, oldest first, and an empty memtable.
+        """Start with the ring-buffer ``segments`` of a directory, oldest first, and an empty memtable.
 
-        ``gaps`` are ring positions, in order, across which segments are not merged.
+        ``gaps`` are ring-buffer positions, in order, across which segments are not merged.
         """
         self._gaps = gaps
         self.config = config
@@ -122,9 +116,11 @@ class SuffixIndex:
         self.num_evicted_segments = 0
         self.num_evicted_tokens = 0
         self.num_dropped_tokens = 0
-        """The number of tokens that left the ring before they were flushed, because flushing was too slow."""
+        """The number of tokens that were overwritten in the ring buffer before they were flushed, because flushing was
+        too slow.
+        """
         self.num_skipped_tokens = 0
-        """The number of prompt tokens that were stored already."""
+        """The number of prompt tokens that were not stored because they were stored already."""
 
         self._deduplicator = PromptDeduplicator(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
         self._output_spans = OutputSpans()
@@ -137,7 +133,7 @@ class SuffixIndex:
         """The attached segments of another namespace."""
         self._prebuilt: Segments = ()
         self.ring_segments: Segments = tuple(segments)
-        """The segments with a ring position, retained ones included, in order of position."""
+        """The segments made from the ring buffer, retained ones included, in order of position."""
         self._num_ring_tokens = sum(map(len, segments))
         self._num_retained = sum(1 for _ in takewhile(lambda segment: is_retained(segment.segment_id), segments))
         self._generation = 0
@@ -146,42 +142,38 @@ class SuffixIndex:
         self._publish_segments()
 
     def snapshot(self) -> Snapshot:
-        """Return the current snapshot. O(1), safe from any thread."""
         return self._snapshot
 
     @property
     def next_position(self) -> int:
-        """The ring position of the next appended token."""
         return self._ring.memtable_stop
 
     @property
     def recent_position(self) -> int:
-        """The first ring position that was not evicted. Before it, only retained text is stored."""
+        """The first ring-buffer position that was not evicted. Before it, only retained text is stored."""
         recent = self.ring_segments[self._num_retained :]
         return recent[0].start or 0 if recent else self._ring.memtable_start
 
     @property
     def num_retained_tokens(self) -> int:
-        """The number of tokens in retained segments."""
         return sum(map(len, self.ring_segments[: self._num_retained]))
 
     @property
     def num_memtable_tokens(self) -> int:
-        """The number of tokens in the memtable."""
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """Return whether less than half of the ring is unflushed."""
+        """Return whether less than half of the ring buffer waits to be flushed to segments."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
 
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
-        """Store a sequence (int32[n], ids >= 0), prompt then completion, and publish it. Returns the stored pieces.
+        """Store a sequence, prompt then completion, so that it can be searched at once; return the stored parts.
 
         Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
         occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
-        unflushed sequences are dropped, to stay within the capacity. O(n).
+        unflushed sequences are dropped, to stay within the capacity.
         """
         new = self._deduplicator.new_pieces(tokens, prompt_length, self.next_position)
         self.num_skipped_tokens += len(tokens) - sum(map(len, new))
@@ -191,12 +183,11 @@ class SuffixIndex:
         return pieces
 
     def add(self, tokens: Tokens) -> None:
-        """Store a piece from another replica's index. It may become searchable only with the next ``publish``. O(n)."""
+        """Store text from another replica. It may become searchable only with the next ``publish``."""
         self._deduplicator.note_replicated(tokens, self.next_position)
         self._add(tokens, 0)
 
     def _add(self, tokens: Tokens, num_output: int) -> list[Tokens]:
-        """Store pieces of a sequence, whose last ``num_output`` tokens are an output."""
         pieces = split_sequence(tokens, self.max_piece_tokens, self.config.lead_in_tokens)
         ring, num_dropped = self._ring, self.num_dropped_tokens
         begin, prompt = ring.memtable_stop, max(0, len(tokens) - num_output)
@@ -216,7 +207,7 @@ class SuffixIndex:
         return pieces
 
     def publish(self) -> None:
-        """Make everything added so far searchable. O(1)."""
+        """Make everything stored so far searchable, in a new snapshot."""
         ring = self._ring
         self._generation += 1
         # One assignment of an immutable object, so that a reader gets either the old or the new snapshot.
@@ -233,7 +224,7 @@ class SuffixIndex:
         return start, self._ring.read(start, self._flushing_stop)
 
     def install_flushed(self, segment: Segment) -> None:
-        """Replace the text of ``memtable_to_flush`` by ``segment``, and publish."""
+        """Replace the memtable text that ``memtable_to_flush`` returned by the segment sorted from it."""
         assert segment.stop is not None
         self._ring.release(segment.stop)
         self.ring_segments = (*self.ring_segments, segment)
@@ -255,7 +246,7 @@ class SuffixIndex:
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
-        """Replace ``inputs`` by ``merged`` and publish. Return False, without a change, if an input is gone."""
+        """Replace the segments ``inputs`` by ``merged``. Return False, without a change, if one of them is gone."""
         first = next(
             (i for i, segment in enumerate(self.ring_segments) if segment is inputs[0]), len(self.ring_segments)
         )
@@ -271,9 +262,9 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments with the data that tells which text of them was reused; None if there are none.
+        """Return the evicted segments with the data needed to find their reused text; None if there are none.
 
-        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``. O(memtable).
+        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``.
         """
         if not self._evicting:
             return None
@@ -285,7 +276,7 @@ class SuffixIndex:
         )
 
     def install_retained(self, evicted: Segments, retained: Sequence[tuple[Segment, Segment]]) -> None:
-        """Free the ``evicted`` segments, add the segments of their reused text, and publish.
+        """Free the ``evicted`` segments, and add the segments of their reused text.
 
         ``retained`` are pairs of an evicted segment and the segment made of its reused text, in order. A pair is
         ignored if its evicted segment was freed meanwhile.
@@ -310,19 +301,18 @@ class SuffixIndex:
     # Prebuilt and shared segments
 
     def add_prebuilt(self, segments: Sequence[Segment]) -> None:
-        """Add prebuilt ``segments``, outside the capacity, and publish."""
+        """Add prebuilt segments, which do not count against the capacity."""
         assert all(segment.start is None for segment in segments)
         self._prebuilt = (*self._prebuilt, *segments)
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no position, and publish."""
+        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()
 
     def clear(self) -> None:
-        """Remove all text, attached segments included, and publish."""
         self.shared_segments = self._prebuilt = self.ring_segments = ()
         self._num_ring_tokens = self._num_retained = 0
         self._evicting.clear()
@@ -331,19 +321,20 @@ class SuffixIndex:
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Evict the oldest segments until ``num_new_tokens`` more tokens fit; retained ones only if no others exist."""
+        """Evict the oldest segments until ``num_new_tokens`` more tokens fit.
+
+        Segments that were retained because outputs repeated their text are evicted only if no others exist.
+        """
         capacity, before = self.config.capacity_tokens, len(self.ring_segments)
         while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)
         return len(self.ring_segments) < before
 
     def _trim_retained(self) -> None:
-        """Drop the oldest retained segments until the rest is within its share."""
         while self.num_retained_tokens > _RETAINED_SHARE * self.config.capacity_tokens:
             self._drop(0)
 
     def _drop(self, number: int) -> None:
-        """Remove a segment from the index. Reused text of a segment that was not retained yet may come back."""
         segment, was_retained = self.ring_segments[number], number < self._num_retained
         self.ring_segments = (*self.ring_segments[:number], *self.ring_segments[number + 1 :])
         self._num_ring_tokens -= len(segment)

@@ -15,7 +15,7 @@ from ssd.retrieval.segment import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespacePolicy:
-    """The settings of a namespace. All its requests have the same; those of the last request apply.
+    """The settings of a namespace. They are the same for all its requests; those of the last request apply.
 
     Attributes:
         capacity_tokens: The maximum number of stored tokens; None for the configured number. Applies when the namespace
@@ -23,10 +23,9 @@ class NamespacePolicy:
         reads_shared: Whether drafts may also come from the segments of the default namespace.
         is_durable: Whether the namespace has a directory, if the manager has one, and is replicated. Otherwise all its
             text stays in this process's memory.
-        owner: The owner, for the manifest.
+        owner: The owner of the text, for the manifest.
         group: The group of the namespace. At most ``max_in_group`` namespaces of a group are open. For another one, the
             least recently used is closed. If requests lease all of them, the request gets no namespace.
-        max_in_group: The maximum number of open namespaces of the group.
     """
 
     capacity_tokens: int | None = None
@@ -49,7 +48,6 @@ class NamespaceEntry:
     Only ``opened`` and ``discard`` wait for files.
 
     Attributes:
-        name: The name.
         policy: The settings that apply now.
         cache: The cache; None until it is open.
         is_opening: Whether a thread of the manager is opening the cache. Only the manager changes it.
@@ -61,7 +59,6 @@ class NamespaceEntry:
         open_cache: Callable[[NamespaceEntry], NamespaceCache],
         policy: NamespacePolicy = DEFAULT_POLICY,
     ) -> None:
-        """Create a closed entry; ``open_cache`` reads the files and makes the cache."""
         self.name = name
         self.policy = policy
         self.cache: NamespaceCache | None = None
@@ -75,7 +72,7 @@ class NamespaceEntry:
         self._leases: WeakSet[NamespaceLease] = WeakSet()
 
     def opened(self) -> NamespaceCache:
-        """Return the cache. The first caller opens it, and other callers wait. Raises the errors of opening."""
+        """Return the namespace's cache, opened by the first caller. Raises the errors of opening."""
         if self.cache is not None:
             return self.cache
         with self._opening:
@@ -94,7 +91,7 @@ class NamespaceEntry:
             return self.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n], now or as soon as the cache is open. Never waits for files. O(n)."""
+        """Store a finished sequence, int32[n], now or as soon as the cache is open. Never waits for files."""
         with self._lock:
             if self._is_discarded:
                 return
@@ -108,7 +105,10 @@ class NamespaceEntry:
         self.cache.append(tokens, prompt_length=prompt_length)
 
     def discard(self) -> None:
-        """Delete all text, also for existing leases, and ignore later appends. Waits while files are read."""
+        """Delete all text of the namespace, also for existing leases, and ignore later appends.
+
+        Waits while files are read.
+        """
         with self._lock:
             self._is_discarded = True
             self._waiting.clear()
@@ -117,7 +117,6 @@ class NamespaceEntry:
                 self.cache.discard()
 
     def lease(self) -> NamespaceLease:
-        """Return a new lease."""
         lease = NamespaceLease(self)
         with self._lock:
             self._leases.add(lease)
@@ -125,13 +124,13 @@ class NamespaceEntry:
 
     @property
     def is_leased(self) -> bool:
-        """Whether a lease exists or the cache is being opened."""
+        """Whether a request leases the namespace, or its cache is being opened."""
         with self._lock:
             return self.is_opening or len(self._leases) > 0
 
 
 class NamespaceLease:
-    """A request's lease of a namespace: the namespace is not closed to make room for another while the lease exists."""
+    """A request's lease of a namespace, which is not closed to make room for another one while the lease exists."""
 
     __slots__ = ("__weakref__", "_namespace")
 
@@ -140,7 +139,7 @@ class NamespaceLease:
 
     @property
     def cache(self) -> NamespaceCache | None:
-        """The cache; None while its files are read, or if they cannot be read. O(1)."""
+        """The namespace's cache; None while its files are read, or if they cannot be read."""
         return self._namespace.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:

@@ -38,11 +38,9 @@ _ROOM_WAIT_S: Final = 1.0
 
 
 class StoredPieces(list[Tokens]):
-    """The pieces of one append, in order: int32[n] each, without separators.
+    """The parts of one sequence that an append stored, in order: int32[n] each, without separators.
 
-    Attributes:
-        position: The ring position of the first token of the first piece. The other pieces follow, each after a
-            separator.
+    ``position`` is the ring-buffer position of the first token. The other parts follow, each after a separator.
     """
 
     def __init__(self, pieces: Iterable[Tokens], position: int) -> None:
@@ -83,8 +81,8 @@ class NamespaceCache:
             name: The namespace.
             config: The settings of the index.
             fingerprint: The tokenizer's fingerprint.
-            directory: A directory whose segments are searched and in which new ones become files; None keeps all in
-                memory.
+            directory: A directory whose segments are searched and in which new ones become files; None keeps all text
+                in memory.
             sorter: The executor that sorts large merges; None sorts on the thread that maintains.
             wake: Called if there is maintenance to do; None if the owner calls ``maintain``.
         """
@@ -105,11 +103,13 @@ class NamespaceCache:
         self._files = None if directory is None else DurableSegments(name, directory, self.report_failure)
         segments = [] if self._files is None else self._files.load()
         self.checkpoint = None if self._files is None else self._files.checkpoint
-        """The checkpoint of the directory when it was opened: the last source position whose text was all in files, and
-        the ring position before which all text was. None without a directory, and if no source position was ever set.
+        """The position in the replication log up to which all text was in files when the directory was opened.
+
+        None without a directory, and if no source position was ever set.
         """
         self.learned = LearnedState(None if self._files is None else self._files.learned)
-        """The learned state of drafters for this namespace. The directory stores the copy published last."""
+        """The acceptance model that drafters learned for this namespace. The directory stores the copy published last.
+        """
         self._index = SuffixIndex(
             config,
             [segment for segment in segments if segment.start is not None],
@@ -127,7 +127,7 @@ class NamespaceCache:
         ] = {}  # by inputs: time of the next attempt, last pause
 
     def report_failure(self, what: str, error: BaseException) -> None:
-        """Count a failure, and log the first one of its kind, because such failures often repeat."""
+        """Count a failure, and log it if it is the first one of its kind, because such failures often repeat."""
         self._num_failures += 1
         kind = f"{what} {type(error).__name__}"
         if kind not in self._logged:
@@ -136,17 +136,16 @@ class NamespaceCache:
 
     @property
     def capacity_tokens(self) -> int:
-        """The maximum number of stored tokens."""
         return self._index.config.capacity_tokens
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot to search now, which includes the last append. O(1)."""
+        """Return the snapshot to search now, which includes the last append."""
         return self._index.snapshot()
 
     # Appending
 
     def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
-        """Store a finished sequence, prompt then completion. O(n); never raises and never waits for sorting or files.
+        """Store a finished sequence, prompt then completion. Never raises and never waits for sorting or files.
 
         ``token_ids`` are ids >= 0, the end-of-text token included. Leading blocks of its first ``prompt_length`` tokens
         that are stored already are skipped. Input that cannot be stored counts as a failure.
@@ -170,18 +169,18 @@ class NamespaceCache:
                 self.report_failure("a listener failed", error)
 
     def append_replicated(self, pieces: Sequence[Tokens], *, source: SourcePosition | None = None) -> None:
-        """Store pieces from another replica unchanged, without calling the listeners. Never raises. O(tokens).
+        """Store text from another replica unchanged, without calling the listeners. Never raises.
 
-        A later prompt that begins with such a piece is neither stored again nor passed to listeners, so that replicas
-        do not republish each other's text.
+        A later prompt that begins with such text is neither stored again nor passed to listeners, so that replicas do
+        not republish each other's text.
 
-        Waits, at most a second, while half of the ring is unflushed, because a replica that reads a long log must not
-        outrun flushing; once the cache is being closed, it does not wait. Not for the request path, since a call with
-        many tokens may delay it. Some thousand tokens per call are appropriate.
+        Waits, at most a second, while half of the ring buffer is unflushed, because a replica that reads a long log
+        must not outrun flushing; once the cache is being closed, it does not wait. So do not call it on the request
+        path, and pass some thousand tokens per call.
 
         Args:
             pieces: int32[n] each, ids >= 0, verified by the caller. They are copied.
-            source: The source position after the last piece, see ``set_source``.
+            source: The position in the replication log after the last piece, see ``set_source``.
         """
         index = self._index
         try:
@@ -208,12 +207,12 @@ class NamespaceCache:
         self._wake_if_due()
 
     def set_source(self, source: SourcePosition) -> None:
-        """Record the caller's position in its source. After a restart, ``checkpoint`` has the last durable one.
+        """Record the caller's position in a replication log. After a restart, ``checkpoint`` has the last durable one.
 
         The directory stores the newest position at which all text stored so far, by any caller, is in files. So a crash
         loses only text after it. It must be small JSON, as every manifest contains it. Text in a file that turns out to
-        be unreadable is missing all the same, as is text dropped because flushing could not keep up. A segment that
-        could not be written delays the checkpoint, so that later text may be received again. O(1).
+        be unreadable is missing nevertheless, as is text dropped because flushing could not keep up. A segment that
+        could not be written delays the checkpoint, so that later text may be received again.
         """
         with self._lock:
             self._set_source(source)
@@ -222,14 +221,14 @@ class NamespaceCache:
         self._checkpoints.set(source, self._index.next_position, self._memtable_start)
 
     def add_listener(self, listener: Listener) -> None:
-        """Call ``listener`` with the pieces of every ``append`` that stored any, on the thread of ``append``."""
+        """Call ``listener`` with the stored parts of every later ``append``, on the thread of ``append``."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
 
     def add_prebuilt_directory(self, path: Path) -> frozenset[str]:
-        """Search the segments of a directory made by ``ssd-cache build``, which are never evicted.
+        """Search the segments of a directory made by ``ssd-cache build``, which are never evicted; return their ids.
 
-        Returns their ids. Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
         segments = load_prebuilt_directory(path, fingerprint=self._fingerprint)
         with self._lock:
@@ -242,7 +241,7 @@ class NamespaceCache:
         return self._index.shared_segments
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no position."""
+        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
         with self._lock:
             if not self._is_discarded:
                 self._index.attach_shared(segments)
@@ -252,7 +251,6 @@ class NamespaceCache:
             self._wake()
 
     def stats(self) -> CacheStats:
-        """Return the sizes and counters."""
         with self._lock:
             snapshot, index = self._index.snapshot(), self._index
             num_shared = sum(map(len, index.shared_segments))
@@ -279,7 +277,7 @@ class NamespaceCache:
     # Maintenance
 
     def maintain(self, *, flush_all: bool = False, wait: bool = True) -> None:
-        """Flush and merge where due, and update the directory.
+        """Flush the memtable and merge segments where due, and update the directory.
 
         Args:
             flush_all: Flush the memtable whatever its size.
@@ -302,7 +300,7 @@ class NamespaceCache:
                 self._files.save_learned(self.learned.newest)
 
     def flush(self) -> None:
-        """Flush the whole memtable, wait for all merges, and retry failed writes."""
+        """Flush the whole memtable, wait for all merges of segments, and retry failed writes."""
         self.maintain(flush_all=True)
 
     def begin_close(self) -> None:
@@ -314,8 +312,8 @@ class NamespaceCache:
     def close(self) -> None:
         """Flush the memtable and close the directory. Later appends still work, in memory only.
 
-        Bounded even if other threads append: it does not wait for text appended after the call. It sorts at most one
-        memtable, and writes that and segments that could not be written before.
+        Does not wait for text that other threads append after the call. It sorts at most one memtable, and writes the
+        result and segments that could not be written before.
         """
         self.begin_close()
         with self._maintaining:
@@ -331,10 +329,9 @@ class NamespaceCache:
                 self._files.close()
 
     def discard(self) -> None:
-        """Delete all content permanently: later snapshots are empty, and later appends are ignored.
+        """Delete all text permanently: later snapshots are empty, and later appends are ignored.
 
-        The caller removes the files, which this object does not write any more, with ``remove_directory``. Waits for
-        running flushes and merges.
+        Waits for running flushes and merges. Afterwards the caller removes the files with ``remove_directory``.
         """
         self.begin_close()
         self._clear()  # takes effect at once
@@ -352,13 +349,12 @@ class NamespaceCache:
 
     @property
     def _memtable_start(self) -> int:
-        """The first ring position that is in no segment."""
         return self._index.next_position - self._index.num_memtable_tokens
 
     # Flushing, and retaining reused text
 
     def _flush_memtable(self, min_tokens: int) -> None:
-        """Flush the present memtable while it has at least ``min_tokens`` tokens. Later text waits."""
+        """Turn the memtable into segments while it has at least ``min_tokens`` tokens. Later text waits."""
         stop = self._index.next_position
         while True:
             with self._lock:
@@ -374,7 +370,7 @@ class NamespaceCache:
                 self._room.notify_all()
 
     def _retain_hot(self) -> None:
-        """Retain the reused text of evicted segments."""
+        """Retain the text of evicted segments that later outputs repeated."""
         while True:
             with self._lock:
                 due = self._index.eviction_pass()
@@ -395,7 +391,7 @@ class NamespaceCache:
     # Merging
 
     def _merge(self, *, wait: bool) -> None:
-        """Run the merges that are due.
+        """Run the merges of segments that are due.
 
         With ``wait``, also wait for the sorter; otherwise a later call installs its results.
         """
@@ -427,13 +423,16 @@ class NamespaceCache:
                 self._back_off_merge(inputs, error)
 
     def _merges_in_backoff(self) -> set[str]:
-        """Return the ids of segments whose merge failed and waits, and forget merges that are no longer possible."""
+        """Return the ids of segments whose failed merge must not be retried yet.
+
+        It forgets failed merges that are no longer possible.
+        """
         there, now = {segment.segment_id for segment in self._index.ring_segments}, time.monotonic()
         self._failed_merges = {ids: when for ids, when in self._failed_merges.items() if there.issuperset(ids)}
         return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
 
     def _install_merged(self, inputs: Sequence[Segment], tokens: Tokens, order: Tokens | None = None) -> None:
-        """Replace ``inputs`` by one segment of ``tokens``, which is sorted here if ``order`` is None."""
+        """Replace the segments ``inputs`` by one segment of ``tokens``, which is sorted here if ``order`` is None."""
         segment_id = new_segment_id(
             inputs[0].start, retained=all(is_retained(segment.segment_id) for segment in inputs)
         )
@@ -447,9 +446,9 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer a merge.
+        """Defer a merge of segments that failed, twice as long each time.
 
-        A failure is counted and doubles the pause. Without an ``error``, only disk space was missing.
+        Without an ``error``, disk space was missing, which does not count as a failure.
         """
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
@@ -467,7 +466,6 @@ class NamespaceCache:
         return segment if self._files is None else self._files.write(segment)
 
     def _retry_writes(self) -> None:
-        """Retry segments that could not be written, because there may be room now."""
         if self._files is None:
             return
         for segment in self._index.ring_segments:
@@ -481,7 +479,7 @@ class NamespaceCache:
                 self._index.install_merged((segment,), written)
 
     def _commit(self) -> None:
-        """Update the manifest with the newest durable checkpoint. O(number of segments)."""
+        """Update the manifest with the newest durable position in the replication log."""
         if self._files is None:
             return
         with self._lock:

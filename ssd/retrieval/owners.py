@@ -1,8 +1,8 @@
 """The owners of the directories below a cache directory. Tenants' directories have names derived from a secret.
 
-The secret is stored in the cache directory, unless the server is configured with one. Without it, or with another one,
-nothing finds these caches, and it is unknown which of them must be deleted with a tenant. The secret therefore has a
-checksum, and each manifest names its owner.
+The secret is stored in the cache directory, unless the server is configured with one. Without the right secret, the
+server cannot find the tenants' caches and does not know which directories to delete with a tenant. The secret therefore
+has a checksum, and each manifest names its owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssd.retrieval.files import (
 )
 
 STATE_DIRECTORY: Final = ".ssd"
-"""The directory of the server's state, below the cache directory. No namespace has a name that begins with a dot."""
+"""The name of the directory of the server's state below the cache directory, which no namespace can have."""
 SECRET_NAME: Final = "secret"
 MIN_SECRET_BYTES: Final = 16
 
@@ -37,13 +37,13 @@ _TENANTS: Final = re.compile(rf"t[0-9a-f]{{{_DIGITS}}}")
 
 
 def keyed_digest(secret: bytes, *parts: str | int) -> str:
-    """Return an HMAC of ``parts`` in a form that fits names."""
+    """Return a keyed hash (HMAC) of ``parts`` that is valid in a file name."""
     text = json.dumps(parts).encode()  # JSON, so that different lists of parts give different texts
     return hmac.new(secret, text, hashlib.sha256).hexdigest()[:_DIGITS]
 
 
 def secret_id(secret: bytes) -> str:
-    """Return the value of ``Owner.secret``, from which only the equality of two secrets can be seen."""
+    """Return an identifier of a secret that does not reveal it, for ``Owner.secret``."""
     return keyed_digest(secret, "secret")
 
 
@@ -58,7 +58,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner in a directory's manifest, or in the manifest before; None if neither names one."""
+    """Return the owner in a directory's manifest, or in the previous manifest; None if neither names one."""
     for name in (MANIFEST_NAME, PREVIOUS_NAME):
         with contextlib.suppress(CacheError, OSError):
             if (manifest := read_manifest(path, name=name)) is not None and manifest.owner is not None:
@@ -67,14 +67,13 @@ def read_owner(path: Path) -> Owner | None:
 
 
 def dump_secret(secret: bytes) -> bytes:
-    """Return the content of a secret's file."""
     return dump_checked_json("secret", {"text": secret.decode("utf-8", "surrogateescape")})
 
 
 def parse_secret(content: bytes) -> tuple[bytes, bool]:
-    """Parse a secret's file; return the secret, and whether it had a checksum, which former versions did not write.
+    """Parse a secret's file; return the secret and whether the file had a checksum. Raises ValueError if it is damaged.
 
-    Raises ValueError for a damaged file.
+    Former versions wrote no checksum.
     """
     if not content.startswith(b"{") and b'"xxh3"' not in content:
         if b"\0" in content or len(content.strip()) < MIN_SECRET_BYTES:

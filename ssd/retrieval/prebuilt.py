@@ -19,13 +19,13 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
-"""The default number of tokens per segment. Sorting that many takes about 3 s and, temporarily, 16 bytes per token."""
+"""The default number of tokens per prebuilt segment, which takes about 3 s and 16 bytes of memory per token to sort."""
 
 _LEAD_IN_TOKENS = 32
 
 
 def load_prebuilt_directory(path: Path, *, fingerprint: str) -> list[Segment]:
-    """Load all segments of a directory, of any namespace, as prebuilt ones.
+    """Load all segments of a cache directory, of any namespace, as prebuilt ones.
 
     It may be the directory of a server that continues to write it. Raises CacheError: SegmentCorrupt, FormatVersion,
     TokenizerMismatch, or StoreUnavailable if it cannot be read.
@@ -41,7 +41,7 @@ def load_prebuilt_directory(path: Path, *, fingerprint: str) -> list[Segment]:
 
 
 def _require_memory(path: Path, manifest: Manifest) -> None:
-    """Raise an error if the segments do not fit into free memory; otherwise the system would kill the process."""
+    """Raise an error if a directory's segments exceed the free memory; otherwise the system would kill the process."""
     wanted = 0
     for segment_id in manifest.segment_ids:
         with suppress(OSError):  # an error is raised when it is read
@@ -72,7 +72,10 @@ class PrebuiltWriter:
         namespace: str = "default",
         segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
     ) -> None:
-        """Open the directory; a segment has ``segment_tokens`` >= 2. Raises CacheError, ConfigError, OSError."""
+        """Open a cache directory for writing segments of ``segment_tokens`` tokens (>= 2) to it.
+
+        Raises CacheError, ConfigError, OSError.
+        """
         if not 2 <= segment_tokens < 1 << 31:
             raise CacheError(f"segment_tokens must be within 2..2147483647, got {segment_tokens}")
         self.num_tokens = 0
@@ -108,7 +111,7 @@ class PrebuiltWriter:
             self._directory.close()
 
     def discard(self) -> None:
-        """Remove everything written by this writer."""
+        """Remove all segments that this writer has written."""
         try:
             self._commit(self._existing)
         finally:
@@ -124,7 +127,7 @@ class PrebuiltWriter:
             self.discard()
 
     def _commit(self, segments: Sequence[Segment]) -> None:
-        """Commit prebuilt segments before others, and leave a server's ring position and checkpoint as they are."""
+        """List the new segments before others in the manifest; a server's ring-buffer position and checkpoint stay."""
         manifest = self._directory.manifest
         self._directory.commit(
             sorted(segments, key=lambda segment: segment.start is not None),

@@ -1,4 +1,4 @@
-"""Detection of stored text that was reused: text that a later output repeated, so that it could be drafted from.
+"""Detect stored text that was reused, i.e. that a later output repeated, so that it can be retained.
 
 Reuse is detected when segments are evicted. About a quarter of the windows of evicted text, identified by hashes of
 their tokens, are looked up in all stored outputs and in the retained text. A window that occurs in a later output
@@ -22,10 +22,10 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens, concatenate
 Flags = npt.NDArray[np.bool_]
 
 WINDOW_TOKENS: Final = 8
-"""The number of tokens per window. So many consecutive matches are hardly ever a coincidence."""
+"""The number of consecutive tokens that a later output must repeat so that stored text counts as reused."""
 
 BLOCK_TOKENS: Final = 64
-"""The number of tokens per block that is marked as reused."""
+"""The number of tokens per block of stored text that is marked as reused."""
 
 _SAMPLED: Final = 1 << 62  # one window in 4 is looked up, so that an output of 20 tokens is hardly ever missed
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -36,18 +36,18 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """The ring positions of outputs, oldest first, 24 bytes each. For one writing thread."""
+    """The positions of outputs in the ring buffer, oldest first, 24 bytes each. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
         self._first = 0
 
     def add(self, begin: int, start: int, stop: int) -> None:
-        """Add an output at positions [start, stop), whose prompt was stored from ``begin`` on. O(1)."""
+        """Add an output at ring-buffer positions [start, stop), whose prompt was stored from ``begin`` on."""
         self._spans.extend((begin, start, stop))
 
     def forget_before(self, position: int) -> None:
-        """Remove outputs that end before ``position``. O(1) amortised."""
+        """Remove outputs that end before ring-buffer position ``position``."""
         while self._first < len(self._spans) and self._spans[self._first + 2] <= position:
             self._first += 3
         if 2 * self._first > len(self._spans):
@@ -55,19 +55,17 @@ class OutputSpans:
             self._first = 0
 
     def spans(self) -> Int64s:
-        """Return a copy, int64[n, 3]: begin, start and stop of each output. O(n)."""
+        """Return a copy of the positions, int64[n, 3]: begin, start and stop of each output."""
         return np.array(self._spans[self._first :], np.int64).reshape(-1, 3)
 
 
 class EvictionPass(NamedTuple):
-    """The evicted segments, with the data that tells which of their text was reused.
+    """The evicted segments, with the data needed to find which of their text was reused.
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
-        retained: The retained segments.
-        newer: The other ring segments, all newer than ``evicted``.
-        memtable_start: The ring position of the memtable.
-        memtable: int32[n], the memtable.
+        newer: The ring segments that are newer than ``evicted``.
+        memtable: int32[n], the text at position ``memtable_start`` of the ring buffer, which is in no segment yet.
         outputs: The result of ``OutputSpans.spans``.
     """
 
@@ -80,21 +78,16 @@ class EvictionPass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """The sampled windows of a text.
-
-    Attributes:
-        ends: int64[n], the position of the last token of each window.
-        keys: int64[n], the hash of each window.
-    """
+    """A sample of a text's windows of WINDOW_TOKENS tokens: the position of each window's last token, and its hash."""
 
     ends: Int64s
     keys: Int64s
 
 
 def windows(tokens: TokenIds, start: int = 0) -> Windows:
-    """Return about a quarter of the windows of ``tokens`` (int32[n] from position ``start`` on). O(n).
+    """Return the position and the hash of about a quarter of a text's windows of WINDOW_TOKENS tokens.
 
-    No window contains a separator.
+    No window contains a separator. ``start`` is the position of the first token.
     """
     room = max(0, len(tokens) - WINDOW_TOKENS + 1)
     ends, keys = np.empty(room, np.int64), np.empty(room, np.int64)
@@ -124,15 +117,10 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 
 @kernel
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
-    """Flag the ``wanted`` windows that occur in a later output.
+    """Set ``flags`` of the windows of evicted text that occur in a later output.
 
-    Args:
-        ends: The ends of windows, in order.
-        keys: The hashes of these windows.
-        outputs: The positions of outputs.
-        wanted: The hashes to find, sorted.
-        places: The first position of each of ``wanted``; only outputs whose prompt begins after it count.
-        flags: Set to True for the windows found.
+    ``wanted`` are the sorted hashes of these windows, and ``places`` their first positions: only outputs whose prompt
+    begins after it count. ``ends`` and ``keys`` are the ends and hashes of the windows of later text.
     """
     output = 0
     for i in range(len(keys)):
@@ -175,12 +163,11 @@ def hot_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
 
 
 def _spans_after(outputs: Int64s, ends: Int64s) -> Int64s:
-    """Return the ``outputs`` that end after the first of ``ends``. O(log n)."""
     return outputs[np.searchsorted(outputs[:, 2], ends[0], side="right") :] if len(ends) else outputs[:0]
 
 
 def _iter_windows(segment: Segment) -> Iterator[Windows]:
-    """Yield the segment's windows, a block at a time, so that other threads get the GIL in between."""
+    """Yield the windows of a segment's text a block at a time, so that other threads get the GIL in between."""
     position, before = segment.start or 0, np.empty(0, np.int32)
     for block in iter_blocks(segment):
         text = np.concatenate([before, block])
@@ -190,15 +177,10 @@ def _iter_windows(segment: Segment) -> Iterator[Windows]:
 
 
 def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
-    """Return the reused text of a segment: marked blocks with one block before and after, split where sequences end.
+    """Return the reused text of a segment: the blocks marked in ``used``, each with the block before and after it.
 
-    Args:
-        tokens: int32[n], whole sequences, each closed by a separator, stored at position ``start``.
-        start: The ring position of the segment.
-        used: Whether each block of the segment was reused.
-
-    Returns:
-        Text of the same form, with each run of blocks as a sequence of its own. It may be empty. O(n).
+    ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of
+    blocks becomes a sequence of its own. The result may be empty.
     """
     hot = used.copy()
     hot[1:] |= used[:-1]
@@ -211,6 +193,5 @@ def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
 
 
 def compile_reuse_kernels() -> None:
-    """Compile the kernels of this module."""
     none = windows(np.zeros(0, np.int32))
     _mark(*none, _EVERYWHERE, none.keys, none.ends, np.zeros(0, np.bool_))

@@ -32,7 +32,7 @@ class TokenRing:
     """
 
     def __init__(self, limit: int, position: int = 0) -> None:
-        """Create an empty ring for ``limit`` >= 2 tokens whose first token has absolute position ``position``."""
+        """Create an empty ring buffer for ``limit`` >= 2 tokens; the first one will have position ``position``."""
         assert limit >= 2 and position >= 0
         self.limit = limit
         self.tokens: Tokens = np.zeros(power_of_two_at_least(limit), np.int32)
@@ -41,13 +41,12 @@ class TokenRing:
         self._stops: deque[int] = deque()  # the end of each sequence in the memtable, oldest first
 
     def __len__(self) -> int:
-        """Return the number of tokens in the memtable."""
         return self.memtable_stop - self.memtable_start
 
     def append(self, piece: Tokens) -> int:
-        """Store ``piece`` (int32[n], n < ``limit``) and a separator; return the position of its first token.
+        """Store a sequence of fewer than ``limit`` tokens and a separator; return the position of its first token.
 
-        The oldest sequences are dropped if they are in the way. O(n) plus O(1) per dropped sequence.
+        The oldest sequences are dropped if there is no room.
         """
         length = len(piece) + 1
         assert length <= self.limit
@@ -61,7 +60,7 @@ class TokenRing:
         return start
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return a copy of positions [start, stop), which must be in the memtable."""
+        """Return a copy of the tokens at positions [start, stop), which must be in the memtable."""
         assert self.memtable_start <= start <= stop <= self.memtable_stop
         first, last = start & (len(self.tokens) - 1), stop & (len(self.tokens) - 1)
         if first <= last and stop - start < len(self.tokens):
@@ -69,9 +68,9 @@ class TokenRing:
         return np.concatenate([self.tokens[first:], self.tokens[:last]])
 
     def end_of_sequences(self, max_tokens: int) -> int:
-        """Return the end of the longest run of oldest sequences with at most ``max_tokens`` tokens.
+        """Return the end position of the oldest sequences that together have at most ``max_tokens`` tokens.
 
-        The run has at least one sequence.
+        At least one sequence is included.
         """
         stop = self.memtable_start
         for sequence_stop in self._stops:
@@ -81,7 +80,7 @@ class TokenRing:
         return stop
 
     def release(self, stop: int) -> None:
-        """Free the positions below ``stop``, the end of a sequence, because a segment contains them now."""
+        """Free the positions below ``stop``, the end of a sequence, because a segment contains their tokens now."""
         while self._stops and self._stops[0] <= stop:
             self.memtable_start = self._stops.popleft()
 
@@ -97,15 +96,15 @@ BLOCK_TOKENS: Final = 1 << 16
 
 
 def iter_blocks(segment: Segment) -> Iterator[Tokens]:
-    """Yield the segment's text in order, separators included, as new arrays int32[n <= BLOCK_TOKENS]. O(n)."""
+    """Yield the text of a segment in order, separators included, as new arrays of at most BLOCK_TOKENS tokens."""
     for start in range(0, len(segment), BLOCK_TOKENS):
         yield unpack(segment.text, min(BLOCK_TOKENS, len(segment) - start), segment.width, start=start)
 
 
 def iter_sequences(segments: Sequence[Segment]) -> Iterator[Tokens]:
-    """Yield the sequences of ``segments`` in order, int32[n >= 1] each, without separators.
+    """Yield the sequences of segments in order, as int32[n >= 1] without separators.
 
-    O(tokens). Memory is needed for one block and the longest sequence.
+    It needs memory for one block and the longest sequence.
     """
     for segment in segments:
         begun: list[Tokens] = []

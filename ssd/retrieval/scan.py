@@ -9,12 +9,10 @@ import numpy as np
 from ssd.jit.addresses import Int64s, TokenIds, kernel, leading_zeros
 
 MAX_SCAN_HITS: Final = 4096
-"""The maximum number of occurrences of the last token that a scan examines, the most recent ones."""
+"""The maximum number of occurrences of a context's last token that a scan of a text examines, the most recent ones."""
 
 MAX_SCAN_TOKENS: Final = 1 << 16
-"""The maximum number of tokens that a scan examines, the most recent ones. It bounds the time and far exceeds a
-memtable.
-"""
+"""The maximum number of tokens that a scan of a text examines, the most recent ones, so that its time is bounded."""
 
 _BLOCK: Final = 64  # tokens per comparison, one bit each; the loop compiles to vector instructions
 
@@ -34,23 +32,14 @@ def pattern_length(context: TokenIds, max_length: int) -> int:
 def scan(
     text: TokenIds, start: int, stop: int, context: TokenIds, max_length: int, positions: Int64s, lengths: Int64s
 ) -> int:
-    """Find the occurrences of the last token of ``context`` in [start, stop) of ``text``, with their match lengths.
+    """Find the occurrences of a context's last token in positions [start, stop) of a text; return their number.
+
+    ``text`` is a ring buffer whose length is a power of two, with position p at ``text[p & (len(text) - 1)]``, or a
+    plain array if stop <= len(text). ``positions`` is filled with the position after each occurrence, the most recent
+    first, and ``lengths`` with the match lengths, 1..max_length.
 
     Examines at most the MAX_SCAN_TOKENS most recent positions. O(stop - start + occurrences * max_length); the first
-    term takes a fraction of a cycle per token.
-
-    Args:
-        text: A ring whose length is a power of two, with position p at ``text[p & (len(text) - 1)]``; or a plain array
-            if stop <= len(text).
-        start: The first position.
-        stop: The position after the last one.
-        context: The context.
-        max_length: The maximum match length.
-        positions: Filled with the position after each occurrence, the most recent first.
-        lengths: Filled with the match lengths, 1..max_length.
-
-    Returns:
-        The number of occurrences, at most ``len(positions)``.
+    term takes a fraction of a CPU cycle per token.
     """
     n, found = len(context), 0
     if max_length < 1:

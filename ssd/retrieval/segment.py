@@ -1,10 +1,9 @@
 """An immutable text with the suffix array of its reversal, and the file format of both.
 
-The text is packed: token ids take as few bytes as the largest one needs, and the layout allows texts to be compared
-backwards eight bytes at a time. An id is stored as the code id + 1, and ``SEPARATOR`` as 0, little-endian in ``width``
-bytes, between two guards of zeros. Read from last to first, the bytes before a position are therefore the codes before
-it from last to first, each from its highest byte to its lowest. So one 64-bit number, loaded from just before a
-position, orders the position among others by the text before it, for every width.
+Token ids take as few bytes as the largest one needs (``width``). An id is stored as id + 1, and ``SEPARATOR`` as 0,
+little-endian, between two guards of zeros. With this layout, texts can be compared backwards eight bytes at a time, for
+every width: a 64-bit number loaded from just before a position has the nearest token in its highest bytes, so comparing
+such numbers orders positions by the text before them.
 
 Files are written once and verified completely when they are opened. Segments are exchanged only as files.
 """
@@ -28,32 +27,31 @@ from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, Tokeniz
 from ssd.retrieval.files import MAX_FORMAT, NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
-"""Token ids, with ``SEPARATOR`` at the ends of sequences."""
+"""The type of arrays of token ids, with ``SEPARATOR`` at the ends of sequences."""
 Bytes = npt.NDArray[np.uint8]
 
 WIDTHS = (2, 3, 4)
 GUARD_BYTES = 64
-"""The number of zeros before the first code, and at least as many after the last, so that a comparison may read beyond.
-"""
+"""The number of zero bytes around a segment's packed text, so that comparisons may read beyond its ends."""
 
 _HUGE: Final = 1 << 22  # the smallest allocation with huge pages, in bytes, as in numpy
 _BLOCK_TOKENS = 1 << 16  # tokens converted at a time, so that the whole text is not copied
 
 
 def width_for(largest_id: int) -> int:
-    """Return the smallest width, in bytes, that fits the code of ``largest_id`` >= -1."""
+    """Return the smallest number of bytes per token in which ids up to ``largest_id`` can be stored."""
     if largest_id + 1 < 1 << 16:
         return 2
     return 3 if largest_id + 1 < 1 << 24 else 4
 
 
 def packed_size(num_tokens: int, width: int) -> int:
-    """Return the size of a packed text with its guards in bytes, a multiple of 64."""
+    """Return the number of bytes of a packed text with the zeros around it, a multiple of 64."""
     return 2 * GUARD_BYTES + -(-num_tokens * width // GUARD_BYTES) * GUARD_BYTES
 
 
 def pack(tokens: Tokens, width: int) -> Bytes:
-    """Pack ``tokens`` (int32[n], each >= -1) into uint8[packed_size(n, width)]. The codes must fit ``width``. O(n)."""
+    """Store token ids (each >= -1) in ``width`` bytes each, with zeros around them."""
     packed = np.empty(packed_size(len(tokens), width), np.uint8)  # np.zeros would not use huge pages
     packed[:GUARD_BYTES] = 0
     packed[GUARD_BYTES + width * len(tokens) :] = 0
@@ -65,7 +63,7 @@ def pack(tokens: Tokens, width: int) -> Bytes:
 
 
 def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None, *, start: int = 0) -> Tokens:
-    """Return ``num_tokens`` tokens of a packed text from token ``start`` on. O(num_tokens).
+    """Return ``num_tokens`` tokens of a packed text from token ``start`` on.
 
     ``out`` (int32[num_tokens]) is filled and returned; None allocates a new array.
     """
@@ -81,10 +79,10 @@ def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None
 
 
 SEPARATOR = -1
-"""The end of every stored sequence. It is never a token id, so that no match or continuation crosses it."""
+"""The value stored after every sequence. It is never a token id, so that no match or continuation crosses it."""
 
 SPARSE_INDEX_STEP = 32
-"""The number of ranks per sample of the sparse index, which takes a quarter byte per token."""
+"""The number of suffix-array ranks per entry of a segment's sparse index, which takes a quarter byte per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,9 +94,8 @@ class Segment:
         order: int32[n], the suffix array: the positions 1..n, ordered by the text before them, read backwards.
             Positions preceded by the same tokens are neighbours; the more tokens match, the nearer they are.
         sparse_index: uint64[ceil(n / SPARSE_INDEX_STEP)], the eight bytes of packed text before every
-            SPARSE_INDEX_STEP-th position of the order. A search begins here, in contiguous memory.
-        width: Bytes per token.
-        start: The ring position of the first token; None for a prebuilt segment, which is never evicted.
+            SPARSE_INDEX_STEP-th position of ``order``. A search begins here, in contiguous memory.
+        start: The ring-buffer position of the first token; None for a prebuilt segment, which is never evicted.
         segment_id: A name that is unique within its directory.
     """
 
@@ -114,12 +111,12 @@ class Segment:
 
     @property
     def stop(self) -> int | None:
-        """The ring position after the last token; None for a prebuilt segment."""
+        """The ring-buffer position after the last token; None for a prebuilt segment."""
         return None if self.start is None else self.start + len(self.order)
 
     @property
     def tokens(self) -> Tokens:
-        """The unpacked tokens, int32[n], a new array at every access. O(n)."""
+        """The unpacked tokens, int32[n], a new array at every access."""
         return unpack(self.text, len(self.order), self.width)
 
 
@@ -136,12 +133,12 @@ def allocate_pages(num_bytes: int) -> mmap.mmap:
 
 
 def allocate_tokens(count: int) -> Tokens:
-    """Allocate int32[count] with ``allocate_pages``. Raises MemoryError."""
+    """Allocate an array of ``count`` tokens that is returned to the operating system when freed. Raises MemoryError."""
     return np.frombuffer(allocate_pages(4 * count), np.int32, count)
 
 
 def concatenate(segments: Sequence[Segment]) -> Tokens:
-    """Return the tokens of ``segments`` one after the other, int32. O(their sum). Raises MemoryError."""
+    """Return the tokens of several segments one after the other. Raises MemoryError."""
     tokens = allocate_tokens(sum(map(len, segments)))
     start = 0
     for segment in segments:
@@ -168,39 +165,28 @@ assert _HEADER.size + _CHECKSUM.size == HEADER_LENGTH
 
 
 def segment_file_size(num_tokens: int, width: int) -> int:
-    """Return the size in bytes of a segment file."""
     return sparse_index_offset(num_tokens, width) + 8 * num_samples(num_tokens)
 
 
 def num_samples(num_tokens: int) -> int:
-    """Return the number of samples in the sparse index of ``num_tokens`` tokens."""
     return -(-num_tokens // SPARSE_INDEX_STEP)
 
 
 def order_offset(num_tokens: int, width: int) -> int:
-    """Return the file offset of the order; the text is between the header and the order."""
+    """Return the file offset of a segment's suffix array, which follows the header and the text."""
     return HEADER_LENGTH + packed_size(num_tokens, width)
 
 
 def sparse_index_offset(num_tokens: int, width: int) -> int:
-    """Return the file offset of the sparse index."""
     return order_offset(num_tokens, width) + -(-4 * num_tokens // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The header of a segment file.
+    """The header of a segment file, with an xxh3-64 checksum of each section.
 
-    Attributes:
-        width: Bytes per token.
-        num_tokens: The number of tokens.
-        start: The ring position of the first token; None for a prebuilt segment.
-        text_checksum: The xxh3-64 checksum of the text.
-        order_checksum: The xxh3-64 checksum of the order.
-        sparse_index_checksum: The xxh3-64 checksum of the sparse index.
-        fingerprint: The fingerprint of the tokenizer.
-        namespace: The namespace.
-        segment_id: The segment's id.
+    ``width`` is the number of bytes per token, and ``start`` the ring-buffer position of the first token (None for a
+    prebuilt segment).
     """
 
     width: int
@@ -214,7 +200,6 @@ class SegmentHeader:
     segment_id: str
 
     def to_bytes(self) -> bytes:
-        """Serialize the header to HEADER_LENGTH bytes."""
         flags = _PREBUILT_FLAG if self.start is None else 0
         numbers = _BYTE_ORDER, self.width, self.num_tokens, self.start or 0, flags, SPARSE_INDEX_STEP
         checksums = self.text_checksum, self.order_checksum, self.sparse_index_checksum
@@ -224,7 +209,7 @@ class SegmentHeader:
 
     @classmethod
     def from_bytes(cls, path: Path, header: bytes) -> Self:
-        """Parse a header; ``path`` is for messages. Raises SegmentCorrupt, FormatVersion."""
+        """Parse a segment file's header; ``path`` is for messages. Raises SegmentCorrupt, FormatVersion."""
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"it has {len(header)} bytes, fewer than the {HEADER_LENGTH} bytes of a header")
         unpacked = _HEADER.unpack(header[: _HEADER.size])
@@ -255,14 +240,14 @@ class SegmentHeader:
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
-    """Return the error that ``path`` is damaged, with advice."""
+    """Return the exception to raise for a damaged segment file, with advice."""
     return SegmentCorrupt(
         f"{path} is damaged: {what}. Delete it, or restore it from a copy, or rebuild it with `ssd-cache build`"
     )
 
 
 def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: str) -> None:
-    """Write ``segment`` to ``path`` atomically. Raises OSError.
+    """Write a segment file atomically. Raises OSError.
 
     The bytes are synced to disk before the file gets its name. The name is not synced: the caller must sync the
     directory before it refers to the file.
@@ -287,10 +272,11 @@ def write_segment(path: Path, segment: Segment, *, fingerprint: str, namespace: 
 
 
 def open_segment(path: Path, *, fingerprint: str, namespace: str | None = None) -> Segment:
-    """Read a segment file into memory and verify it completely. Later changes of the file have no effect. O(n).
+    """Read a segment file into memory and verify it completely. Later changes of the file have no effect.
 
-    ``namespace`` is the namespace that the file must have; None accepts any. The sort order is not verified: the
-    checksum proves that it is as written, and the bounds that no reader can leave the text.
+    ``namespace`` is the namespace that the file must have; None accepts any. Checksums prove that the text and the
+    suffix array are as written, and bounds are checked so that no reader can leave the text; the sort order is not
+    verified.
 
     Raises:
         SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The file cannot be used.
@@ -348,7 +334,7 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Verify the guards and the last separator, which prevent readers from leaving the text."""
+    """Verify the zeros around a segment's text and its last separator, which prevent readers from leaving the text."""
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
         raise corrupt(path, "its text has no separator at its end, or no zeros around it")

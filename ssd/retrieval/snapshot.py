@@ -1,4 +1,4 @@
-"""An immutable view of an index for lookups: the segments and the memtable."""
+"""An immutable view of a namespace's index for lookups: the segments and the memtable."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ _table_numbers = itertools.count(1)
 
 
 class SegmentRecord(Record):
-    """A segment in the form that kernels read.
+    """A segment of the retrieval cache in the form that numba kernels read.
 
     Attributes:
-        text: The address of the first code.
+        text: The address of the packed text's first token.
         order: The address of the suffix array.
-        sparse_index: The address of the sparse index.
-        num_tokens: The number of tokens.
         width: Bytes per token.
     """
 
@@ -33,17 +31,14 @@ class SegmentRecord(Record):
 
 
 class SnapshotRecord(Record):
-    """A snapshot in the form that kernels read.
+    """A snapshot of the retrieval cache in the form that numba kernels read.
 
     Attributes:
         segments: The address of SegmentRecord[num_segments], prebuilt segments first.
-        num_segments: The number of segments.
-        num_prebuilt: The number of prebuilt segments.
         table_number: The number of the ``SegmentTable``.
-        ring: The address of the ring, int32[ring_size].
-        ring_size: The length of the ring.
-        memtable_start: The first ring position of the memtable.
-        memtable_stop: The ring position after the memtable.
+        ring: The address of the ring buffer, int32[ring_size].
+        memtable_start: The first ring-buffer position of the memtable.
+        memtable_stop: The ring-buffer position after the memtable.
     """
 
     segments: Address
@@ -61,13 +56,12 @@ snapshot_at = view_of(SnapshotRecord)
 
 
 class SegmentTable:
-    """The segments in the form that kernels read. The kernels' records are valid as long as this object exists.
+    """The segments of a snapshot in the form that numba kernels read, valid as long as this object exists.
 
     Attributes:
         segments: The segments, prebuilt ones first.
         records: The kernels' records.
         number: A unique number; 0 for a table without segments.
-        num_prebuilt: The number of prebuilt segments.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -82,20 +76,19 @@ class SegmentTable:
 
 
 class Snapshot:
-    """One generation of an index. Immutable, and safe to read from any thread.
+    """An immutable view of a namespace's index at one time, safe to read from any thread.
 
     Segments never change. The memtable is in the ring buffer, which is overwritten after about ``len(ring)`` more
     tokens. A reader of an older snapshot reads newer tokens there, but never anything that was not a token. Take a new
     snapshot for every lookup.
 
     Attributes:
-        generation: The number of the generation.
+        generation: A number that grows with every snapshot of the index.
         segments: The segments, prebuilt ones first, then ring segments, oldest first.
-        segment_table: ``segments`` for the kernels.
         ring: int32[power of two]. Absolute position p is at ``ring[p & (len(ring) - 1)]``.
         memtable_start: The first position of the memtable: stored whole sequences that are in no segment yet.
         memtable_stop: The position after the memtable.
-        address: The address of the SnapshotRecord by which kernels find everything.
+        address: The address of the SnapshotRecord, for numba kernels.
     """
 
     __slots__ = (
@@ -107,7 +100,7 @@ class Snapshot:
         "ring",
         "segment_table",
         "segments",
-    )  # fmt: skip
+    )
 
     def __init__(
         self, generation: int, table: SegmentTable, ring: npt.NDArray[np.int32], memtable_start: int, memtable_stop: int
@@ -119,14 +112,10 @@ class Snapshot:
         at = self._record[0]
         at.segments, at.num_segments = table.records.address, len(table.segments)
         at.num_prebuilt, at.table_number = table.num_prebuilt, table.number
-        at.ring, at.ring_size, at.memtable_start, at.memtable_stop = (
-            address(ring),
-            len(ring),
-            memtable_start,
-            memtable_stop,
-        )
+        at.ring, at.ring_size = address(ring), len(ring)
+        at.memtable_start, at.memtable_stop = memtable_start, memtable_stop
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that can be matched, separators included."""
+        """The number of stored tokens that a lookup can match, separators included."""
         return sum(len(segment) for segment in self.segments) + self.memtable_stop - self.memtable_start

@@ -1,4 +1,4 @@
-"""Sorting of a segment's positions by the text before them."""
+"""Sort the positions of a segment by the text before them, to build its suffix array."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RUNTIMES = _find_runtimes()
 
 @contextmanager
 def one_openmp_thread() -> Iterator[None]:
-    """Run the body's OpenMP regions on the calling thread alone; other threads keep their setting.
+    """Let OpenMP code that runs within this context manager use the calling thread only; other threads are unaffected.
 
     With a second pool of OpenMP threads in the process, libgomp stops spinning at barriers, because it counts more
     threads than processors. On two cores, a forward pass of the bundled model over five positions took 12 ms instead of
@@ -61,12 +61,12 @@ Bytes = npt.NDArray[np.uint8]
 _TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""The maximum number of tokens in a segment for any ids, as each is sorted as up to four bytes."""
+"""The maximum number of tokens in a segment. The sorter's limit is in bytes, of which a token may take four."""
 _BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 
 def _find_sorter() -> Callable[[int, int, int], int]:
-    """Return ``divsufsort`` of pydivsufsort's library: (text, suffix array, n) -> 0 on success."""
+    """Return the C function ``divsufsort`` of pydivsufsort's library: (text, suffix array, n) -> 0 on success."""
     for path in Path(pydivsufsort.__file__).parent.glob("libdivsufsort.so*"):
         function = ctypes.CDLL(str(path)).divsufsort
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
@@ -79,10 +79,9 @@ _divsufsort = _find_sorter()
 
 
 def dense_ranks(tokens: Tokens) -> npt.NDArray[np.unsignedinteger]:
-    """Replace every value by its rank among the distinct values, in the narrowest type that fits.
+    """Replace every token id (>= -1) by its rank among the distinct ids, in the narrowest type that fits.
 
-    ``tokens`` is int32[n], n >= 1, values >= -1. Returns uint8, uint16 or uint32 [n]; the order of values is preserved.
-    O(n + largest value), or O(n log n) if the largest value far exceeds n.
+    O(n + largest id), or O(n log n) if the largest id far exceeds n.
     """
     largest = int(tokens.max())
     if largest < 4 * len(tokens) + _TABLE_SLACK:
@@ -117,14 +116,7 @@ def build_order(tokens: Tokens) -> Tokens:
     65,536 distinct ids, the peak is 12 bytes per token, in addition to the input and its copy as ranks. The sort runs
     without the GIL on one thread, and the code after it lets other threads run every few hundred microseconds.
 
-    Args:
-        tokens: int32[n], n >= 0, values >= -1.
-
-    Returns:
-        int32[n].
-
-    Raises:
-        CacheError: The text is too long for the library.
+    Raises CacheError if the text is too long for the library.
     """
     n = len(tokens)
     if n == 0:
@@ -151,12 +143,11 @@ def build_order(tokens: Tokens) -> Tokens:
 
 
 def _sorted_width(ranks: npt.NDArray[np.unsignedinteger]) -> int:
-    """Return the number of bytes per rank in the sort."""
     return 3 if ranks.itemsize == 4 and int(ranks.max()) < 1 << 24 else ranks.itemsize
 
 
 def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes:
-    """Return the ranks from last to first, each from its highest byte of ``width`` to its lowest."""
+    """Return the token ranks from last to first, each from its highest byte of ``width`` to its lowest."""
     n = len(ranks)
     text = np.empty(width * n, np.uint8)
     rows = text.reshape(n, width)
@@ -168,7 +159,7 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
 
 
 def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
-    """Convert byte offsets in the reversed text to positions in the text, in place, at the front of ``order``.
+    """Convert byte offsets in the reversed text to token positions in the text, in place, at the front of ``order``.
 
     Offsets inside a token are dropped. They were sorted only because the library supports no wider symbols.
     """
@@ -182,14 +173,17 @@ def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
 
 
 def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
-    """Return the sparse index of a packed text, uint64[ceil(n / SPARSE_INDEX_STEP)]; see ``Segment``. O(its length)."""
+    """Return the packed text before every SPARSE_INDEX_STEP-th position of a suffix array, where searches begin.
+
+    See ``Segment.sparse_index``.
+    """
     ends = GUARD_BYTES + width * order[::SPARSE_INDEX_STEP].astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(text, 8)
     return np.ascontiguousarray(windows[ends - 8]).view("<u8")[:, 0]
 
 
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str, order: Tokens | None = None) -> Segment:
-    """Sort ``tokens``, int32[n] of whole sequences, into a segment in memory with read-only arrays.
+    """Sort whole sequences into a segment in memory, with read-only arrays.
 
     ``order`` is the result of ``build_order`` if it was called already.
     """
