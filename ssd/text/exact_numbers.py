@@ -1,4 +1,4 @@
-"""Write schemas with numbers that 64-bit floats cannot represent as Lark rules, in which these numbers are text.
+"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, in which such numbers are text.
 
 Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """
@@ -14,19 +14,17 @@ from ssd.text.schema import Schema, SchemaError, children, escape, is_beyond_exa
 
 _BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 _CONSTRAINTS = _BOUNDS | {
-    "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems",
-    "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf", "oneOf", "pattern",
-    "patternProperties", "prefixItems", "properties", "required", "type",
-}  # fmt: skip
+    *("$ref", "allOf", "anyOf", "const", "enum", "format", "multipleOf", "oneOf", "pattern", "type"),
+    *("additionalItems", "items", "maxItems", "maxLength", "minItems", "minLength", "prefixItems"),
+    *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required"),
+}
 
 
 def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = None) -> bool:
-    """Return whether an enum or const contains a number that 64-bit floats cannot represent.
+    """Return whether an enum or const in a schema contains a number that 64-bit floats cannot represent.
 
-    Args:
-        root: The whole schema, in which references are resolved.
-        node: The part of ``root`` that is searched, with everything it refers to.
-        seen: The parts that were searched already.
+    ``root`` is the whole schema, in which references are resolved; ``node`` is the part that is searched, with
+    everything that it refers to; ``seen`` are the ids of parts that were searched already.
     """
     seen = set() if seen is None else seen
     if not isinstance(node, dict) or id(node) in seen:
@@ -39,13 +37,13 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """The Lark rules of one prepared schema."""
+    """The Lark rules of one JSON schema, which write its large numbers with all digits."""
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """Start without rules.
+        """Compile a schema.
 
         Args:
-            root: The prepared schema.
+            root: The schema, as `prepare_schema` returns it.
             prefix: The prefix of the rules' names.
             options: llguidance's options for JSON, such as separators.
         """
@@ -56,7 +54,10 @@ class ExactRules:
         self.rule(root, "")
 
     def rule(self, node: Schema, at: str) -> str:
-        """Return the name of a schema's rule. Raises SchemaError if a number cannot be represented."""
+        """Return the name of the rule for a subschema at the JSON pointer ``at``, which is compiled at its first use.
+
+        Raises SchemaError if a number cannot be represented.
+        """
         if id(node) not in self._names:
             name = self._names[id(node)] = f"{self._prefix}{len(self._names)}"
             self.rules[name] = self._body(node, at)
@@ -101,7 +102,7 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Write items in order, separated by commas; each item says whether it is required."""
+        """Return a rule for items separated by commas, in order; each item is given with whether it is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]
@@ -121,7 +122,7 @@ class ExactRules:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _literal(self, value: Any) -> str:
-        """Write a value as JSON with all digits of its numbers."""
+        """Return a rule for one JSON value, with all digits of its numbers."""
         if isinstance(value, dict):
             items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
@@ -130,7 +131,7 @@ class ExactRules:
         return _quoted(value)
 
     def _rule_of(self, body: str) -> str:
-        """Return the name of a rule with this body, for a part that is not a schema."""
+        """Add a rule for a part that is not a schema, and return its name."""
         name = f"{self._prefix}{len(self._names)}"
         self._names[-len(self._names)] = name
         self.rules[name] = body
@@ -138,12 +139,12 @@ class ExactRules:
 
 
 def _quoted(value: Any) -> str:
-    """Write the JSON of a value as a Lark string."""
+    """Return the JSON of a value as a Lark string."""
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
 
 def _is_within(node: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a value satisfies the type and the bounds of a schema. Integers are compared exactly."""
+    """Return whether a value satisfies the type and the bounds of a schema; integers are compared exactly."""
     if not (types_of({"const": value}) or set()) <= (types_of(node) or set()):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):
