@@ -63,7 +63,7 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
-        # Text may contain the unknown token and, in some vocabularies, the padding token ("!"). Neither controls a model.
+        # Text may contain the unknown token and, in some vocabularies, the padding token ("!"). Both have no effect.
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
         self._kept = lru_cache(maxsize=8)(self._find_kept)
