@@ -352,7 +352,7 @@ class SamplingParams:
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
         check(-1 <= self.top_k <= _MOST, "top_k", f"within 1..{_MOST}, or 0 or -1 for off")
         check(0.0 <= self.min_p <= 1.0, "min_p", "within 0..1")
-        # Beyond, a penalised logit is 0 or leaves float32.
+        # Outside this range, penalised logits underflow to 0 or overflow float32.
         check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01..100")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2..2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2..2")

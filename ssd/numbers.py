@@ -20,7 +20,7 @@ def parse_number(text: str) -> int:
     found = _NUMBER.fullmatch(text.strip())
     if found is not None and found[3] in _UNITS:
         whole, fraction, factor = found[1], found[2] or "", _UNITS[found[3]]
-        # In integers: a float would not hold every number of bytes.
+        # Integers, because floats cannot represent all numbers of bytes.
         result, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
         if rest == 0:
             return result

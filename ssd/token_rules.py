@@ -25,7 +25,7 @@ class BadWords:
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         """Build the automaton of token sequences, each of at least one token."""
         self._next: list[dict[int, int]] = [{}]
-        self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences that a state has all the others of
+        self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences whose other tokens are the state
         for *begin, end in words:
             state = self.START
             for token in begin:
@@ -35,7 +35,7 @@ class BadWords:
                     self._own_ends.append(set())
                 state = self._next[state][token]
             self._own_ends[state].add(end)
-        self._shorter = [self.START] * len(self._next)  # the state of the longest shorter end of the same text
+        self._shorter = [self.START] * len(self._next)  # the state of the longest proper suffix
         self._longest = max(map(len, words), default=1) - 1
         waiting = deque(self._next[self.START].values())
         while waiting:

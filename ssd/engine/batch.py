@@ -51,14 +51,14 @@ class BatchRecord(Record):
     num_rows: Int64
     rows: Address  # the address of each row's `Row`
     committed: Address  # the number of tokens that the last pass appended to each row, or NEEDS_SLOW_PATH
-    num_accepted: Address  # how many of these tokens are accepted draft tokens
+    num_accepted: Address  # the number of these tokens that are accepted draft tokens
     num_drafted: Address  # the number of draft tokens that were verified
     sources: Address  # the source of each row's draft
     step_numbers: Address  # the number of verify steps of the request so far, this one included
     lengths: Address  # the number of tokens of each row
     gaps: Address  # seconds since the previous token, float64[num_gaps], of the rows that already had a token
-    needs_draft: Address  # whether a draft is to be made for the row
-    draft_rows: Address  # the addresses of the `DraftRow` of these rows, int64[num_draft_rows]
+    needs_draft: Address  # whether the row needs a draft
+    draft_rows: Address  # the addresses of the `DraftRow` of the rows that need a draft, int64[num_draft_rows]
     num_draft_rows: Int64
     num_in_backoff: Int64  # the number of rows that get no draft because they had only empty drafts lately
     width: Int64  # the number of positions of the next pass: the longest draft, plus one

@@ -380,7 +380,7 @@ class Engine:
         if self.is_drafting:
             self._warm_up_passes()
         else:
-            log.info("drafts join later: %s", self.speculation.reason)
+            log.info("requests are served without drafts for now: %s", self.speculation.reason)
         self.calibrate()
         self.metrics = EngineMetrics()
 
@@ -598,13 +598,13 @@ def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
     """Log a warning if the tokenizer does not fit the model, and if there is no end-of-text token."""
     if codec.vocab_size > num_logits:
         log.warning(
-            "the tokenizer has %d token ids and the model %d: they do not belong together, and prompts with an id "
-            "beyond are refused. Check --tokenizer and the files of the model",
+            "the tokenizer has %d token ids but the model only %d, so they do not belong together. Prompts with larger "
+            "ids are refused. Check --tokenizer and the files of the model",
             codec.vocab_size,
             num_logits,
         )
     if not codec.eos_token_ids:
         log.warning(
-            "no token ends an output: neither the tokenizer nor generation_config.json nor config.json names one "
-            "(eos_token_id). Outputs end by max_tokens, stop or stop_token_ids alone"
+            "there is no end-of-text token: neither the tokenizer nor generation_config.json nor config.json names one "
+            "(eos_token_id). Outputs end only by max_tokens, stop or stop_token_ids"
         )

@@ -227,7 +227,7 @@ class LLM:
         else:
             settings = [_check_sampling(sampling)] * len(prompts)
         if not isinstance(n, Integral) or n < 1:
-            raise RequestError(f"n must be a whole number from 1 on, got {n!r}", param="n")
+            raise RequestError(f"n must be an integer of at least 1, got {n!r}", param="n")
         requests = self._requests(prompts, settings, int(n), continues_prompt=continues_prompt)
         names, choices = [request.request_id for request in requests], list[Choice]()
         with _Progress(requests, use_tqdm=use_tqdm) as self._progress:
@@ -264,7 +264,7 @@ class LLM:
         if isinstance(prompt, str):
             return tuple(self.codec.encode_prompt(prompt))
         if not _is_list(prompt) or not all(isinstance(each, Integral) for each in prompt):
-            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompts")
+            raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompts")
         return tuple(int(each) for each in prompt)
 
     def _submit(self, request: Request) -> None:
@@ -351,7 +351,7 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
     try:
         return CacheManager(CacheConfig(directory=Path(directory)), codec.fingerprint)
     except CacheLocked as error:
-        log.warning("%s. This process drafts from the text that is there now, but what it learns is not kept", error)
+        log.warning("%s. This process drafts from the text stored there now, but does not store new text", error)
     caches = CacheManager(CacheConfig(), codec.fingerprint)
     try:
         caches.add_prebuilt_directory(Path(directory) / caches.namespace)
@@ -366,7 +366,7 @@ def _log_if_slow(work: Callable[[], None]) -> None:
 
     def log_compilation() -> None:
         if kernel_counts().compiled:
-            log.warning("compiling kernels, once on each machine and version: a minute or two")
+            log.warning("compiling kernels, which takes a minute or two, once per machine and version")
 
     timer = Timer(_LOG_AFTER_S, log_compilation)
     timer.daemon = True
@@ -381,7 +381,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
-        raise RequestError(f"prompts are text or token ids, got {type(prompts).__name__}", param="prompts")
+        raise RequestError(f"prompts must be text or token ids, got {type(prompts).__name__}", param="prompts")
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
 
@@ -395,7 +395,7 @@ def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling is a SamplingParams, got {type(sampling).__name__}", param="sampling")
+        raise RequestError(f"sampling must be a SamplingParams, got {type(sampling).__name__}", param="sampling")
     return sampling
 
 

@@ -213,14 +213,14 @@ class _CostProfile:
             raise ConfigError(f"prompts must be a list of lists of token ids ({error})") from error
         prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MAX_PROMPTS]
         if not prompts or any(not 0 <= token_id < self._codec.vocab_size for each in prompts for token_id in each):
-            raise ConfigError("prompts of two tokens or more are needed, of the model's own tokenizer")
+            raise ConfigError("prompts must have at least two tokens of the model's own tokenizer")
         return prompts
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         """Run the measurement and return its JSON result; raise ConfigError if too few tokens were generated."""
         seconds, steps = self._time(model)
         if not all(each and sum(tokens for _, _, tokens in each) for each in steps):
-            raise ConfigError("too little was generated to be timed: give more tokens or other prompts")
+            raise ConfigError("too few tokens were generated for a measurement: raise tokens, or give other prompts")
         plain, looked_up, full = (
             (np.array([took for took, _, _ in each]), sum(tokens for _, _, tokens in each)) for each in steps
         )

@@ -113,12 +113,12 @@ class Row(Record):
     prompt_length: Int64
     stop_ids: Address  # the address of the token ids that end the output, int32[num_stop_ids]
     num_stop_ids: Int64
-    uses_fast_path: Int64  # whether tokens that do not end the output only need to be appended
+    uses_fast_path: Int64  # whether kernels may append tokens that do not end the output
     counts: RowCounts
     max_draft_length: Int64
     allow_tree: Int64
     temperature_bucket: Int64  # the bucket of the temperature, see `temperature_bucket_of`
-    num_empty_drafts: Int64  # the number of empty drafts in a row
+    num_empty_drafts: Int64  # the number of consecutive empty drafts
     draft_row: DraftRow
     # The drafts to verify, in two buffers, because the next pass's draft is made before the last one is counted.
     drafts: Annotated[Sequence[DraftRecord], DraftRecord, 2]

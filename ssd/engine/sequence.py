@@ -145,11 +145,11 @@ class Sequence:
             forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         is_free = grammar is None and not depends_on_prefix(sampling)
-        # Whether its tokens are the argmax of the logits, whatever the text is.
+        # Whether each token is the argmax of the logits, whatever the text is.
         self.is_greedy = sampling.greedy and is_free
-        # Whether its tokens are the argmax of the logits with the noise of their positions, whatever the text is.
+        # Whether each token is the argmax of the logits plus the noise of its position, whatever the text is.
         self.is_sampled_by_position = is_free and not noise.is_coupled and has_only_temperature(self.sampling)
-        self.slot = -1  # the slot; -1 while it waits
+        self.slot = -1  # -1 while the sequence waits
         self.queue_key = (0, 0)  # lower keys are admitted first; set by the scheduler
         self.num_preemptions = 0
         self.needs_solo_retry = False  # after a batched pass failed, until the sequence has run alone
@@ -365,8 +365,8 @@ def _check(
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
     if len(request.prediction_token_ids) > max_model_len:
         raise RequestError(
-            f"prediction has {len(request.prediction_token_ids)} tokens, and no output has more than {max_model_len}: "
-            "shorten it",
+            f"prediction has {len(request.prediction_token_ids)} tokens, but the model's context has only "
+            f"{max_model_len}: shorten it",
             param="prediction",
         )
     room = max_model_len - num_prompt
@@ -389,7 +389,7 @@ def _check(
         )
     if request.priority and not allows_priority:
         raise RequestError(
-            'priorities are off here: leave priority out or 0 (the scheduling policy "priority" takes them)',
+            'priorities are disabled here: leave priority out, or enable them by the scheduling policy "priority"',
             param="priority",
         )
     limit = request.num_speculative_tokens

@@ -192,7 +192,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self.stopping_criteria = StoppingCriteriaList()  # set by `generate`
         self.sampling: SamplingRow | None = None  # set if noise is shared, so that drafters can know it
         self.allow_caching = False  # whether the generated text may be used in other calls
-        self.token_sampler: _TokenSampler | None = None  # none if transformers takes the argmax of the logits
+        self.token_sampler: _TokenSampler | None = None  # None if transformers takes the argmax of the logits
         self._drafter = drafter
         self._cache = cache
         self._prompt_length = prompt_length
@@ -397,7 +397,7 @@ def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Ma
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
             raise RequestError(f"{name} must be 1: a draft continues one sequence", param=name)
     if model.config.is_encoder_decoder:
-        raise RequestError(f"{type(model).__name__} is an encoder-decoder: drafts continue the prompt, so it needs one")
+        raise RequestError(f"{type(model).__name__} is an encoder-decoder model, but a draft must continue the prompt")
     if getattr(model, "_is_stateful", False):
         raise RequestError(f"{type(model).__name__} cannot remove tokens from its state, so it cannot verify drafts")
 

@@ -55,7 +55,7 @@ class SuffixProposer(VllmDrafter):
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
         self._row_ids: list[str] | None = None  # request ids of the drafter's rows
         self._row_requests: list[VllmRequest | None] = []
-        self._last_call_ended = 0.0  # the time of the end of the last call
+        self._last_call_ended = 0.0  # the time at which the last call ended
         self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
         self._limit = self._longest  # the draft limit of this step
         super().__init__(vllm_config, longest=self._longest)
@@ -166,7 +166,7 @@ class SuffixProposer(VllmDrafter):
         )
         for row in core.drafter.append(self._row_requests, words):
             request, length, size = self._row_requests[row], int(lengths[row]), int(sizes[row])
-            if request is not None and size <= length <= width:  # some steps had no call
+            if request is not None and size <= length <= width:  # vLLM did not call this in some steps
                 request.replace(matrix[row, :length], size)
             else:
                 inconsistent.append(row)

@@ -49,7 +49,6 @@ class VllmRequest(RowText):
 
     def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
         super().__init__(tokens, prompt_length, room)
-        # The number of tokens that its client got, prompt included; None if vLLM did not report it.
         self.num_sent: int | None = None  # tokens sent to the client, including the prompt, if vLLM reported it
         self.stop_rules: StopRules | None = None
 
@@ -244,10 +243,9 @@ def should_draft(vllm_config: Any) -> bool:
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "SSD was tested with vLLM %s, and this is vLLM %s. If its experimental interface differs, requests get no "
-            "drafts",
-            ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
+            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, it gets no drafts",
             version,
+            ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
     return tensor_rank()[0] == 0
 

@@ -42,7 +42,7 @@ REJOINED_TRUST: Final = 0.5  # lowers the probability of a draft token after the
 
 _TOKEN_COST: Final = 0.02  # low, because vLLM verifies drafts of a fixed width, so shorter drafts save nothing
 
-# Of the ids of vLLM's warm-up requests.
+# Prefixes of the ids of vLLM's warm-up requests.
 _WARM_UP_PREFIXES: Final = ("_warmup", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
 _FAR: Final = 1 << 30  # more than twice any length; fits into int32
 

@@ -48,7 +48,7 @@ class InvalidEntryError(ValueError):
 class Entry:
     """One entry of a replication log: a text that can be searched alone."""
 
-    replica_id: bytes  # of the writer
+    replica_id: bytes  # identifies the writer
     sequence_id: bytes
     tokens: Tokens  # int32[n], 1 <= n <= 4096
 

@@ -242,7 +242,7 @@ class StreamStats:
 class ReplicationStats:
     """Counters of the replication of text through Redis. An entry is a sequence, or a part of at most 4,096 tokens."""
 
-    is_connected: bool  # redis answers, and rejected neither the last read nor the last write of any namespace
+    is_connected: bool  # Redis answers, and rejected neither the last read nor the last write of any namespace
     num_published: int = 0
     num_published_tokens: int = 0
     num_queued: int = 0

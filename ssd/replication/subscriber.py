@@ -62,7 +62,7 @@ class SubscribedStream:
         self.max_tokens, self.max_entries = max_tokens, max_entries_of(max_tokens)
         self.name = cache.name
         self.cache = weakref.ref(cache)
-        self.offset = offset  # the part of the stream that is in the cache, across restarts
+        self.offset = offset  # what is in the cache already, across restarts
         self.page = PAGE  # 1 after an entry was too large, because the server builds a whole reply
         self.has_more = False  # whether the last page did not reach the end of the log
         self.is_rejected = False  # whether the server rejected the last command for this stream

@@ -316,7 +316,7 @@ def _render(
     """Render the given variant of a conversation; if it fails or is None, the first form that the template accepts."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
-        with suppress(Exception):  # one that the marks did not cause
+        with suppress(Exception):  # the test with marks succeeded, but the real contents may fail
             return template.render(chosen.messages, **options)
     refusals: list[Exception] = []
     for way in equivalent_forms(messages):
@@ -440,7 +440,7 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which is no token: give words", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which has no token: give words", param="bad_words")
         found[alone] = None
         # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):

@@ -36,15 +36,15 @@ from ssd.text.schema import children, error_reason, prepare_schema, quote_patter
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
-# That a source compiles is remembered in some 200 bytes.
+# The number of accepted sources that are remembered, with about 200 bytes each.
 _MAX_TRIED = 1 << 14
-# Bytes of any grammar, and a second of compiling, least and most: see above.
+# The minimum bytes of a grammar, and the minimum and maximum per second of its compilation, see the module docstring.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 512 << 20
-# Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
+# Sources beyond these limits are refused: half a second and 50 MB for the worst short source.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
-# States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
-# grammar, x: x x | "a", took 170 ms a token after 800 tokens where 2,000 were allowed, and everybody waited for it.
-# The other kinds are made by us and have few, or one for each of many choices.
+# The maximum number of parser states at one position of the output, by kind of constraint. With 2,000 states, the
+# ambiguous grammar x: x x | "a" took 170 ms per token after 800 tokens, and all requests waited for it. For the other
+# kinds our own grammars have few states, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
 _MOST_PARSER_STATES = 2000
 

@@ -27,15 +27,15 @@ MOST_EXACT: Final = 2**53  # up to it, 64-bit floats represent all integers
 
 _MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
 _MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
-_MOST_LOOKED_AT = 10_000  # schemas within one, to see that a value of it ends
-_MOST_NAMES = 64  # property names that are listed in place of the pattern that matches them
+_MOST_LOOKED_AT = 10_000  # subschemas visited to check that a schema has a finite value
+_MOST_NAMES = 64  # property names that may replace a pattern
 
 # Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
 # their shortest decimal forms, of which llguidance makes its expressions.
 _STEP: Final = 2**11 * 5**4
 _MOST_BOUND: Final = (2**63 - 1) // _STEP * _STEP
-_OPEN_BOUND: Final = 10**17  # above it llguidance cannot write a range that is open to one side
-_LEAST_GAP: Final = 1e-12  # between an exclusive bound that is whole and the first number beyond it
+_OPEN_BOUND: Final = 10**17  # above it, llguidance needs both bounds of a range
+_LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusive bound that replaces it
 
 
 class SchemaError(ValueError):
@@ -388,7 +388,7 @@ class _Preparation:
             known = properties.get(name, True)
             if known is True or schema is False:
                 properties[name] = schema
-                if isinstance(schema, dict) and len(schema) > 1:  # written once
+                if isinstance(schema, dict) and len(schema) > 1:  # the schema is written once
                     schema = {"$ref": "#" + quote(f"{at}/properties/{escape(name)}")}
             elif isinstance(known, dict) and schema is not True:
                 self.prepare(known, f"{at}/properties/{escape(name)}")
@@ -423,7 +423,7 @@ class _Preparation:
                 node["required"] = [name for name, schema in properties.items() if schema is not False]
                 del node["minProperties"]
             elif not is_closed and least > num_required + 1:
-                reason = f"{least} counts different keys, and keys that properties does not name may repeat: name them"
+                reason = f"{least} counts different keys, but keys outside properties may repeat: list them there"
                 self._refuse(node, "minProperties", at, reason)
         if is_closed and node.get("maxProperties", -1) >= num_names:
             del node["maxProperties"]
@@ -455,14 +455,15 @@ class _Preparation:
             if multiple <= 0:
                 self._refuse(node, "multipleOf", at, f"must be a number above 0, got {quote_value(multiple)}")
             elif _digits(multiple) > _MOST_MULTIPLE:
-                reason = f"{quote_value(multiple)} has too many digits to be counted up to: leave it out"
+                reason = f"{quote_value(multiple)} has too many digits to be enforced: leave it out"
                 self._refuse(node, "multipleOf", at, reason)
             else:
                 self._multiples.add(Decimal(repr(multiple)))
                 scale = 10 ** -min(0, *(int(each.normalize().as_tuple().exponent) for each in self._multiples), 0)
                 largest = sorted(each * scale for each in self._multiples)[-2:]
                 if len(largest) == 2 and largest[0] * largest[1] >= 2**32:  # llguidance multiplies them
-                    self._refuse(node, "multipleOf", at, f"{quote_value(multiple)} is too far from another multipleOf")
+                    reason = f"{quote_value(multiple)} has too many digits in combination with another multipleOf"
+                    self._refuse(node, "multipleOf", at, reason)
 
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
@@ -490,7 +491,7 @@ class _Preparation:
             return
         if beyond := [key for key in _BOUNDS if abs(sent.get(key, 0)) > MOST_EXACT]:
             if self._strict:
-                reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be held exactly"
+                reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be enforced exactly"
                 raise SchemaError(f"{beyond[0]} at {at}/{beyond[0]} {reason}")
             for key in _BOUNDS:
                 node.pop(key, None)
