@@ -23,7 +23,6 @@ class BadWords:
     START = 0  # the state before a text
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """Build the automaton of token sequences, each of at least one token."""
         self._next: list[dict[int, int]] = [{}]
         self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences whose other tokens are the state
         for *begin, end in words:
@@ -52,7 +51,6 @@ class BadWords:
         return state
 
     def move(self, state: int, token: int) -> int:
-        """Return the automaton's state after one more token."""
         while state != self.START and token not in self._next[state]:
             state = self._shorter[state]
         return self._next[state].get(token, self.START)

@@ -269,8 +269,8 @@ class Batch:
     def noise(self, lengths: Int64s, width: int) -> Noise:
         """Return the sampling noise [B, T] for the next ``width`` = T positions of each sequence.
 
-        All sequences must be sampled by position, see ``samples_by_position``, and drafts must be chains. ``lengths``,
-        int64[B], are the numbers of tokens before these positions.
+        The tokens of all sequences must depend only on logits and noise, see ``samples_by_position``, and drafts must
+        be chains. ``lengths``, int64[B], are the numbers of tokens before these positions.
         """
         keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
         return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))

@@ -215,7 +215,7 @@ def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
-    """Store the drafts that were made during a forward pass, for use after it; return how many had invalid tokens."""
+    """Store drafts made ahead, while a forward pass runs, until its output is known; return how many were invalid."""
     record, num_invalid = batch_record_at(batch), 0
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):

@@ -250,7 +250,7 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Draw ``count`` different noise streams for requests with the same prompt, so that their samples differ."""
+        """Draw ``count`` different noise streams for requests with the same prompt, so that their outputs differ."""
         return self._coupling.distinct_streams(count, self._draw_seed())
 
     def cancel(self, request_id: str) -> None:

@@ -45,19 +45,15 @@ class FaultIsolation:
         return bool(self._ended)
 
     def collect_outputs(self) -> list[tuple[Sequence, RequestOutput]]:
-        """Return the sequences that failed since the last call, each with its final output."""
         ended, self._ended = self._ended, []
         return ended
 
     def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_in_flight: bool = False) -> None:
         """End a sequence with an error output.
 
-        Args:
-            sequence: The sequence.
-            where: The operation that failed, for the log.
-            error: The exception. A RequestError is the client's fault: it is sent to the client and not logged.
-            is_in_flight: Whether the sequence is part of a running forward pass. It then keeps its slot until it is
-                dropped.
+        A RequestError is the client's fault: it is sent to the client and not logged. For all other errors, ``where``
+        names the operation that failed in the log. A sequence in a forward pass that ``is_in_flight`` keeps its slot
+        until it is dropped.
         """
         reraise_exits(error)
         refusal = error if isinstance(error, RequestError) else None
@@ -101,7 +97,6 @@ class FaultIsolation:
             sequence.row.max_draft_length = 0  # a draft may have been the cause
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a failed sequence from the scheduler and the drafter."""
         self._scheduler.discard(sequence)
         self._speculation.drop_request(sequence)
 
@@ -136,13 +131,8 @@ def find_violations(
     prefix of its sequence (at most all but the last token), and a free slot must hold the prefix that is cached for it.
     The target's own record of its input tokens tells the content of a slot.
 
-    Args:
-        target: The target.
-        scheduler: The scheduler.
-        prefix_cache: The prefix cache.
-        arriving: The sequences that have been submitted and are not scheduled yet.
-        is_in_flight: Whether a forward pass is running. Then slots hold drafts too, and running sequences are not
-            checked.
+    ``arriving`` are submitted sequences that are not scheduled yet. If a forward pass ``is_in_flight``, running
+    sequences are not checked, because their slots hold drafts too.
     """
     return [
         *_slot_violations(target, scheduler),

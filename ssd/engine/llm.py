@@ -329,7 +329,6 @@ class _Progress:
         self._bar.close()
 
     def update(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count the outputs of one engine step and update the progress bar."""
         if self._bar.disable:
             return
         num_ended = 0

@@ -113,7 +113,6 @@ class EngineHistograms:
         self.step_tokens = Histogram(_STEP_TOKENS)  # the prompt tokens computed and the tokens generated in one step
 
     def observe_finished(self, request: Request, stats: RequestStats) -> None:
-        """Observe a request that has ended for any reason."""
         self.prompt_tokens.observe(stats.num_prompt_tokens)
         self.generation_tokens.observe(stats.num_output_tokens)
         if request.sampling.max_tokens is not None:
@@ -154,7 +153,6 @@ class EngineMetrics:
     prefix_cache_queries: int = 0  # prompt tokens of requests that may reuse cached prefixes
     prefix_cache_hits: int = 0  # prompt tokens whose KV cache was reused
     num_preemptions: int = 0
-    """The number of times that a running sequence was preempted by a more urgent one."""
     num_failed_passes: int = 0  # batched passes only; their sequences were retried alone
     integrity_violations: int = 0  # found by ``Engine.check``; 0 unless this program has a bug
     num_requests_finished: dict[str, int] = field(default_factory=dict)  # by finish reason

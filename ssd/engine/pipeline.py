@@ -30,7 +30,10 @@ class Pipeline:
         self._num_draftless = 0
 
     def launch(self, batch: Batch, buffer: int) -> None:
-        """Launch the forward pass that verifies the drafts with index ``buffer`` of all sequences in the batch."""
+        """Launch the forward pass that verifies the drafts of all sequences in a batch.
+
+        ``buffer`` is the index of the drafts in ``Row.drafts``.
+        """
         if not batch.sequences:
             return
         try:

@@ -33,12 +33,7 @@ class Prefill:
     ) -> None:
         """Create the prefill of an engine.
 
-        Args:
-            target: The target.
-            prefix_cache: The prefix cache.
-            chunk_tokens: The maximum number of prompt tokens computed in one step.
-            on_fault: Called with a sequence whose forward pass failed and the error; must remove the sequence from its
-                slot.
+        If the forward pass of a sequence fails, ``on_fault`` is called and must remove the sequence from its slot.
         """
         self._target = target
         self._on_fault = on_fault
@@ -66,7 +61,6 @@ class Prefill:
         return [s for s in running if not self.num_remaining(s) and (s.grammar is None or s.grammar.is_ready())]
 
     def pop_num_computed(self) -> int:
-        """Return the number of prompt tokens computed since the last call."""
         count, self._num_computed = self._num_computed, 0
         return count
 

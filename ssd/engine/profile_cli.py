@@ -217,7 +217,6 @@ class _CostProfile:
         return prompts
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Run the measurement and return its JSON result; raise ConfigError if too few tokens were generated."""
         seconds, steps = self._time(model)
         if not all(each and sum(tokens for _, _, tokens in each) for each in steps):
             raise ConfigError("too few tokens were generated for a measurement: raise tokens, or give other prompts")
@@ -288,7 +287,6 @@ class _LogProfile:
         self._draft = DraftConfig(num_speculative_tokens=int(settings["draft_limit"]))
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Run the measurement and return its JSON result; raise ConfigError if no prompt fits the model's context."""
         settings, limit = self._settings, model_limit(model)
         requests = [
             (number, tuple(prompt), length)

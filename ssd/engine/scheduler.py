@@ -105,7 +105,6 @@ class Scheduler:
         self._prefix_cache.clear_slot(self._free_slot(sequence))
 
     def remove(self, request_ids: set[str]) -> list[Sequence]:
-        """Remove the sequences with these request ids, running or waiting, and return them; unknown ids are ignored."""
         found = [s for s in (*self.waiting, *self.running) if s.request.request_id in request_ids]
         for sequence in found:
             if sequence.slot < 0:
@@ -145,7 +144,6 @@ class Scheduler:
         return None
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the running sequence of the same tenant to preempt for ``sequence``, or None."""
         later = [
             running
             for running in self.running

@@ -40,13 +40,10 @@ class Coupling:
     """
 
     def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
-        """Create the source of sampling noise of an engine.
+        """Create the source of an engine's sampling noise, with ``num_streams`` shared streams; 0 disables sharing.
 
-        Args:
-            num_streams: The number of shared noise streams; 0 gives every request its own noise.
-            window: The number of preceding tokens on which the shared noise of a token depends.
-            root: Returns the secret from which the secrets of the namespaces are derived, called for each request; None
-                draws one at random.
+        The shared noise of a token depends on the ``window`` tokens before it. ``root`` is called for each request and
+        returns the secret from which the secrets of the namespaces are derived; None draws one at random.
         """
         self.num_streams = num_streams
         self._window = window
@@ -54,7 +51,6 @@ class Coupling:
         self._root = root or (lambda: drawn)
 
     def warm_up(self) -> None:
-        """Compile the kernels that compute sampling noise."""
         SequenceNoise.seeded_keys([SequenceNoise.seeded(0)], [1], 1)
         if self.num_streams:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
@@ -175,12 +171,10 @@ class Sequence:
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
-        """The prompt and the output so far: a view, int32[num_tokens]."""
         return self.tokens[: self.num_tokens]
 
     @property
     def num_remaining(self) -> int:
-        """The number of tokens that may still be generated."""
         return self.max_length - self.num_tokens
 
     def drop_drafts(self) -> None:
@@ -209,7 +203,6 @@ class Sequence:
             self.sampling.noise.advance(self.context)
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
-        """Return the input for sampling the sequence's next tokens after its draft tokens."""
         self.advance_noise()
         return self.sampling.with_text(self.context, self.num_prompt_tokens, draft, self.grammar)
 

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""The number of steps without promising drafts, because they cost more than they gain, after which this is logged."""
+"""After this many steps in which promising drafts were not verified because of their cost, a warning is logged."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -136,7 +136,6 @@ class SpeculationManager:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether drafts are ever made by this engine; constant."""
         return not self._disabled_reason
 
     @property
@@ -155,7 +154,6 @@ class SpeculationManager:
         return SpeculationStatus(True, "drafts are verified if their expected gain exceeds their cost")
 
     def relative_cost(self, width: int) -> float:
-        """Return the estimated time of a forward pass over ``width`` tokens relative to one token; 0 if unknown."""
         return self._cost_model.relative_cost(width)
 
     @property
@@ -171,7 +169,6 @@ class SpeculationManager:
 
     @property
     def num_failures(self) -> int:
-        """The number of exceptions in drafters and caches."""
         own = self._best_effort.num_failures + self._isolated_drafter.num_failures
         return own + int(getattr(self._drafter, "num_failures", 0))
 
@@ -216,7 +213,6 @@ class SpeculationManager:
         return self._limit == 0 or (is_draftless and self._suffix is not None and self._hybrid is None)
 
     def discard_drafts(self) -> None:
-        """Discard the drafts of the last `propose`; they will not be verified."""
         self._buffer ^= 1
 
     def propose(self, batch: Batch) -> int:
@@ -317,7 +313,6 @@ class SpeculationManager:
         return True
 
     def _draft_requests(self, batch: Batch) -> tuple[list[Sequence], list[DraftRequest]]:
-        """Return the sequences that need a draft, and a complete `DraftRequest` for each of them."""
         sequences = [batch.sequences[b] for b in np.flatnonzero(batch.needs_draft).tolist()]
         has_costs = self._cost_model.pass_time is not None
         requests = [self._draft_request(sequence) for sequence in sequences]
@@ -383,7 +378,6 @@ class SpeculationManager:
             sequence.request_row.verified = None  # it sees the result in the next context
 
     def record_outcomes(self, completed: ForwardPass) -> None:
-        """Update the calibration of acceptance estimates with the drafts that a forward pass verified."""
         if self._limit and self.is_ready:
             calibration = self._calibration.address
             record_draft_outcomes(
@@ -419,7 +413,6 @@ class SpeculationManager:
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:
-        """Drop all drafting state of a finished or preempted request."""
         if self._scored_pass is not None and sequence.namespace is None:  # nothing else could learn from it
             is_its = [name == sequence.request.request_id for name in self._scored_pass.request_ids]
             self._scored_pass.num_positions[is_its] = 0

@@ -53,7 +53,6 @@ class IntegrationSettings:
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
     def cache_config(self) -> CacheConfig:
-        """Return the configuration of the cache; raise ConfigError for invalid values."""
         index = IndexConfig(capacity_tokens=self.capacity_tokens, rebuild_interval_s=self.rebuild_interval_s)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis_url)
 
@@ -96,7 +95,6 @@ class _SettingType(NamedTuple):
     make: Callable[[Any], Any]
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert the value of a setting; raise ConfigError with its name if it is invalid."""
         try:
             if isinstance(value, self.types) and not isinstance(value, bool):
                 return self.make(value)

@@ -90,7 +90,6 @@ class CoupledSampling:
                 raise RequestError(f"{name} must be within {least}..{limit}, got {getattr(self, name)}", param=name)
 
     def noise(self, prompt_length: int) -> SequenceNoise:
-        """Return the sampling noise of a sequence whose prompt has ``prompt_length`` tokens."""
         return SequenceNoise.coupled(self.secret, self.stream, self.window, prompt_length=prompt_length)
 
 
@@ -179,15 +178,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def __init__(
         self, drafter: Drafter, cache: NamespaceCache | None, *, prompt_length: int, limit: int, vocab_size: int
     ) -> None:
-        """Create a candidate generator.
-
-        Args:
-            drafter: The drafter.
-            cache: The cache from which drafts come, or None.
-            prompt_length: The number of prompt tokens.
-            limit: The maximum draft length.
-            vocab_size: The vocabulary size of the model; drafts with larger ids are discarded.
-        """
+        """Create a candidate generator; drafts with token ids of ``vocab_size`` or more are discarded."""
         self.num_failures = 0
         self.stopping_criteria = StoppingCriteriaList()  # set by `generate`
         self.sampling: SamplingRow | None = None  # set if noise is shared, so that drafters can know it
@@ -244,7 +235,6 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             self.num_failures += 1
 
     def close(self) -> None:
-        """Tell the drafter that the sequence has ended."""
         try:
             self._drafter.finish(self._request_id)
             getattr(self._drafter, "publish", lambda: None)()
@@ -318,7 +308,7 @@ class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is n
         return one_hot
 
     def restore_scores(self, scores: torch.Tensor) -> None:
-        """Replace one-hot scores, [1, k, V], which transformers would return to the caller, by the processed scores."""
+        """Replace the one-hot scores, [1, k, V], which transformers returns to the caller, by the processed scores."""
         for position, row in enumerate(self._scores):
             scores[:, position] = row
         self._scores.clear()

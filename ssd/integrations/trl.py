@@ -248,12 +248,10 @@ class Rollouts:
             )
 
     def _seed(self, index: int) -> int:
-        """Return a seed that no other sample uses."""
         digest = hmac.digest(self._noise_root, b"call %d, sample %d" % (self._num_calls, index), hashlib.sha256)
         return int.from_bytes(digest[:8], "little") >> 1
 
     def _generate(self, engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
-        """Run all requests, and return the output tokens and their log-probabilities by request id."""
         samples: dict[str, tuple[list[int], list[float]]] = {request.request_id: ([], []) for request in requests}
         pending, before = deque(requests), engine.metrics.num_verify_steps
         try:
@@ -297,7 +295,6 @@ def _copy_model(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def _encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Tokenize prompts in the same way as the trainer."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return list(tokenizer(text=list(prompts))["input_ids"])

@@ -45,13 +45,6 @@ class SuffixProposer(VllmDrafter):
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Open the drafter and its cache.
-
-        Raises:
-            ConfigError: A setting is invalid, or vLLM would corrupt the state of this model (Mamba, linear attention).
-            CacheError: The cache cannot be opened.
-            ModelError: Text is shared and the tokenizer cannot be loaded.
-        """
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
         self._row_ids: list[str] | None = None  # request ids of the drafter's rows
         self._row_requests: list[VllmRequest | None] = []
@@ -179,16 +172,9 @@ def _gather_new_tokens(
 ) -> None:
     """Write each sequence's length, number of new tokens and new tokens in the form that `BatchDrafter.append` reads.
 
-    The new tokens are left out if the numbers are implausible.
-
-    Args:
-        matrix_at: The address of the tokens, int32[num_rows, width].
-        width: The maximum number of tokens of a sequence.
-        lengths_at: The address of the lengths, int32[num_rows].
-        sizes_at: The address of the numbers of new tokens, int64[num_rows].
-        num_rows: The number of sequences.
-        words_at: The address of the output, int32[num_rows, num_words].
-        num_words: The number of output integers per sequence.
+    The new tokens are left out if the numbers are implausible. The arguments are the addresses of the tokens,
+    int32[num_rows, width], the lengths, int32[num_rows], the numbers of new tokens, int64[num_rows], and the output,
+    int32[num_rows, num_words].
     """
     matrix, words = int32_array(matrix_at, num_rows * width), int32_array(words_at, num_rows * num_words)
     lengths, sizes = int32_array(lengths_at, num_rows), int64_array(sizes_at, num_rows)

@@ -34,7 +34,6 @@ class StopRules(NamedTuple):
 
 
 def stop_rules_of(params: Any) -> StopRules | None:
-    """Return the stop strings in vLLM's sampling parameters, or None if there are none."""
     strings = getattr(params, "stop", None)
     if not strings:
         return None
@@ -72,12 +71,7 @@ class DrafterCore:
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """Open the cache and the drafter.
-
-        Args:
-            vllm_config: The configuration of vLLM.
-            longest: The maximum draft length.
-            **drafting: Further arguments of `BatchDrafter`.
+        """Open the cache and the drafter; ``drafting`` are further arguments of `BatchDrafter`.
 
         Raises:
             ConfigError: A setting is invalid.
@@ -137,11 +131,9 @@ class DrafterCore:
         return request
 
     def pop_requests(self, names: Iterable[str]) -> list[VllmRequest]:
-        """Remove and return the requests with these ids; unknown ids are ignored."""
         return [request for name in names if (request := self.requests.pop(name, None)) is not None]
 
     def finish_requests(self, ended: list[VllmRequest]) -> None:
-        """Add the text of finished requests to the cache."""
         if ended:
             self.drafter.clear()
             self._append_to_cache(ended)
@@ -176,7 +168,10 @@ class VllmDrafter:
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """Open the cache and the drafter; raise ConfigError if vLLM would corrupt the state of this model."""
+        """Open the cache and the drafter, see `DrafterCore`.
+
+        Raises ConfigError if vLLM would corrupt the state of the model (Mamba, linear attention).
+        """
         self._num_failures = 0
         self._last_stats = ProposerStats()
         self._core = DrafterCore(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
@@ -186,7 +181,6 @@ class VllmDrafter:
             self._close_core = weakref.finalize(self, at_exit)
 
     def stats(self) -> ProposerStats:
-        """Return the current counters, or those at the time of closing."""
         if (core := self._core) is not None:
             proposals, drafts, draft_tokens = core.drafter.counts
             self._last_stats = ProposerStats(
@@ -251,7 +245,6 @@ def should_draft(vllm_config: Any) -> bool:
 
 
 def tensor_rank() -> tuple[int, int]:
-    """Return this process's rank in its tensor-parallel group and the size of the group."""
     try:
         group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
         return int(group.rank_in_group), int(group.world_size)

@@ -80,7 +80,6 @@ V1_HOOKS: Final = (
 
 
 def selects_ssd(vllm_config: Any) -> bool:
-    """Return whether vLLM's speculative configuration selects our drafter."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return (getattr(speculative, "method", None), getattr(speculative, "model", None)) == (METHOD, MODEL)
 

@@ -92,18 +92,10 @@ class Speculator(VllmDrafter):
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
     ) -> None:
-        """Open the drafter and its cache.
+        """Open the cache and the drafter, see `DrafterCore`.
 
-        Args:
-            vllm_config: The configuration of vLLM.
-            device: The device of the runner.
-            req_states: The request states of the runner.
-            make_event: Creates an event; None uses CUDA events on CUDA and synchronous copies elsewhere.
-
-        Raises:
-            ConfigError: A setting is invalid, or vLLM would corrupt the state of this model (Mamba, linear attention).
-            CacheError: The cache cannot be opened.
-            ModelError: Text is shared and the tokenizer cannot be loaded.
+        ``req_states`` are the request states of vLLM's runner. Without ``make_event``, CUDA events are used on CUDA,
+        and copies are synchronous elsewhere.
         """
         speculative = vllm_config.speculative_config
         self._states, self._device = req_states, device
@@ -239,7 +231,6 @@ class Speculator(VllmDrafter):
             self._record_failure("learning")
 
     def close(self) -> None:
-        """Add the text of finished and running requests to the cache, and stop drafting. May be called twice."""
         core = self._core
         if core is None:
             return
@@ -260,13 +251,9 @@ class Speculator(VllmDrafter):
     ) -> Tensor | None:
         """Draft a chain for each sequence of a batch, and return the chains on the device, see `BatchDrafter.draft`.
 
-        Args:
-            core: The cache, the drafter and the requests.
-            batch: The runner's batch.
-            slots: int64[rows], the index of each sequence in the runner's state.
-            lengths: int32[rows, 1], the number of tokens of each sequence.
-            num_sampled: int32[rows, 1], the number of new tokens of each sequence.
-            width: The number of draft tokens that will be verified; if 0, there are no chains.
+        ``slots``, int64[rows], ``lengths`` and ``num_sampled``, int32[rows, 1], are the sequences' indices in the
+        runner's state and their numbers of tokens and of new tokens. ``width`` draft tokens will be verified; if 0,
+        there are no chains.
         """
         count = len(slots)
         if self._row_ids != batch.req_ids:
@@ -297,7 +284,6 @@ class Speculator(VllmDrafter):
         )
 
     def _copy_outputs_to_host(self, step: _StepBuffers, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
-        """Start to copy the output tokens of this step from the device to the host."""
         tokens = self._states.all_token_ids.gpu
         positions = lengths - num_sampled + self._offsets[: self._width + 1]
         new = tokens[slots, positions.clamp_(0, tokens.shape[1] - 1)]

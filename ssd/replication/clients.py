@@ -114,7 +114,6 @@ class BoundedParser(_RESP2Parser):
     def _read_response(  # type: ignore[override]
         self, disable_decoding: bool = False, **settings: Any
     ) -> Any:
-        """Return a reply or an element of one; strings stay bytes."""
         line = self._buffer.readline(**settings)
         kind, text = line[:1], line[1:]
         self._room -= _ELEMENT_BYTES + len(text)

@@ -33,8 +33,6 @@ Host = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """A parsed Redis URL."""
-
     kind: Literal["server", "sentinel", "cluster"]
     hosts: tuple[Host, ...]  # the sentinels, or some nodes of the cluster; empty for a single server
     service: str  # the name of the master for the sentinels
@@ -113,16 +111,12 @@ def _host(name: str, default_port: int) -> Host:
 def connect(url: str) -> redis.Redis:
     """Return a Redis client, which connects at its first command and limits the size of replies.
 
-    The client of a cluster supports commands and pipelines whose keys have one hash tag; ``masters_of`` and
-    ``server_of`` return clients for its nodes. Commands raise OversizedReplyError if a reply is larger than
-    MAX_REPLY_BYTES.
+    ``url`` names a server, sentinels or a cluster, with user, password, database and options as in redis-py, except
+    time-outs and protocol. The client of a cluster supports commands and pipelines whose keys have one hash tag;
+    ``masters_of`` and ``server_of`` return clients for its nodes.
 
-    Args:
-        url: The URL of a server, of sentinels or of a cluster, with user, password, database and options as in
-            redis-py, except time-outs and protocol.
-
-    Raises:
-        ConfigError: The URL is invalid. The message does not contain its password.
+    Raises ConfigError, without the password, if the URL is invalid. Commands raise OversizedReplyError if a reply is
+    larger than MAX_REPLY_BYTES.
     """
     try:
         import redis

@@ -54,7 +54,6 @@ class Entry:
 
 
 def pack_entry(entry: Entry, key: str) -> bytes:
-    """Serialize a replication entry for the Redis stream ``key``. O(n)."""
     tokens = np.ascontiguousarray(entry.tokens, "<u4")
     assert 1 <= len(tokens) <= MAX_ENTRY_TOKENS
     header = _HEADER.pack(FORMAT_VERSION, entry.replica_id, entry.sequence_id, len(tokens))

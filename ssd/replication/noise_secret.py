@@ -128,7 +128,6 @@ class ReplicatedSecret:
         self.loop.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the first synchronization has succeeded or failed."""
         self._has_synced.wait(timeout_s)
 
     def close(self) -> None:
@@ -161,5 +160,5 @@ class ReplicatedSecret:
         return found
 
     def _get(self) -> Any:
-        """Return at most one byte more than a secret has, because any client may have written the key."""
+        """Return at most one byte more than a noise secret has, because any client may have written the key."""
         return self._client.getrange(KEY, 0, SECRET_BYTES)

@@ -66,7 +66,6 @@ class ReplicaOffset:
         self._positions = dict(self.incarnations)
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the position as JSON, to be stored by ``NamespaceCache.set_source``."""
         return {
             "replica": self.replica_id.hex(),
             "lives": [(each.replica_id.hex(), each.position) for each in self.incarnations],
@@ -80,7 +79,6 @@ class ReplicaOffset:
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
 
     def advance(self, entry_id: bytes, sequence_id: bytes) -> None:
-        """Record that an entry was read."""
         self.last_read = StreamOffset(self.last_read.number + 1 if self.last_read else 1, entry_id, sequence_id)
 
     def locate(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
@@ -101,7 +99,6 @@ def sequence_id_of(replica_id: bytes, position: int) -> bytes:
 
 
 def position_of(sequence_id: bytes) -> int:
-    """Return the ring position of an entry's text, which is a part of its sequence id."""
     return int.from_bytes(sequence_id[8:], "little")
 
 

@@ -50,7 +50,6 @@ class PublishQueue:
         return batch
 
     def put_back(self, entries: list[Entry]) -> None:
-        """Return entries that could not be written to the front of the queue."""
         self.entries.extendleft(reversed(entries))
         self.num_tokens += sum(len(entry.tokens) for entry in entries)
 
@@ -65,12 +64,10 @@ class Publisher:
     """
 
     def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
-        """Create a publisher, which connects at its first write.
+        """Create a publisher, which connects to Redis at its first write.
 
-        Args:
-            url: The Redis URL.
-            max_entries: The approximate maximum length of a stream.
-            max_queued_tokens: The maximum number of tokens in all queues together.
+        ``max_entries`` is the approximate maximum length of each stream; ``max_queued_tokens`` bounds all queues
+        together.
         """
         self.num_published = 0
         self.num_published_tokens = 0
@@ -86,7 +83,6 @@ class Publisher:
         self.loop = BackgroundLoop("ssd-share-writer", url, self._exchange)
 
     def attach(self, key: str) -> None:
-        """Accept entries for the Redis stream ``key`` from now on."""
         with self._lock:
             self._queues.setdefault(key, PublishQueue(key)).is_attached = True
 
@@ -155,7 +151,6 @@ class Publisher:
         self._client.close()
 
     def _exchange(self) -> None:
-        """Write queued entries to Redis until none is due."""
         self._has_entries.wait(_IDLE_S)  # also wakes up regularly for retries
         self._has_entries.clear()
         while batch := self._next_batch():
@@ -278,13 +273,8 @@ class ReplicationLog:
     ) -> None:
         """Start the threads that read and write; Redis need not be up.
 
-        Args:
-            url: The Redis URL, see ``connect``.
-            fingerprint: The fingerprint of the tokenizer.
-            vocab_size: The size of the tokenizer's vocabulary.
-            max_tokens: The maximum number of tokens in each stream, or the size of the cache if that is smaller. A new
-                replica starts with that much text.
-            max_queued_tokens: The maximum number of tokens that wait to be written, over all streams.
+        A stream has at most ``max_tokens`` tokens, or the size of the cache if that is smaller; a new replica starts
+        with that much text. At most ``max_queued_tokens`` wait to be written, over all streams.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -370,12 +360,10 @@ class RedisCounters:
         self._client = connect(url)
 
     def read(self, names: list[str]) -> list[int]:
-        """Return the current value of each named counter."""
         answer: Any = self._client.hmget(COUNTERS_KEY, names)
         return [_number(value) for value in answer]
 
     def add(self, name: str, amount: int) -> int:
-        """Add ``amount`` to a counter and return its new value."""
         return int(self._client.hincrby(COUNTERS_KEY, name, amount))
 
     def raise_to(self, name: str, number: int) -> int:

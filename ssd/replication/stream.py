@@ -127,20 +127,16 @@ class WrongReplyError(Exception):
 
 
 class EntryPage(NamedTuple):
-    """A page of entries of a Redis stream."""
-
     entries: list[RawEntry]
     is_last: bool  # whether there are no more entries now
     was_cut: bool = False  # whether the rest of the page was too large to fetch
 
 
 def is_entry_id(text: bytes) -> bool:
-    """Return whether a text has the form of a Redis stream id."""
     return re.fullmatch(rb"\d{1,20}-\d{1,20}", text) is not None and max(id_key(text)) <= _LARGEST
 
 
 def id_key(entry_id: bytes) -> tuple[int, int]:
-    """Return a sort key for Redis stream ids."""
     milliseconds, number = entry_id.split(b"-")
     return int(milliseconds), int(number)
 

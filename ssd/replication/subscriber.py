@@ -172,7 +172,6 @@ class Subscriber:
             self._streams.pop(key, None)
 
     def streams(self) -> list[SubscribedStream]:
-        """Return the subscribed streams whose cache objects still exist."""
         with self._lock:
             for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
                 del self._streams[key]
@@ -180,7 +179,6 @@ class Subscriber:
 
     @property
     def is_connected(self) -> bool:
-        """Whether Redis answers and rejected no stream's last command."""
         return self.loop.is_connected and not any(stream.is_rejected for stream in self.streams())
 
     def stop(self) -> None:

@@ -138,5 +138,4 @@ def _with_object_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def write_hermes_calls(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Write tool calls as text in the Hermes format, one <tool_call> element for each call."""
     return "\n".join(hermes_calls(functions))

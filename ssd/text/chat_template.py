@@ -66,7 +66,6 @@ class ChatTemplate:
     """A chat template with the function of a tokenizer that renders it. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
-        """Create a template from its source and a tokenizer's ``apply_chat_template``."""
         self.source = source
         self._apply = apply
         self._choices: dict[object, VariantChoice] = {}
@@ -94,7 +93,6 @@ class ChatTemplate:
 
     @cached_property
     def takes_several_calls(self) -> bool:
-        """Whether the template supports messages with several tool calls."""
         results = [
             {"role": "tool", "tool_call_id": id, "name": SAMPLE_NAME, "content": "5"}
             for id in ("a1b2c3d4e", "a1b2c3d4f")

@@ -129,7 +129,6 @@ class TextCodec:
         return self._encode(text, add_special_tokens=True)
 
     def encode_completion(self, text: str) -> list[int]:
-        """Encode text without adding special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(
@@ -231,7 +230,6 @@ class TextCodec:
         return template
 
     def template(self, *, with_tools: bool = False) -> ChatTemplate | None:
-        """Return the tokenizer's chat template; None if it has none."""
         source = self.chat_template(with_tools=with_tools)
         return None if source is None else self._template(source)
 

@@ -40,12 +40,9 @@ class ExactRules:
     """The Lark rules of one JSON schema, which write its large numbers with all digits."""
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """Compile a schema.
+        """Compile ``root``, the result of `prepare_schema`; the names of the rules begin with ``prefix``.
 
-        Args:
-            root: The schema, as `prepare_schema` returns it.
-            prefix: The prefix of the rules' names.
-            options: llguidance's options for JSON, such as separators.
+        ``options`` are llguidance's options for JSON, such as separators.
         """
         self._root, self._prefix, self._options = root, prefix, options
         self._comma, self._colon = (f"/{options[name]}/" for name in ("item_separator", "key_separator"))
@@ -139,7 +136,6 @@ class ExactRules:
 
 
 def _quoted(value: Any) -> str:
-    """Return the JSON of a value as a Lark string."""
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
 

@@ -93,14 +93,9 @@ class GrammarState:
     ) -> None:
         """Create the state before the first token.
 
-        Args:
-            open_it: Reserves memory for the compiled grammar. Returns None if there is no memory and its argument,
-                whether the request can be refused for now, is True.
-            eos_token_ids: The token ids that end a text.
-            vocab_size: The number of logits.
-            param: The client's name of the constraint, for error messages.
-            threads: The threads that compute masks.
-            tenant: The tenant of the request; tenants take turns with costly masks.
+        ``open_it`` reserves memory for the compiled grammar; with True, it may return None if there is no memory.
+        ``param`` is the client's name of the constraint for error messages. Tenants take turns with masks that are
+        costly to compute.
         """
         self._open_it = open_it
         self._open: GrammarReservation | None = None
@@ -154,7 +149,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def settle(self) -> int:
-        """Stop waiting for masks: return the number of masks that the forward pass can use, because they are ready."""
+        """Return the number of masks that are ready for the forward pass to use; later masks are too late for it."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy

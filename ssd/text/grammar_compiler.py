@@ -75,13 +75,9 @@ class GrammarCompiler:
     def __init__(
         self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
     ) -> None:
-        """Create a compiler for a tokenizer.
+        """Create a compiler for a tokenizer and a model with ``vocab_size`` logits.
 
-        Args:
-            codec: The tokenizer.
-            vocab_size: The number of logits, at least the size of the tokenizer's vocabulary.
-            eos_token_ids: The token ids that end a text.
-            max_bytes: The maximum memory of all compiled grammars, see `GrammarMemory`.
+        All compiled grammars together take at most ``max_bytes``, see `GrammarMemory`.
         """
         self._codec = codec
         self._vocab_size = vocab_size
@@ -274,7 +270,6 @@ def json_options(schema: Any) -> dict[str, Any]:
 
 
 def _json_entry(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a prepared JSON schema as an entry of llguidance's list of grammars."""
     options = json_options(schema)
     if has_inexact_constants(schema, schema):
         rules = ExactRules(schema, "value_", options).rules

@@ -91,12 +91,10 @@ class GrammarMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all cached and used grammars."""
         with self._lock:
             return self._used()
 
     def find(self, tenant: str | None, output: StructuredOutput) -> Compiled | None:
-        """Return the cached grammar of a constraint of a tenant, or None."""
         with self._lock:
             kept = self._kept.get(tenant, OrderedDict())
             if output in kept:
@@ -118,12 +116,8 @@ class GrammarMemory:
     ) -> GrammarReservation | None:
         """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
-        Args:
-            weight: The memory of the grammar.
-            compiled: The grammar, if it is cached.
-            compile_it: Compiles the grammar.
-            may_refuse: Whether None may be returned if grammars in use leave no room. A small grammar, or the only one
-                in use, is never refused.
+        ``compiled`` is the grammar if it is cached; otherwise ``compile_it`` compiles it. If ``may_refuse``, None is
+        returned if grammars in use leave no room; but a small grammar, or the only one in use, is never refused.
         """
         opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:
@@ -147,7 +141,6 @@ class GrammarMemory:
         return sum(each.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
 
     def _weights(self) -> Counter[str | None]:
-        """Return the bytes that each tenant has cached."""
         kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
 

@@ -27,7 +27,6 @@ _PATIENCE_S = 3.0  # for the first connection; the hub's own clients retry for m
 
 
 def is_offline() -> bool:
-    """Return whether HF_HUB_OFFLINE forbids access to the Hugging Face Hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
@@ -78,11 +77,9 @@ class HubOptions:
     trust_remote_code: bool = False
 
     def file_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``hf_hub_download``."""
         return {"revision": self.revision, "cache_dir": None if self.cache_dir is None else str(self.cache_dir)}
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``from_pretrained``."""
         return {**self.file_arguments(), "trust_remote_code": self.trust_remote_code}
 
 
@@ -190,7 +187,6 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 
 def find_generation_config(name_or_path: str, hub: HubOptions) -> Path | None:
-    """Return the path of a model's ``generation_config.json``, local or downloaded; None if the model has none."""
     return _find_file(name_or_path, "generation_config.json", hub)
 
 

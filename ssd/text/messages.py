@@ -262,7 +262,6 @@ def _called(message: Mapping[str, Any]) -> str:
 
 
 def hermes_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write each tool call as text in the Hermes format."""
     return [
         f"<tool_call>\n{_json({'name': call.get('name'), 'arguments': call.get('arguments', {})})}\n</tool_call>"
         for call in functions

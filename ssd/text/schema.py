@@ -249,7 +249,7 @@ class _Preparation:
         self._multiples: set[Decimal] = set()
 
     def prepare(self, node: Schema, at: str) -> None:
-        """Rewrite a subschema, given with its JSON pointer, and everything that it refers to."""
+        """Rewrite the subschema at the JSON pointer ``at``, and everything to which it refers, for llguidance."""
         if isinstance(node, bool) or id(node) in self._seen:
             return
         if not isinstance(node, dict):
@@ -270,7 +270,7 @@ class _Preparation:
         self._with_branches.append(node)
 
     def finish(self) -> None:
-        """Rewrite the constraints that can be judged only when all parts of the schema are rewritten."""
+        """Rewrite constraints that depend on other parts of the schema, after all parts have been rewritten."""
         for node, at in self._references:
             self._require_progress(node, at, frozenset())
             self._num_looked_at = 0

@@ -27,7 +27,6 @@ class Marks(NamedTuple):
     end: str
 
     def without(self, text: str) -> str:
-        """Remove the two mark characters from a text."""
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
@@ -78,18 +77,10 @@ class SpecialTokens:
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Mark the special tokens in the strings of messages and template variables.
+        """Mark the special tokens in the strings of normalized messages and of template variables.
 
-        Args:
-            messages: Normalized messages.
-            variables: The variables of the template.
-            template: The source of the template.
-
-        Returns:
-            The marked messages and variables, and the marks; the marks are None if nothing was marked.
-
-        Raises:
-            RequestError: The text cannot be encoded unambiguously.
+        ``template`` is the source of the chat template, which tells the special tokens that it writes itself. The marks
+        in the result are None if nothing was marked. Raises RequestError if the text cannot be encoded unambiguously.
         """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
@@ -132,7 +123,10 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with the original tokenizer; only ends of strings may be marked."""
+        """Encode a rendered prompt with a tokenizer that is not implemented in Rust and so cannot be modified.
+
+        Then text that spells special tokens is not supported; only ends of strings may be marked.
+        """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
         if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
@@ -147,7 +141,6 @@ class SpecialTokens:
         return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
 
     def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
-        """Return the ranges of a string that must be enclosed in marks."""
         text = replace_lone_surrogates(text)
         spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
         if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):

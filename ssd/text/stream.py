@@ -36,15 +36,9 @@ class TextStream:
         shown_special_ids: Collection[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        """Start a text.
+        """Start a text, which continues the text of the token ids ``before``.
 
-        Args:
-            codec: The tokenizer.
-            stop: Non-empty strings, each of which ends the text.
-            include_stop: Whether the stop string is returned as well.
-            skip_special_tokens: Whether special tokens are left out of the text.
-            shown_special_ids: Special tokens that are never left out.
-            before: The token ids of a text that this text continues.
+        Each string in ``stop`` ends the text. Special tokens are left out, except ``shown_special_ids``.
         """
         self.stop_hit: str | None = None  # the stop string that ended the text
         self._codec = codec
@@ -122,7 +116,6 @@ class TextStream:
         return self._send(piece)
 
     def _is_known(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the text that each of the tokens adds is in the cache."""
         pieces = self._codec.pieces
         return self._num_context == len(self._window) == 1 and all(
             pair in pieces for pair in pairwise([self._window[0], *token_ids])
