@@ -95,7 +95,7 @@ def fill_input_ids(
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The index of the draft in ``Row.drafts``.
+        buffer: The number (0 or 1) of the draft buffer.
         input_ids: Output, int64[B, T]: ``counts[b]`` tokens of sequence b, then zeros.
         parents: Output, int64[B, T]: the position before each position, -1 for the first; padding continues as a chain.
             If no draft is a tree, the array has no columns.

@@ -63,10 +63,10 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 
 @kernel
 def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
-    """Reuse the draft that was prepared during the last forward pass for each sequence whose output agreed with it.
+    """Take the next draft of each sequence from the draft that was made ahead, if the output so far agrees with it.
 
     The other sequences are marked as needing a draft, except for those with only empty drafts recently, unless
-    ``should_draft_all``. ``buffer`` is the index in ``Row.drafts``, ``limit`` the maximum draft length.
+    ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft length.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -96,7 +96,7 @@ def fill_draft_params(
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The index in ``Row.drafts`` of the drafts that are being verified; used only for PREPARED_CHAIN.
+        buffer: The number (0 or 1) of the buffer with the drafts that are being verified; used only for PREPARED_CHAIN.
         costs: The address of the cost model.
         calibration: The address of the acceptance calibration.
         limit: The maximum draft length.
@@ -193,9 +193,9 @@ def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_
 
 @kernel
 def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
-    """Mark the sequences whose last draft was fully accepted, to make their next drafts while a forward pass runs.
+    """Mark the sequences for which the next drafts are made ahead, while a forward pass runs.
 
-    A sequence is not marked if its prepared draft is long enough for another pass.
+    These are the sequences whose last draft was fully accepted and that have no long draft made ahead already.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)

@@ -40,7 +40,7 @@ class ForwardPass:
     are the output tokens of the predecessor, which are still on the device.
 
     Attributes:
-        buffer: The index of the draft in ``Row.drafts``.
+        buffer: The number (0 or 1) of the buffer that holds the drafts.
         width: The number of positions T of each sequence.
         lengths: int64[B], the number of tokens of each sequence; the last token is the first input.
         seconds: The duration, known after `verify`.
@@ -149,7 +149,7 @@ class ForwardPass:
         self.seconds = self.ended - self._started
 
     def _read_predecessor(self, predecessor: ForwardPass) -> None:
-        """Record the input tokens, which are known on the host only now: the output of the previous forward pass."""
+        """Store the input tokens, which are known only now: they are the output of the previous forward pass."""
         self._previous_ids[:], self._input_ids[:, 0] = predecessor._input_ids[:, 0], predecessor.output_ids[:, 0]
         self._target.record_tokens(self.batch.slots, self.lengths - 1, self._input_ids)
 
@@ -223,7 +223,7 @@ class CommittedPass:
         )
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
-        """Yield each sequence that got tokens with these tokens, in batch order; call it after ``update_counts``."""
+        """Yield each sequence with the tokens that the forward pass added to it; call it after ``update_counts``."""
         forward_pass, batch = self.forward_pass, self.forward_pass.batch
         arrays = (
             batch.committed,

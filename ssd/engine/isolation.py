@@ -74,7 +74,7 @@ class FaultIsolation:
             self.drop(sequence)
 
     def fail_one(self, sequence: Sequence, error: BaseException) -> None:
-        """End a sequence whose forward pass failed without others in it, and check that the model still works."""
+        """End a sequence that was alone in a failed forward pass, and check that the model still works."""
         self.fail(sequence, "a forward pass", error)
         self.check_target()
 

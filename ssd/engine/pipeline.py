@@ -32,7 +32,7 @@ class Pipeline:
     def launch(self, batch: Batch, buffer: int) -> None:
         """Launch the forward pass that verifies the drafts of all sequences in a batch.
 
-        ``buffer`` is the index of the drafts in ``Row.drafts``.
+        ``buffer`` is the number (0 or 1) of the buffer that holds the drafts.
         """
         if not batch.sequences:
             return

@@ -82,7 +82,7 @@ def namespace_secret(root: bytes, namespace: str) -> int:
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence, and other fields of `RequestOutput`, but not all text."""
+    """The tokens that one forward pass added to a sequence, before they are detokenized completely."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet

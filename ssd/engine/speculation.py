@@ -216,7 +216,7 @@ class SpeculationManager:
         self._buffer ^= 1
 
     def propose(self, batch: Batch) -> int:
-        """Make the drafts for the next forward pass, and return their index in ``Row.drafts``."""
+        """Make the drafts for the next forward pass, and return the number (0 or 1) of the buffer that holds them."""
         self._buffer ^= 1
         limit = self._limit if self.is_ready else 0
         should_draft_all = self._backoff.should_draft_all(len(batch.sequences))

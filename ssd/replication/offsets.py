@@ -44,16 +44,16 @@ class StreamOffset(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """An earlier opening of a namespace's cache, which published its text under a replica id of its own."""
+    """An opening of a namespace's cache before the last restart; it published its text under its own replica id."""
 
     replica_id: bytes
     position: int  # its text before this ring position is in files, or was evicted
 
 
 class ReplicaOffset:
-    """The position up to which a replica has read a replication stream, now and in earlier incarnations.
+    """The position up to which a replica has read a replication stream, across restarts.
 
-    An incarnation is one opening of the cache. The object has one owner.
+    It determines which entries of the stream are in the cache already. Not thread-safe.
     """
 
     def __init__(self, replica_id: bytes, checkpoint: Checkpoint | None = None) -> None:

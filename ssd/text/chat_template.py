@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewriting of `variants` that a chat template renders best for conversations of one shape."""
+    """The rewriting of a conversation, see `variants`, that a chat template renders most completely."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out

@@ -374,8 +374,8 @@ _SPACE_MARK = "\u2581"
 class TokenTexts:
     """Returns the bytes and the text of single tokens, such that the bytes of an output's tokens join to its full text.
 
-    The vocabulary spelling is decoded for tokenizers with bytes as characters (GPT-2) or with space marks and byte
-    tokens (sentencepiece). Other tokenizers decode each token alone.
+    Bytes are decoded from the spelling of tokens in the vocabularies of GPT-2 (bytes as characters) and sentencepiece
+    (space marks, byte tokens). Other tokenizers decode each token alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:

@@ -76,7 +76,7 @@ class _Trial:
 
 
 class GrammarState:
-    """The structured-output state of one request: a grammar and the tokens generated so far.
+    """The structured-output state of one request: a grammar, the tokens generated so far, and the next masks.
 
     One thread owns it; other threads compute the masks. After an end-of-text token only end-of-text tokens are allowed.
     If the grammar becomes too complex or reaches a dead end, this depends only on the output and not on drafts.

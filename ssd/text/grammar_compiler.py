@@ -96,7 +96,7 @@ class GrammarCompiler:
             return _digest(output, tenant) in self._tried
 
     def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
-        """Validate a constraint, and return its state before the first token.
+        """Validate a constraint, and return the object that computes the token masks of a request with this constraint.
 
         The first call for a constraint takes milliseconds to a second. The compiled grammar is fetched from the cache,
         or compiled again, when the first mask is needed.

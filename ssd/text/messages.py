@@ -170,7 +170,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join consecutive messages whose roles are a pair in ``pairs``, under the first role; not after tool calls."""
+    """Join consecutive messages whose roles are a pair in ``pairs``, keeping the first role; not after tool calls."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
