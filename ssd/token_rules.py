@@ -71,7 +71,7 @@ class TokenRules:
         bias_ids: int64[n], distinct token ids.
         bias: float64[n], the number that is added to the logit of each token in ``bias_ids``.
         allowed_ids: int64[m], distinct token ids; None allows all tokens.
-        bad_words: The automaton; None if there are no bad words.
+        bad_words: The automaton that finds forbidden tokens; None if there are no bad words.
         kept: A cache for the sampler: the rules in the forms that it needs for a vocabulary and device.
     """
 

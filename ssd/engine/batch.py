@@ -118,10 +118,10 @@ def fill_input_ids(
 
 @kernel
 def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
-    """Append the ``sizes[b]`` output tokens of a forward pass to each sequence b that needs no Python code for it.
+    """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, except where Python code must do it.
 
-    Any other sequence is not changed, and ``committed[b]`` is set to NEEDS_SLOW_PATH: if it has no output, if one of
-    its tokens ends it, or if it has stop strings, structured output or log-probabilities.
+    Such a sequence is not changed, and ``committed[b]`` is set to NEEDS_SLOW_PATH: if it has no output, if one of its
+    tokens ends it, or if it has stop strings, structured output or log-probabilities.
     """
     record = batch_record_at(batch)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
@@ -293,7 +293,7 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return the request id, learned drafting state and caching permission of each sequence, as in `ScoredPass`."""
+        """Return each sequence's request id, its namespace's drafting statistics, and whether it may be cached."""
         if self._row_namespaces is not None:
             return self._row_namespaces
         caches, is_final = self._caches()
@@ -308,7 +308,8 @@ class Batch:
     def namespace_groups(self, start_request: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
         """Group the sequences by cache namespace, because the drafter searches the cache of one namespace at a time.
 
-        ``start_request`` is called with each sequence and the learned state of its namespace before its first draft.
+        ``start_request`` is called with each sequence and the drafting statistics of its namespace before its first
+        draft.
         """
         groups = self._groups
         if groups is None:

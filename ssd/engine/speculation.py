@@ -244,10 +244,10 @@ class SpeculationManager:
         self._backoff.record_drafting(num_draft_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
 
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
-        """Make drafts for after the running forward pass, where the last draft was fully accepted.
+        """Make drafts ahead, while a forward pass runs, for sequences whose last draft was fully accepted.
 
         If a text repeats verbatim, the device would otherwise wait for drafting. If the running pass rejects a token,
-        the prepared draft is not used.
+        the draft is not used.
         """
         batch, costs, calibration = in_flight.batch, self._cost_model.address, self._calibration.address
         if self._suffix is None or self._hybrid is not None or not self.is_ready or not self._limit:
@@ -291,7 +291,7 @@ class SpeculationManager:
         return True
 
     def _start_request(self, suffix: SuffixDrafter, sequence: Sequence, learned: LearnedState | None) -> None:
-        """Create the suffix drafter's state of a sequence at its first draft, and set its namespace's learned state."""
+        """Create the drafter's state of a sequence before its first draft, with its namespace's drafting statistics."""
         if sequence.request_row is None:
             request = self._draft_request(sequence)
             sequence.request_row = suffix.start_request(

@@ -33,7 +33,7 @@ class IntegrationSettings:
     """The maximum number of tokens in the cache."""
 
     rebuild_interval_s: float = IndexConfig().rebuild_interval_s
-    """The maximum number of seconds before new text is flushed to a segment of the cache."""
+    """The maximum number of seconds before new text is written to a segment, an immutable file of the cache."""
 
     warm_dirs: tuple[Path, ...] = ()
     """Directories made by ``ssd-cache build``; in the environment they are separated like the entries of ``PATH``."""

@@ -211,7 +211,7 @@ class Rollouts:
         return hmac.digest(secret, b"period %d" % period, hashlib.sha256)
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
-        """Yield one request per prompt, with the sample's number among equal prompts as its noise stream."""
+        """Yield one request per prompt; sample i of several equal prompts uses noise stream i."""
         from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
 
         args = trainer.args

@@ -97,9 +97,9 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
-    """Wrap methods of a vLLM runner class, once.
+    """Wrap methods of a vLLM runner class, once, so that runners with one of our drafters notify the drafter.
 
-    If the runner's ``attribute`` is one of our drafters, ``wrapper(drafter, original, runner, *arguments)`` is called.
+    If the runner's ``attribute`` is our drafter, ``wrapper(drafter, original, runner, *arguments)`` is called instead.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 

@@ -94,7 +94,7 @@ class ReplicaOffset:
 
 
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
-    """Return a unique id of 16 bytes for an entry: the writer's replica id and the ring position of the text."""
+    """Return a unique id of 16 bytes for an entry: the writer's replica id and the text's ring buffer position."""
     return replica_id + position.to_bytes(8, "little")
 
 
@@ -103,9 +103,9 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse the position in a cache's checkpoint; any other JSON gives an empty position.
+    """Parse the position in a replication stream that is stored with a cache; any other JSON gives an empty position.
 
-    Former versions stored more than one offset.
+    Former versions stored more than one position.
     """
     if checkpoint is None:
         return (), None

@@ -89,8 +89,8 @@ class Publisher:
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
         """Queue new text of a replica for the Redis stream ``key``; never waits for Redis. O(entries).
 
-        The k-th entry of a piece gets the ring position of the piece plus k in its sequence id. This identifies the
-        text, because a piece reaches a file as a whole.
+        The k-th entry of a text gets the text's position in the ring buffer plus k in its sequence id. This identifies
+        the entry, because a text reaches a file as a whole.
         """
         entries: list[Entry] = []
         position = pieces.position

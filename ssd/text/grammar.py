@@ -314,7 +314,7 @@ class GrammarState:
 def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
     """Return for each sequence of a forward pass the number of positions for which the grammar mask is ready.
 
-    Waits for a short time, but not for sequences whose masks were late before, unless there are no others.
+    Waits at most `PATIENCE_S`, but not for sequences whose masks were late before, unless there are no others.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
@@ -324,7 +324,7 @@ def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[n
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
-    """Wait for a short time until the masks of one sequence are computed."""
+    """Wait at most `PATIENCE_S` until the token masks of one of several sequences are computed."""
     wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 

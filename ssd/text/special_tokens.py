@@ -21,7 +21,7 @@ _SENTINELS = 0x100000  # code points for token numbers; the 2^16 before it hold 
 
 
 class Marks(NamedTuple):
-    """Two characters that do not occur in a request; they enclose the special tokens that it spells out."""
+    """A pair of unused characters that enclose each special token spelled out in a request, to encode it as text."""
 
     begin: str
     end: str
@@ -123,9 +123,9 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with a tokenizer that is not implemented in Rust and so cannot be modified.
+        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so that it cannot be modified.
 
-        Then text that spells special tokens is not supported; only ends of strings may be marked.
+        With such a tokenizer, strings must not spell special tokens. Marks may only be at the end of strings.
         """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
@@ -165,7 +165,7 @@ class SpecialTokens:
 
     @cached_property
     def _finder(self) -> Any:
-        """A tokenizer that finds added tokens as the real one does, and encodes everything else as token 0."""
+        """A tokenizer that only finds added tokens in a text; everything else becomes token 0."""
         from tokenizers import AddedToken, Tokenizer, models
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
@@ -177,7 +177,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer with unguessable strings as added tokens; None if it is not implemented in Rust."""
+        """A copy of the tokenizer with unguessable strings in place of the added tokens; None if it is not in Rust."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

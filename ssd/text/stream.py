@@ -144,7 +144,7 @@ class TextStream:
         return sent
 
     def _new_text(self, text: str, stop: int) -> str:
-        """Return the part of the window's text that was not returned yet; ``text`` is that up to token ``stop``."""
+        """Return the new text of the recent tokens; ``text`` is their whole text up to the token index ``stop``."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._codec.decode(
@@ -152,7 +152,7 @@ class TextStream:
         )  # bytes that changed the text of the tokens before them
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Return the window's text up to the last complete character, and the number of tokens after that character."""
+        """Return the text of the recent tokens up to the last complete character, and the number of tokens after it."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
