@@ -1,4 +1,4 @@
-"""Settings: immutable, keyword-only, and validated at construction."""
+"""Options of the library: immutable, keyword-only records that are validated at construction."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
-"""The maximum number of alternatives reported per token."""
+"""The maximum number of alternative tokens whose log-probabilities are reported for each token."""
 
 MAX_SPECULATIVE_TOKENS = 128
-"""The maximum number of draft tokens per step."""
+"""The maximum number of draft tokens per decoding step of a request."""
 
 MAX_COUPLED_STREAMS = 1 << 20
-"""The maximum number of shared noise streams."""
+"""The maximum of ``EngineConfig.coupled_streams``, the number of noise streams that sampled requests share."""
 
 MAX_INTERVAL_S = 86_400
-"""The maximum time in seconds between two rebuilds."""
+"""The maximum of ``IndexConfig.rebuild_interval_s`` in seconds."""
 
 
 _MOST = (1 << 31) - 1
-"""The maximum number of tokens, because counts have 32 bits."""
+"""The maximum number of tokens in any option, because counts have 32 bits."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -49,32 +49,32 @@ def _require_one_of(choices: tuple[str, ...], name: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The retrieval index of one namespace."""
+    """The options of a cache index: the suffix arrays in which drafts for one namespace are searched."""
 
     capacity_tokens: int = 1 << 22
-    """The maximum number of tokens. The oldest are evicted, at most an eighth of the capacity at a time. Text that a
-    later output repeated is retained, up to half of the capacity.
+    """The maximum number of tokens in the index. The oldest are evicted, at most an eighth of the capacity at a time.
+    Text that a later output repeated is retained, up to half of the capacity.
     """
 
     flush_tokens: int = 4096
-    """The number of tokens at which the active segment is flushed."""
+    """The number of new tokens at which the memtable, the newest part of the index, is flushed to an immutable segment.
+    """
 
     rebuild_interval_s: float = 1.0
-    """The maximum time in seconds between two flushes of a non-empty active segment, and between two searches for
-    merges.
+    """The maximum time in seconds before new text is flushed to a segment. Merging of segments is considered as often.
     """
 
     merge_fanout: int = 4
-    """The number of neighbouring segments of one size class that are merged into one."""
+    """The number of neighbouring segments of similar size that are merged into one segment."""
 
     dedup_block_tokens: int = 64
-    """Prompts are stored once in blocks of this many tokens, identified by a hash chain; 0 stores every prompt
-    completely.
+    """The block size in tokens for storing repeated prompt prefixes only once, like a prefix cache. 0 stores every
+    prompt completely.
     """
 
     lead_in_tokens: int = 32
-    """The number of tokens of an already stored prompt that are stored again before new text, so that contexts match
-    it.
+    """If a prompt begins with stored text, the number of tokens of that text that are stored again before the new text,
+    so that a search for a context across the border finds it.
     """
 
     def __post_init__(self) -> None:
@@ -91,34 +91,34 @@ class IndexConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """The options of drafting."""
+    """The options of drafting: which draft tokens are proposed for verification."""
 
     num_speculative_tokens: int = 64
-    """The maximum number of draft tokens per step. 0 disables drafting.
+    """The maximum number of draft tokens per decoding step of a request. 0 disables drafting.
 
-    Drafts are as long as the expected gain exceeds the cost. The limit bounds the memory for draft positions in the KV
-    cache and the widest verification pass.
+    A draft is only as long as its expected gain exceeds its cost. The maximum bounds the memory for draft positions in
+    the KV cache and the number of tokens in a verification pass.
     """
 
     max_match_length: int = 32
-    """The maximum length of the context suffix that is looked up, in tokens."""
+    """The maximum length in tokens of the end of the context that is searched in the cache."""
 
     min_match_length: int = 1
-    """The minimum length of a match that is drafted from, in tokens."""
+    """The minimum length in tokens of a match from which drafts are made."""
 
     draft_shape: DraftShape = "auto"
-    """Whether a draft may branch if the next token is uncertain. "tree": yes, if the model runs on slot attention.
-    "chain": no. "auto": only while a single sequence runs, for which trees measured faster.
+    """Whether a draft may be a tree, which branches where the next token is uncertain. "chain": no. "tree": yes, if the
+    model's runner can verify trees. "auto": only while a single sequence runs, for which trees measured faster.
     """
 
     recycling: bool = True
-    """Whether drafts are made from the target's earlier candidates (token recycling): its most probable tokens after
-    the same token or pair of tokens. This helps for new text.
+    """Whether drafts are also made by token recycling: from the tokens that were most probable to the target after the
+    same token or pair of tokens earlier. This helps for new text.
     """
 
     retrieval: bool = True
-    """Whether the context's suffixes are looked up in the request's own context, its prediction and the namespace's
-    cache. Otherwise only other sources draft, which shows the contribution of each.
+    """Whether the end of the context is searched in the request's own text, its prediction and the namespace's cache.
+    False leaves only the other sources of drafts, which shows their contribution.
     """
 
     def __post_init__(self) -> None:
@@ -138,60 +138,59 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options of the engine."""
+    """The options of the engine: memory, batching, scheduling and sampling noise."""
 
     max_num_seqs: int = 16
-    """The maximum number of slots, which is the number of sequences decoded at once. There are fewer if memory is
-    short.
+    """The maximum number of sequences decoded at once. The number is lower if the KV cache has no memory for all of
+    them.
     """
 
     max_model_len: int | None = None
-    """The maximum number of prompt and output tokens. None: the model's limit."""
+    """The maximum number of prompt and output tokens of a request. None: the model's limit."""
 
     prefill_chunk_tokens: int = 512
     """The maximum number of prompt tokens computed in one step, so that a long prompt does not stall other requests."""
 
     max_waiting: int = 1024
-    """The maximum number of requests that wait for a slot; further ones are refused with QueueFull."""
+    """The maximum number of requests that wait to run; further requests are refused with QueueFull."""
 
     kv_cache_memory_bytes: int | None = None
-    """The maximum memory of the KV cache. None: half of the free memory. If not all slots fit, there are fewer."""
+    """The maximum memory of the KV cache in bytes. None: half of the free memory. ``max_num_seqs`` is reduced if not
+    all sequences fit.
+    """
 
     gpu_memory_utilization: float | None = None
-    """Alternatively, the share of the device's memory (on a CPU: main memory) that may be in use including the KV
-    cache. ``kv_cache_memory_bytes`` takes precedence.
+    """Alternatively to ``kv_cache_memory_bytes``, which takes precedence: the share of the device's memory (on a CPU:
+    main memory) that may be used in total, including the KV cache.
     """
 
     enforce_eager: bool = False
-    """Whether the target's kernels are launched one by one on CUDA too, instead of recorded CUDA graphs: slower, less
-    memory.
-    """
+    """Whether the model runs without CUDA graphs, as in vLLM: slower, but with less memory."""
 
-    batch_invariant: BatchInvariant = "auto"
-    """Whether the logits of a position must be bit-identical in every pass, so that outputs do not depend on drafts and
-    on other sequences. "auto": if the model allows it. "on": refuse the model otherwise. "off": each pass is as fast as
-    possible.
+    exact: Exact = "auto"
+    """Whether the logits of a position must be bit-identical in every forward pass (batch invariance), so that outputs
+    do not depend on drafts or on other sequences. "auto": if the model allows it. "on": refuse a model that does not.
+    "off": use the fastest kernels.
     """
 
     enable_prefix_caching: bool = True
-    """Whether slots keep their KV cache for requests of the same namespace, cache salt and tenant with the same prefix.
-    """
+    """Whether the KV cache is reused by requests with the same prefix, namespace, cache salt and tenant."""
 
     scheduling_policy: SchedulingPolicy = "fcfs"
     """The order of waiting requests. "fcfs": first come, first served; a priority other than 0 is refused. "priority":
-    the request with the lowest ``priority`` first, which may also preempt a running one with a higher value; waiting
-    requests gain priority over time. A client with low values can make others wait, so it is for clients that trust
-    each other.
+    the request with the lowest ``priority`` value first, which may also preempt a running one with a higher value.
+    Waiting requests gain priority over time. Clients with low values can make others wait, so use it only among clients
+    that trust each other.
     """
 
     coupled_streams: int = 0
-    """The number of noise streams that sampled requests without a seed share (docs/concepts/coupled-sampling.md).
-    Earlier answers can then be drafted, and requests of one stream give the same answer to the same prompt. 0: each
+    """The number of noise streams that sampled requests without a seed share, see ``docs/concepts/coupled-sampling.md``.
+    Requests with the same stream give the same answer to the same prompt, so earlier answers can be drafted. 0: each
     request has its own noise.
     """
 
     coupled_window: int = 8
-    """The number of preceding tokens on which shared noise depends."""
+    """The number of preceding tokens on which the shared noise of a token depends, see ``coupled_streams``."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -218,33 +217,36 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The retrieval cache: its directory and its sharing."""
+    """The options of the retrieval cache: its index, its directory and its sharing with other replicas."""
 
     index: IndexConfig = field(default_factory=IndexConfig)
     directory: Path | None = None
-    """The directory in which the cache is stored. None: it is lost when the process ends."""
+    """The directory in which the cache is stored. None: the cache is in memory and is lost when the process ends."""
 
     redis_url: str | None = None
-    """The Redis server through which replicas with the same namespace share. None: nothing is shared."""
+    """The URL of the Redis server through which replicas with the same namespace share new text. None: no sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A constraint on the whole text of a completion."""
+    """A constraint that the whole text of an output must satisfy, as vLLM's structured outputs."""
 
     kind: GrammarKind
     source: str = ""
-    """"json_schema": a JSON schema. "regex": a regular expression in Rust's syntax. "choice": a JSON list of texts.
-    "grammar": a Lark grammar. "json_object": empty. "parts": see `parts`.
+    """The source of the constraint, by ``kind``. "json_schema": a JSON schema. "regex": a regular expression in Rust's
+    syntax. "choice": a JSON list of texts. "grammar": a Lark grammar. "json_object": empty. "parts": see `parts`.
     """
     param: str = field(default="structured_outputs", compare=False)
-    """The client's name of the constraint, for messages."""
+    """The request field in which the client sent the constraint, for error messages."""
 
     @classmethod
     def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
-        """Combine constraints by a Lark grammar whose rules refer to each of ``parts`` as ``@name``.
+        """Combine several constraints by a Lark grammar, whose rules refer to each of ``parts`` as ``@name``.
 
-        No rule of the grammar may have one of these names.
+        Args:
+            lark: The Lark grammar. None of its own rules may have the name of a part.
+            parts: The constraints by name.
+            param: The request field in which the client sent the constraint, for error messages.
         """
         written = {name: (part.kind, part.source) for name, part in parts.items()}
         return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
@@ -258,7 +260,7 @@ _MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. Names and meanings are those of OpenAI and vLLM."""
+    """How one output is sampled, and what is reported about it. Names and meanings are those of OpenAI and vLLM."""
 
     max_tokens: int | None = None
     """The maximum number of tokens to generate. None: up to the model's context."""
@@ -266,17 +268,21 @@ class SamplingParams:
     """The sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """The number of most probable tokens that are sampled from; 0 or -1: all."""
+    """The number of most probable tokens from which the next token is sampled; 0 or -1: all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and the number that is added to its logit."""
+    """Pairs of a token id and the number that is added to the logit of this token."""
     seed: int | None = None
-    """The seed. None: drawn for each request. Equal seeds give equal outputs for any drafts and any batch."""
+    """The seed of the sampling noise. None: a random seed for each request. Equal seeds give equal outputs, whatever
+    the drafts and the other sequences of the batch are.
+    """
     coupled: bool = True
-    """Whether shared noise may be used if the engine has it. A seed takes precedence."""
+    """Whether the request may use noise that requests share, if ``EngineConfig.coupled_streams`` is set. A seed takes
+    precedence.
+    """
     stop: tuple[str, ...] = ()
     """Strings that end the text. A single string may be given without a tuple."""
     stop_token_ids: tuple[int, ...] = ()
@@ -287,26 +293,35 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The only tokens that may be sampled. None: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output never contains: the last token of one is not sampled after the others."""
+    """Token sequences that the output never contains: the last token of a sequence is not sampled after its other
+    tokens.
+    """
     structured_output: StructuredOutput | None = None
-    """The constraint on the text. It takes precedence over ``allowed_token_ids``, and both over ``bad_words`` and
-    ``min_tokens``: a weaker rule is ignored where it would leave no token.
+    """The constraint on the whole text. It takes precedence over ``allowed_token_ids``, and both over ``bad_words`` and
+    ``min_tokens``: a rule of lower precedence is ignored if it would leave no token.
     """
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. The final end-of-text token is always left out."""
     shown_special_ids: tuple[int, ...] = ()
-    """Special tokens that are in the text even so, because a parser needs them."""
+    """Special tokens that are in the text even if ``skip_special_tokens`` is set, because a tool or reasoning parser
+    needs them.
+    """
     continues_prompt: bool = False
-    """Whether the output continues the prompt's text. Otherwise some tokenizers drop its first space."""
+    """Whether the output continues the prompt's text, so that a space at its beginning is kept. Some tokenizers drop it
+    at the beginning of a text.
+    """
     logprobs: int | None = None
-    """The number of most probable tokens whose log-probabilities are reported in addition to each output token's. They
-    are computed from float32 logits before bias, penalties, temperature and all other rules, as vLLM's are by default.
+    """The number of most probable tokens whose log-probabilities are reported, in addition to that of each output
+    token. They are computed from float32 logits before bias, penalties, temperature and all other rules, as vLLM's are
+    by default.
     """
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens except its first."""
+    """The number of most probable tokens whose log-probabilities are reported for each prompt token except the first,
+    in addition to that of the prompt token.
+    """
     drawn_logprobs: bool = False
-    """Whether the log-probabilities of output tokens are instead those after all rules, temperature and truncation, as
-    vLLM's ``processed_logprobs``. For greedy requests the temperature is 1.
+    """Whether log-probabilities of output tokens are computed after all rules, temperature and truncation, as vLLM's
+    ``processed_logprobs``. For greedy requests the temperature is 1.
     """
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -337,7 +352,7 @@ class SamplingParams:
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
         check(-1 <= self.top_k <= _MOST, "top_k", f"within 1..{_MOST}, or 0 or -1 for off")
         check(0.0 <= self.min_p <= 1.0, "min_p", "within 0..1")
-        # Beyond, a penalised logit is 0 or leaves float32.
+        # Outside this range, penalised logits underflow to 0 or overflow float32.
         check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01..100")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "within -2..2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "within -2..2")
@@ -362,7 +377,7 @@ class SamplingParams:
 
     @property
     def rules(self) -> TokenRules:
-        """Return bias, allowed tokens and bad words, prepared at the first call, because many take milliseconds."""
+        """Return logit bias, allowed tokens and bad words in prepared form; the first call may take milliseconds."""
         if not self.logit_bias and self.allowed_token_ids is None and not self.bad_words:
             return NO_RULES
         rules = self._rules
@@ -373,5 +388,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the most probable one."""
+        """Whether the most probable token is always chosen, because the temperature is 0."""
         return self.temperature == 0.0

@@ -1,22 +1,22 @@
-"""Every exception this project raises on purpose.
+"""All exceptions that this project raises on purpose.
 
 ::
 
     SSDError
-     + ConfigError            a setting is wrong (also a ValueError)
-     + RequestError           one request is wrong; ``param`` names the field (also a ValueError)
-     |  + ContextTooLong      prompt and requested tokens do not fit the model
+     + ConfigError            an option is invalid (also a ValueError)
+     + RequestError           a request is invalid; ``param`` names the field (also a ValueError)
+     |  + ContextTooLong      the prompt and the requested tokens exceed the model's context
      + ModelError             the target model cannot be loaded or served
-     + EngineError            the engine cannot take or finish work
-     |  + QueueFull           try again later
-     |  + EngineStopped
-     |  + EngineBroken        the target computes nothing any more
-     + CacheError             the retrieval cache; inside the engine it becomes "no draft" and a counter
-        + SegmentCorrupt      a file is torn or was changed
+     + EngineError            the engine cannot accept or finish work
+     |  + QueueFull           too many requests are waiting
+     |  + EngineStopped       the engine was closed
+     |  + EngineBroken        the target cannot compute anything any more
+     + CacheError             the retrieval cache failed; the engine continues without drafts and counts it
+        + SegmentCorrupt      a file is truncated or was changed
         + FormatVersion       a file was written by another version
-        + TokenizerMismatch   a cache made with another tokenizer
-        + NamespaceMismatch   a cache that holds the text of another namespace
-        + CacheLocked         another process writes this directory
+        + TokenizerMismatch   a cache was made with another tokenizer
+        + NamespaceMismatch   a cache contains the text of another namespace
+        + CacheLocked         another process writes to the directory
         + StoreUnavailable    Redis or the disk does not answer
 
 Messages say what was found, what was expected and what to do.
@@ -32,11 +32,11 @@ class SSDError(Exception):
 
 
 class ConfigError(SSDError, ValueError):
-    """A setting has an invalid value."""
+    """An option has an invalid value."""
 
 
 class RequestError(SSDError, ValueError):
-    """One request cannot be served.
+    """A request is invalid or cannot be served.
 
     Attributes:
         param: The faulty field as the client wrote it, or None.
@@ -48,7 +48,7 @@ class RequestError(SSDError, ValueError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or the prompt with the requested tokens, exceeds the model's context."""
+    """The prompt, or the prompt with the requested tokens, exceeds the model's context length."""
 
 
 class ModelError(SSDError):
@@ -64,7 +64,7 @@ class QueueFull(EngineError):
 
 
 class EngineStopped(EngineError):
-    """The engine was stopped and accepts no more work."""
+    """The engine was closed and accepts no more requests."""
 
 
 class EngineBroken(EngineError):
@@ -72,7 +72,7 @@ class EngineBroken(EngineError):
 
 
 class CacheError(SSDError):
-    """The retrieval cache failed. Inside the engine this only means "no draft" and a counter."""
+    """The retrieval cache failed. The engine catches this error, counts it, and continues without drafts."""
 
 
 class SegmentCorrupt(CacheError):
@@ -96,25 +96,25 @@ class CacheLocked(CacheError):
 
 
 class StoreUnavailable(CacheError):
-    """The shared store (Redis or a directory) does not answer or refuses."""
+    """The shared store of the cache, Redis or a directory, does not answer or refuses access."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if there is none."""
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def reraise_exits(error: BaseException) -> None:
-    """Raise ``error`` again if it ends the program; otherwise the caller may handle it.
+    """Raise ``error`` again if it is meant to end the program, e.g. KeyboardInterrupt; otherwise return.
 
-    A panic of a library written in Rust is not an Exception, but is handled like any other failure.
+    Callers catch BaseException, because a panic in a library written in Rust is not an Exception.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
 
 
 def quote_value(value: object) -> str:
-    """Return a value as an error quotes it, at most 80 characters. O(1) for any value; never raises."""
+    """Return any value in at most 80 characters, for an error message. O(1); never raises an exception."""
     if isinstance(value, str):
         text = repr(value[:80])
         return text if len(value) <= 72 and len(text) <= 80 else f"{text[:60]}... ({len(value)} characters)"

@@ -1,4 +1,4 @@
-"""Integers in readable form: 4M, 32k, 64GiB."""
+"""Parses and writes integers in readable form: 4M, 32k, 64GiB."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ for _power, _letter in enumerate(_LETTERS, 1):
 def parse_number(text: str) -> int:
     """Parse an integer like ``vllm serve``: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
 
-    Raises ValueError, which says what is expected.
+    Raises ValueError if the text is not such a number.
     """
     found = _NUMBER.fullmatch(text.strip())
     if found is not None and found[3] in _UNITS:
         whole, fraction, factor = found[1], found[2] or "", _UNITS[found[3]]
-        # In integers: a float would not hold every number of bytes.
+        # Integers, because floats cannot represent all numbers of bytes.
         result, rest = divmod(int(whole + fraction) * factor, int("1" + "0" * len(fraction)))
         if rest == 0:
             return result

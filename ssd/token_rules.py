@@ -1,4 +1,4 @@
-"""The rules of a request about single tokens, prepared once for all its passes. Imports no torch."""
+"""A request's logit bias, allowed tokens and bad words, prepared once for all its forward passes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ Ids = npt.NDArray[np.int64]
 
 
 class BadWords:
-    """Finds the tokens that would complete one of many token sequences in a text.
+    """Finds the tokens that must not come next because they would complete one of many forbidden token sequences.
 
-    The automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) over all but the last token
-    of each sequence: a state is the longest suffix of the text with which a sequence begins. It is built in O(tokens of
-    all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
+    It is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) over all but the last
+    token of each sequence: a state is the longest suffix of the text with which a sequence begins. It is built in
+    O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
     """
 
-    START = 0
-    """The state before a text."""
+    START = 0  # the state before a text
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """Build the automaton of ``words``, each of at least one token."""
         self._next: list[dict[int, int]] = [{}]
-        self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences that a state has all the others of
+        self._own_ends: list[set[int]] = [set()]  # last tokens of the sequences whose other tokens are the state
         for *begin, end in words:
             state = self.START
             for token in begin:
@@ -36,7 +34,7 @@ class BadWords:
                     self._own_ends.append(set())
                 state = self._next[state][token]
             self._own_ends[state].add(end)
-        self._shorter = [self.START] * len(self._next)  # the state of the longest shorter end of the same text
+        self._shorter = [self.START] * len(self._next)  # the state of the longest proper suffix
         self._longest = max(map(len, words), default=1) - 1
         waiting = deque(self._next[self.START].values())
         while waiting:
@@ -46,20 +44,19 @@ class BadWords:
                 waiting.append(deeper)
 
     def after(self, text: npt.NDArray[np.int32]) -> int:
-        """Return the state after a text, int32[n]. O(length of the longest sequence), however long the text is."""
+        """Return the automaton's state after a text, int32[n]. O(length of the longest forbidden sequence)."""
         state = self.START
         for token in text[max(0, len(text) - self._longest) :].tolist():
             state = self.move(state, token)
         return state
 
     def move(self, state: int, token: int) -> int:
-        """Return the state after one more token."""
         while state != self.START and token not in self._next[state]:
             state = self._shorter[state]
         return self._next[state].get(token, self.START)
 
     def ends(self, state: int) -> set[int]:
-        """Return the tokens that would complete a sequence in this state. O(sequences that have begun)."""
+        """Return the tokens that would complete a forbidden sequence in this state. O(sequences that have begun)."""
         found = set(self._own_ends[self.START])
         while state != self.START:
             found |= self._own_ends[state]
@@ -68,14 +65,14 @@ class BadWords:
 
 
 class TokenRules:
-    """Bias, allowed tokens and bad words of one request. Immutable except for ``kept``.
+    """The logit bias, allowed tokens and bad words of a request as arrays.
 
     Attributes:
         bias_ids: int64[n], distinct token ids.
-        bias: float64[n], the number that is added to the logit of each.
-        allowed_ids: int64[m], distinct token ids. None: all are allowed.
-        bad_words: The automaton. None: there are no bad words.
-        kept: The forms that targets have prepared for their vocabulary and device, by their own keys.
+        bias: float64[n], the number that is added to the logit of each token in ``bias_ids``.
+        allowed_ids: int64[m], distinct token ids; None allows all tokens.
+        bad_words: The automaton that finds forbidden tokens; None if there are no bad words.
+        kept: A cache for the sampler: the rules in the forms that it needs for a vocabulary and device.
     """
 
     __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
@@ -86,7 +83,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Prepare the rules with the meanings of ``SamplingParams``; several biases of one token are added. O(size)."""
+        """Prepare the rules, whose meanings are those of ``SamplingParams``; several biases of one token are added."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)
@@ -97,7 +94,7 @@ class TokenRules:
         self.kept: dict[Any, Any] = {}
 
     def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the greatest token id of each field by the field's name; none for an empty field. O(1)."""
+        """Return (field name, (greatest token id,)) for each non-empty field, to check ids against a vocabulary."""
         found = [
             ("logit_bias", int(self.bias_ids[-1]) if len(self.bias_ids) else -1),
             ("allowed_token_ids", -1 if self.allowed_ids is None else int(self.allowed_ids[-1])),
@@ -107,4 +104,4 @@ class TokenRules:
 
 
 NO_RULES = TokenRules((), None, ())
-"""The rules of an ordinary request."""
+"""The rules of a request without logit bias, allowed tokens and bad words."""

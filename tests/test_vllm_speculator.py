@@ -338,7 +338,7 @@ def test_without_its_hooks_nothing_is_registered(
     vllm_plugin.register()
     vllm_plugin.register()
     assert [record.message for record in caplog.records] == [
-        "SSD does not draft for the V2 model runner of this vLLM, nothing was registered: there is no "
+        "SSD does not support the V2 model runner of this vLLM, so it makes no drafts: there is no "
         "engine_of_nobody:make, and 1 more"
     ]
 

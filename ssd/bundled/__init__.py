@@ -1,8 +1,8 @@
-"""The small language model that ships with the project, and a draft head for it, so that everything runs without a hub.
+"""A small language model with an EAGLE-3 draft head that ships with the project, so that it runs without downloads.
 
 ``MODEL_PATH`` is an ordinary Hugging Face model directory: ``AutoModelForCausalLM.from_pretrained(MODEL_PATH)``.
-``benchmarks/training`` of a checkout, which is not installed, contains the training; ``model/MODEL_CARD.md`` describes
-the model's abilities and limits. Importing this package loads no torch.
+``model/MODEL_CARD.md`` describes the model's abilities and limits. The training code is in ``benchmarks/training`` of a
+checkout and is not installed. Importing this package loads no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MODEL_PATH: Path = Path(__file__).resolve().parent / "model"
-"""The directory of the bundled model: weights, tokenizer, chat template, model card."""
+"""The directory of the bundled model: weights, tokenizer, chat template and model card."""
 
 HEAD_PATH: Path = Path(__file__).resolve().parent / "head"
 """The directory of an EAGLE-3 head for the bundled model, in the layout of the EAGLE repository, with its training log.

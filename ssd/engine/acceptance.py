@@ -1,4 +1,4 @@
-"""Decide which draft tokens are accepted: the decision that makes speculative decoding lossless."""
+"""Acceptance of draft tokens: the decision that makes speculative decoding lossless."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ssd.model.kv.tree import Ints
 def accept_drafts(
     input_ids: Ints, sampled_ids: Ints, counts: Ints, parents: Ints, is_tree: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Accept the draft tokens of each row that the target would have produced itself. O(positions).
+    """Accept the draft tokens that equal the tokens sampled from the target at the same positions. O(positions).
 
-    Starting at the first position, the path follows the child that equals the token sampled at the current position;
-    among equal children the first one. A node comes after its parent, so one scan finds the path.
+    Starting at the first position of a sequence, the accepted path follows the draft token that equals the token
+    sampled at the current position (among equal siblings of a draft tree, the first one) until there is no such token.
+    A token comes after its parent, so one scan finds the path.
 
-    Every sampled token was sampled with exactly the prefix that precedes it in the output. So it is the token that
-    decoding without drafts produces there; for sampling this holds because the noise is a function of seed and position
-    alone. The output therefore follows the target's distribution.
+    Lossless: the target samples each token with exactly the prefix that precedes it in the output, and its random noise
+    is a function of seed and position alone. So the output is the same as without drafts.
 
     Args:
-        input_ids: The last token of the context followed by the draft, int64[B, T]; ``counts[b]`` tokens of row b.
-        sampled_ids: The token that the target sampled at each position, given the draft before it, int64[B, T].
-        counts: The number of positions of each row, int64[B].
-        parents: For each position the one before it, int64[B, T], smaller than its own. Used only if ``is_tree``; in a
-            chain it is the preceding position.
+        input_ids: int64[B, T], the last token of each sequence followed by its draft; ``counts[b]`` tokens of sequence
+            b.
+        sampled_ids: int64[B, T], the token that the target sampled after each input token.
+        counts: int64[B], the number of input tokens of each sequence.
+        parents: int64[B, T], the position before each position, which is smaller. Used only if ``is_tree``; in a chain
+            it is the preceding position.
         is_tree: Whether the drafts are trees.
 
     Returns:
-        A tuple (paths, output_ids, sizes). The first ``sizes[b]`` of ``paths[b]``, int64[B, T], are the accepted
-        positions; the first of them is 0. As many of ``output_ids[b]``, int64[B, T], are the output: the accepted draft
-        tokens and one more, which is the recovered token after the first rejected draft token, or the bonus token if
-        the whole draft was accepted.
+        A tuple (paths, output_ids, sizes). For sequence b, the first ``sizes[b]`` entries are valid: ``paths[b]``, the
+        accepted positions, beginning with 0, and ``output_ids[b]``, the accepted draft tokens and one more, which is
+        the recovered token after a rejection or the bonus token if the whole draft was accepted.
     """
     paths, output_ids, sizes = np.zeros_like(input_ids), np.zeros_like(input_ids), np.ones(len(counts), np.int64)
     for b in range(len(counts)):

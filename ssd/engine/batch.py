@@ -1,4 +1,7 @@
-"""The rows of a forward pass as arrays: one kernel call updates all rows, and Python handles only the exceptions."""
+"""The sequences of a forward pass as arrays, so that one kernel call updates all of them.
+
+Sequences that need Python code, e.g. because they end, are marked and handled one by one.
+"""
 
 from __future__ import annotations
 
@@ -36,63 +39,39 @@ from ssd.retrieval.namespace_cache import NamespaceCache
 
 Ints = npt.NDArray[np.int64]
 
-NEEDS_SLOW_PATH: Final = -1
-"""The value in ``committed`` for a row whose tokens cannot simply be appended."""
+NEEDS_SLOW_PATH: Final = -1  # in ``BatchRecord.committed``
 
 
 class BatchRecord(Record):
-    """The arrays and counts of a `Batch`, as kernels see them.
+    """The arrays and counts of a `Batch` at a fixed address, where compiled kernels read and write them.
 
-    All arrays have one entry per row (int64[num_rows]) unless another length is given.
-
-    Attributes:
-        num_rows: The number of rows.
-        rows: The address of each row's `Row`.
-        committed: The number of tokens that the last pass appended to each row, or NEEDS_SLOW_PATH.
-        num_accepted: How many of these tokens are accepted draft tokens.
-        num_drafted: The number of draft tokens that were verified.
-        sources: The source of each row's draft.
-        step_numbers: The number of verify steps of the request so far, this one included.
-        lengths: The number of tokens of each row.
-        gaps: The seconds since the previous token, float64[num_gaps], of the rows that already had a token.
-        needs_draft: Whether a draft is to be made for the row.
-        draft_rows: The addresses of the `DraftRow` of these rows, int64[num_draft_rows].
-        num_draft_rows: The number of rows that need a draft.
-        num_in_backoff: The number of rows that get no draft because they had only empty drafts lately.
-        width: The number of positions of the next pass: the longest draft, plus one.
-        has_trees: Whether a draft of the next pass is a tree.
-        num_slow_rows: The number of rows that need the slow path.
-        num_committed_rows: The number of rows to which the pass appended tokens.
-        num_tokens: The number of tokens appended to all rows.
-        num_drafts: The number of drafts that were not empty.
-        num_gaps: The number of entries of ``gaps``.
-        max_accepted: The largest number of accepted draft tokens of a row.
-        by_source: The drafted and the accepted tokens of each source, int64[2, NUM_SOURCES].
-        accepted_by_position: How often the i-th token of a draft was accepted, int64[MAX_DRAFT + 1].
+    An address is that of an int64 array with one entry per sequence (row) unless another type or length is given.
     """
 
     num_rows: Int64
-    rows: Address
-    committed: Address
-    num_accepted: Address
-    num_drafted: Address
-    sources: Address
-    step_numbers: Address
-    lengths: Address
-    gaps: Address
-    needs_draft: Address
-    draft_rows: Address
+    rows: Address  # the address of each row's `Row`
+    committed: Address  # the number of tokens that the last pass appended to each row, or NEEDS_SLOW_PATH
+    num_accepted: Address  # the number of these tokens that are accepted draft tokens
+    num_drafted: Address  # the number of draft tokens that were verified
+    sources: Address  # the source of each row's draft
+    step_numbers: Address  # the number of verify steps of the request so far, this one included
+    lengths: Address  # the number of tokens of each row
+    gaps: Address  # seconds since the previous token, float64[num_gaps], of the rows that already had a token
+    needs_draft: Address  # whether the row needs a draft
+    draft_rows: Address  # the addresses of the `DraftRow` of the rows that need a draft, int64[num_draft_rows]
     num_draft_rows: Int64
-    num_in_backoff: Int64
-    width: Int64
-    has_trees: Int64
+    num_in_backoff: Int64  # the number of rows that get no draft because they had only empty drafts lately
+    width: Int64  # the number of positions of the next pass: the longest draft, plus one
+    has_trees: Int64  # whether a draft of the next pass is a tree
     num_slow_rows: Int64
-    num_committed_rows: Int64
+    num_committed_rows: Int64  # the number of rows to which the pass appended tokens
     num_tokens: Int64
-    num_drafts: Int64
+    num_drafts: Int64  # the number of drafts that were not empty
     num_gaps: Int64
-    max_accepted: Int64
+    max_accepted: Int64  # the largest number of accepted draft tokens of a row
+    # The drafted and the accepted tokens of each source, int64[2, NUM_SOURCES].
     by_source: Annotated[Ints, np.int64, (2, NUM_SOURCES)]
+    # How often the i-th token of a draft was accepted, int64[MAX_DRAFT + 1].
     accepted_by_position: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
 
 
@@ -112,17 +91,17 @@ def _is_stop_id(row: Row, token: int) -> bool:
 def fill_input_ids(
     batch: int, buffer: int, input_ids: Ints, parents: Ints, previous_ids: TokenIds, lengths: Int64s, counts: Int64s
 ) -> None:
-    """Write the inputs of a pass: each row's last token followed by its draft.
+    """Write the input of a forward pass: the last token of each sequence, followed by its draft tokens.
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The draft buffer of the pass, see `Row`.
-        input_ids: The token ids to write, int64[B, T]; ``counts[b]`` of row b, then zeros.
-        parents: For each position the one before it to write, int64[B, T], -1 for the first; padding continues as a
-            chain. If no draft is a tree, it has no columns and is not written.
-        previous_ids: The token before the last one to write, int32[B], -1 if there is none.
-        lengths: The number of tokens of each row to write, int64[B].
-        counts: The number of positions of each row to write, int64[B].
+        buffer: The number (0 or 1) of the draft buffer.
+        input_ids: Output, int64[B, T]: ``counts[b]`` tokens of sequence b, then zeros.
+        parents: Output, int64[B, T]: the position before each position, -1 for the first; padding continues as a chain.
+            If no draft is a tree, the array has no columns.
+        previous_ids: Output, int32[B]: the last token but one of each sequence, -1 if there is none.
+        lengths: Output, int64[B]: the number of tokens of each sequence.
+        counts: Output, int64[B]: the number of input tokens of each sequence.
     """
     rows, width = int64_array(batch_record_at(batch).rows, len(input_ids)), input_ids.shape[1]
     for b in range(len(input_ids)):
@@ -139,10 +118,10 @@ def fill_input_ids(
 
 @kernel
 def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
-    """Append the output of a pass, ``sizes[b]`` tokens, to each row that can take the fast path.
+    """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, except where Python code must do it.
 
-    A row needs the slow path if it has no output or does not use the fast path, or if one of its tokens ends it. Such a
-    row is marked with NEEDS_SLOW_PATH and not changed.
+    Such a sequence is not changed, and ``committed[b]`` is set to NEEDS_SLOW_PATH: if it has no output, if one of its
+    tokens ends it, or if it has stop strings, structured output or log-probabilities.
     """
     record = batch_record_at(batch)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
@@ -169,13 +148,9 @@ def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
 
 @kernel
 def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> None:
-    """Update the counts of the rows and of the batch after a pass.
+    """Update the counters of each sequence and of the batch after the output of a forward pass was appended.
 
-    Args:
-        batch: The address of the `BatchRecord`.
-        buffer: The draft buffer of the pass, see `Row`.
-        sizes: The number of output tokens of each row, int64[B].
-        now: The time in seconds.
+    ``sizes`` is the number of output tokens of each sequence, int64[B]; ``now`` is a time in seconds.
     """
     record, num_rows = batch_record_at(batch), len(sizes)
     rows, committed = int64_array(record.rows, num_rows), int64_array(record.committed, num_rows)
@@ -223,7 +198,6 @@ def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> Non
 
 
 def warm_up_rows() -> None:
-    """Compile the kernels of this file by calling them with an empty batch."""
     batch, none, matrix = Batch(()), np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
     fill_input_ids(batch.address, 0, matrix, matrix, np.zeros(0, np.int32), none, none)
     append_output_ids(batch.address, matrix, none)
@@ -245,21 +219,7 @@ _ARRAYS: Final = (
 
 
 class Batch:
-    """The sequences of a forward pass, with everything that stays the same from pass to pass while they do not change.
-
-    Attributes:
-        sequences: The sequences, one per row.
-        slots: The slot of each row, int64[B].
-        record: The `BatchRecord`, whose arrays are attributes of the batch too.
-        address: The address of ``record``.
-        is_greedy: Whether the next token of every row is the argmax of the logits.
-        samples_by_position: Whether the tokens of all rows depend only on the logits and on the noise of their
-            positions.
-        has_grammars: Whether a row has structured output.
-        first_token_pending: The rows without an output token.
-        traced: The rows whose drafts are recorded one by one.
-        coupled: The sequences that are sampled with noise that other requests share.
-    """
+    """The sequences of a forward pass and the arrays that kernels use, reused as long as the same sequences run."""
 
     rows: Int64s
     committed: Int64s
@@ -275,7 +235,7 @@ class Batch:
     def __init__(self, sequences: Rows[Sequence]) -> None:
         self.sequences = list(sequences)
         self._slot_list = [sequence.slot for sequence in sequences]
-        self.slots = np.array(self._slot_list, np.int64)
+        self.slots = np.array(self._slot_list, np.int64)  # the slot of each row, int64[B]
         self._memory = Records(BatchRecord)
         self.record, self.address = self._memory[0], self._memory.address
         arrays = np.zeros((len(_ARRAYS), len(sequences)), np.int64)
@@ -284,11 +244,17 @@ class Batch:
             setattr(self.record, name, address(array))
         self.rows[:] = [sequence.address for sequence in sequences]
         self.record.num_rows = len(sequences)
+        # Whether the next token of every row is the argmax of the logits.
         self.is_greedy = all(sequence.is_greedy for sequence in sequences)
+        # Whether a row has structured output.
         self.has_grammars = any(sequence.grammar is not None for sequence in sequences)
+        # The rows without an output token.
         self.first_token_pending = [b for b, sequence in enumerate(sequences) if not sequence.stats.num_output_tokens]
+        # The sequences that are sampled with noise that other requests share.
         self.coupled = [sequence for sequence in sequences if sequence.sampling.noise.is_coupled]
+        # The rows whose drafts are recorded one by one.
         self.traced = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
+        # Whether the tokens of all rows depend only on the logits and on the noise of their positions.
         self.samples_by_position = all(s.is_greedy or s.is_sampled_by_position for s in sequences)
         self._allows_speculative_launch = (
             self.samples_by_position and not self.coupled and not any(s.needs_solo_retry for s in sequences)
@@ -301,20 +267,20 @@ class Batch:
         self._groups: list[tuple[NamespaceCache | None, NamespaceGroup]] | None = None
 
     def noise(self, lengths: Int64s, width: int) -> Noise:
-        """Return the noise for a pass over chains, if all rows sample by position.
+        """Return the sampling noise [B, T] for the next ``width`` = T positions of each sequence.
 
-        Args:
-            lengths: The number of tokens of each row before the pass, int64[B].
-            width: The number of positions.
+        The tokens of all sequences must depend only on logits and noise, see ``samples_by_position``, and drafts must
+        be chains. ``lengths``, int64[B], are the numbers of tokens before these positions.
         """
         keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
         return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))
 
     def can_continue(self, running: Rows[Sequence], lengths: Int64s) -> bool:
-        """Return whether another pass over the same rows can be launched before the output of the current one is known.
+        """Return whether another forward pass over the same sequences can be launched before this one has ended.
 
-        This requires that the rows are exactly ``running``, that none reaches its maximum length (each has
-        ``lengths[b]`` tokens then), and that their next tokens depend on nothing that the host must compute.
+        It can if ``running`` are exactly these sequences, none of them reaches its maximum length (``lengths`` are the
+        numbers of tokens after this pass), and their next tokens depend on nothing that the CPU must compute, such as a
+        grammar mask.
         """
         return (
             self._allows_speculative_launch
@@ -324,11 +290,10 @@ class Batch:
         )
 
     def has_sequences(self, sequences: Rows[Sequence]) -> bool:
-        """Return whether the batch consists of these sequences, in their current slots."""
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return ``request_ids``, ``learned`` and ``allow_caching`` of each row, as in `ScoredPass`."""
+        """Return each sequence's request id, its namespace's drafting statistics, and whether it may be cached."""
         if self._row_namespaces is not None:
             return self._row_namespaces
         caches, is_final = self._caches()
@@ -341,10 +306,10 @@ class Batch:
         return row_namespaces
 
     def namespace_groups(self, start_request: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
-        """Return the rows grouped by namespace, with the namespaces' current snapshots.
+        """Group the sequences by cache namespace, because the drafter searches the cache of one namespace at a time.
 
-        Args:
-            start_request: Called with each sequence and the learned state of its namespace before a draft is made.
+        ``start_request`` is called with each sequence and the drafting statistics of its namespace before its first
+        draft.
         """
         groups = self._groups
         if groups is None:
@@ -358,7 +323,7 @@ class Batch:
         return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in groups]
 
     def _caches(self) -> tuple[list[NamespaceCache | None], bool]:
-        """Return the cache of each row, and whether all caches that will be opened are open."""
+        """Return the cache of each sequence, and whether all of these caches have been opened in the background."""
         caches = [None if s.namespace is None else s.namespace.cache for s in self.sequences]
         is_open = [s.namespace is None or cache is not None for s, cache in zip(self.sequences, caches, strict=True)]
         return caches, all(is_open)

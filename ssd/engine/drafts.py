@@ -1,4 +1,4 @@
-"""Kernels that manage the drafts of all rows: reuse, request, collect, cut to the best length, record the outcome."""
+"""Kernels that request, collect, shorten and reuse the drafts of a batch, and record how many tokens were accepted."""
 
 from __future__ import annotations
 
@@ -23,21 +23,16 @@ from ssd.engine.request import Row
 from ssd.jit.addresses import Int64s, inlined, int32_array, int64_array, kernel
 
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of passes that one draft covers if the text repeats verbatim."""
+"""The number of forward passes for which one long draft is made if the text repeats verbatim."""
 
 
 @inlined
 def _max_draft_length(row: Row, limit: int) -> int:
-    """Return the maximum draft length, at most ``limit``.
-
-    The target adds one token to every draft, so a draft never reaches the maximum length of the output.
-    """
     return max(0, min(limit, row.end - row.length - 1, row.max_draft_length))
 
 
 @inlined
 def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> None:
-    """Copy the tokens ``begin`` to ``end`` of a draft to ``out``; a tree is always copied completely."""
     out.size, out.match_length, out.source = end - begin, draft.match_length, draft.source
     out.is_tree, out.has_estimates = draft.is_tree, draft.has_estimates
     for i in range(end - begin):
@@ -47,10 +42,7 @@ def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> N
 
 @inlined
 def _is_in_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
-    """Return whether all tokens of a draft are in the target's vocabulary.
-
-    A draft tree without branches is marked as a chain in place.
-    """
+    """Return whether all draft tokens are valid token ids; also mark a draft tree without branches as a chain."""
     is_chain = True
     for i in range(draft.size):
         if draft.tokens[i] < 0 or draft.tokens[i] >= vocab_size:
@@ -71,13 +63,10 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 
 @kernel
 def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
-    """Use each row's prepared draft if the output up to it matches, and mark the other rows that should be drafted for.
+    """Take the next draft of each sequence from the draft that was made ahead, if the output so far agrees with it.
 
-    Args:
-        batch: The address of the `BatchRecord`.
-        buffer: The draft buffer of the next pass, see `Row`.
-        limit: The maximum draft length.
-        should_draft_all: Whether rows that had only empty drafts lately are marked too.
+    The other sequences are marked as needing a draft, except for those with only empty drafts recently, unless
+    ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft length.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -103,17 +92,17 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
 def fill_draft_params(
     batch: int, buffer: int, costs: int, calibration: int, limit: int, token_cost: float, shape: int
 ) -> int:
-    """Fill the draft parameters of the rows that need a draft, and return the number of these rows.
+    """Write the input of the drafter for each sequence that needs a draft, and return the number of these sequences.
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The draft buffer of the pass in flight, see `Row`; used only for PREPARED_CHAIN.
+        buffer: The number (0 or 1) of the buffer with the drafts that are being verified; used only for PREPARED_CHAIN.
         costs: The address of the cost model.
         calibration: The address of the acceptance calibration.
         limit: The maximum draft length.
-        token_cost: The cost of a draft token that is used until the cost of passes is known.
-        shape: CHAIN, TREE, or PREPARED_CHAIN: a chain that starts with what the pass in flight verifies and is long
-            enough for several passes after it.
+        token_cost: The cost of verifying a draft token, in accepted tokens, until passes have been measured.
+        shape: CHAIN, TREE, or PREPARED_CHAIN: a chain that repeats the draft being verified and continues it, long
+            enough for several forward passes.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -147,11 +136,11 @@ PREPARED_CHAIN: Final = 2
 
 @inlined
 def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, calibration: CalibrationRecord) -> None:
-    """Cut all drafts to the length with the highest expected throughput, as all rows are padded to the longest one.
+    """Cut all drafts in a batch to the one length that maximizes the expected tokens per second.
 
-    With its draft cut to w tokens, a row is expected to emit 1 + s (P1 + ... + Pw) tokens, where Pi is the estimated
-    probability that its i-th token is accepted and s is the calibration of the row's estimates. If a draft has no
-    estimates, none is cut.
+    They have a common maximum because the batch is padded to its longest draft. With drafts of at most w tokens, a
+    sequence is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated probability that its first i draft
+    tokens are accepted, calibrated with past outcomes. No draft is cut if one has no probabilities.
     """
     gains, path_probabilities, widest = np.zeros(MAX_DRAFT), np.empty(MAX_DRAFT), 0
     for b in range(len(rows)):
@@ -174,11 +163,7 @@ def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, cali
 
 @kernel
 def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_size: int) -> int:
-    """Take over the drafts of the rows that needed one, cut to the best length.
-
-    Returns:
-        The number of drafts that were discarded because they had invalid tokens.
-    """
+    """Copy new drafts from the drafter to their sequences, cut to the best length; return how many were invalid."""
     record, num_invalid = batch_record_at(batch), 0
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     outcomes = calibration_at(calibration)
@@ -208,9 +193,9 @@ def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_
 
 @kernel
 def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
-    """Mark the rows whose last draft was accepted completely, to draft beyond the pass in flight.
+    """Mark the sequences for which the next drafts are made ahead, while a forward pass runs.
 
-    Rows that still have enough prepared tokens are not marked.
+    These are the sequences whose last draft was fully accepted and that have no long draft made ahead already.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -230,11 +215,7 @@ def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
-    """Store the drafts made beyond the pass in flight until its output is known.
-
-    Returns:
-        The number of drafts that were discarded because they had invalid tokens.
-    """
+    """Store drafts made ahead, while a forward pass runs, until its output is known; return how many were invalid."""
     record, num_invalid = batch_record_at(batch), 0
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):
@@ -255,15 +236,10 @@ def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
 
 @inlined
 def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> float:
-    """Return the expected number of accepted tokens among the draft tokens that were tested.
+    """Return the sum of the estimated acceptance probabilities of the draft tokens that verification compared.
 
-    Those are the tokens of the accepted path and their siblings. If the first token is rejected, the result is its
-    probability, however long the draft is.
-
-    Args:
-        draft: The draft.
-        path: The accepted positions, the first of which is the context's last token.
-        num_accepted: The number of accepted draft tokens.
+    Those are the tokens of the accepted path, their siblings, and the first rejected token. ``path`` are the accepted
+    positions, beginning with that of the context's last token.
     """
     expected = 0.0
     if draft.is_tree == 0:
@@ -279,9 +255,9 @@ def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> f
 
 @kernel
 def record_draft_outcomes(batch: int, buffer: int, calibration: int, sizes: Int64s, paths: Int64s) -> None:
-    """Update the acceptance calibration with a pass; ``sizes`` and ``paths`` are those of `accept_drafts`.
+    """Update the calibration of acceptance estimates with the result of a forward pass.
 
-    Rows without a draft are skipped: a draft that was not verified says nothing about its estimates.
+    ``sizes`` and ``paths`` are the result of `accept_drafts`. Sequences for which no draft was requested are skipped.
     """
     record, outcomes = batch_record_at(batch), calibration_at(calibration)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
@@ -294,7 +270,6 @@ def record_draft_outcomes(batch: int, buffer: int, calibration: int, sizes: Int6
 
 
 def warm_up_drafts() -> None:
-    """Compile the kernels of this file by calling them with an empty batch."""
     batch, cost_model, calibration = Batch(()), CostModel(), AcceptanceCalibration()
     cost_model.calibrate(1, 1.0, is_wide=False)
     cost_model.begin()

@@ -1,4 +1,4 @@
-"""The serving loop: prefill, propose, forward, verify, commit."""
+"""The serving loop: prefill prompts, propose drafts, run the target, verify the drafts, commit the tokens."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Continuous batching over the slots of one target model, with drafts from a retrieval cache.
+    """Serves requests with continuous batching and speculative decoding; the drafts come from a cache of earlier text.
 
-    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread; ``step`` by one thread at a time. An
-    exception that a request causes inside a step ends only that request. No step reads a file: the cache of a namespace
-    is opened in the background, and its requests get drafts once it is open.
+    ``submit``, ``cancel`` and ``wait_for_work`` may be called from any thread, ``step`` by one thread at a time. An
+    exception that a request causes in a step ends only that request. A step never reads a file: caches are opened in
+    the background, and a request gets drafts as soon as its cache is open.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Engine:
         draw_seed: Callable[[], int] | None = None,
         noise_root: Callable[[], bytes] | None = None,
     ) -> None:
-        """Create an engine.
+        """Create an engine for a target model that has been loaded.
 
         Args:
             target: The served model.
-            drafter: The drafter.
-            codec: The tokenizer; None handles token ids only.
-            caches: The retrieval caches; None learns nothing.
+            drafter: Proposes the draft tokens.
+            codec: The tokenizer; None accepts and returns only token ids.
+            caches: The retrieval caches of finished text; None learns nothing.
             config: The settings of the engine.
-            draft: The settings of drafts.
+            draft: The settings of drafting.
             eos_token_ids: The end-of-text ids; None takes those of ``codec``.
             draw_seed: Returns the seed of a request that has none; None draws it at random.
-            noise_root: Returns the secret from which the secrets of shared noise are derived, see `Coupling`.
+            noise_root: Returns the secret from which the sampling noise that requests share is derived, see `Coupling`.
         """
         self.target = target
         self.codec = codec
@@ -122,29 +122,30 @@ class Engine:
         noise_root: Callable[[], bytes] | None = None,
         report: Callable[[str], None] = lambda _stage: None,
     ) -> Engine:
-        """Load a Hugging Face model, given by directory or id, and everything that an engine needs.
+        """Load a Hugging Face model, its tokenizer, and the draft model or draft head if given, and create an engine.
 
         Args:
-            model: The model.
+            model: The directory or id of the model.
             dtype: The data type of the weights.
             device: The device of the model.
-            caches: The retrieval caches; None learns nothing.
+            caches: The retrieval caches of finished text; None learns nothing.
             codec: The tokenizer; None loads the model's own.
             config: The settings of the engine.
-            draft: The settings of drafts.
+            draft: The settings of drafting.
             drafter: The name of the drafter.
-            draft_model: A smaller model with the same tokenizer, which drafts if its expected gain exceeds its cost. It
-                requires the drafter "ssd", and is not loaded without speculation.
-            draft_head: A draft head trained for this model (docs/concepts/draft-heads.md), under the same conditions.
-            adapters: Directories or ids of LoRA adapters by the names that requests use.
-            hub: How ``model`` is fetched from the Hub.
-            draft_hub: How the draft model and the draft head are fetched from the Hub.
-            draw_seed: See ``__init__``.
-            noise_root: See ``__init__``.
-            report: Called with a description of each stage that may take long, before it starts.
+            draft_model: A smaller model with the same tokenizer. It drafts when its expected gain exceeds its cost. It
+                requires the drafter "ssd", and is not loaded if speculation is disabled.
+            draft_head: A draft head trained for this model, see ``docs/concepts/draft-heads.md``; the conditions of ``draft_model``
+                apply.
+            adapters: The directories or ids of LoRA adapters, by the names that requests use.
+            hub: How ``model`` is downloaded from the Hub.
+            draft_hub: How the draft model and the draft head are downloaded from the Hub.
+            draw_seed: Returns the seed of a request that has none; None draws it at random.
+            noise_root: Returns the secret from which the sampling noise that requests share is derived, see `Coupling`.
+            report: Called with a description of each long stage before the stage starts.
 
         Raises:
-            ConfigError: Another drafter is combined with a draft model or head.
+            ConfigError: A draft model or head is combined with another drafter than "ssd".
             ModelError: A model cannot be loaded or does not fit, or the two models do not share a tokenizer.
         """
         if drafter != "ssd" and (draft_model is not None or draft_head is not None):
@@ -175,13 +176,18 @@ class Engine:
             head = load_head(draft_head, loaded, draft_hub)
         report(f"selecting the runner for {type(loaded).__name__}")
         target = open_target(
-            loaded, num_slots=config.max_num_seqs, max_length=config.max_model_len,
-            max_draft_tokens=draft.num_speculative_tokens, kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization, enforce_eager=config.enforce_eager,
-            batch_invariant="off",  # verified below, when the number of threads is known
-            adapters=adapted, tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
+            loaded,
+            num_slots=config.max_num_seqs,
+            max_length=config.max_model_len,
+            max_draft_tokens=draft.num_speculative_tokens,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            enforce_eager=config.enforce_eager,
+            exact="off",  # verified below, when the number of threads is known
+            adapters=adapted,
+            tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
-        )  # fmt: skip
+        )
         report("tuning the number of threads, and checking whether passes are bit-identical")
         tune_threads(target)
         verify_batch_invariance(target, config.batch_invariant)
@@ -193,22 +199,33 @@ class Engine:
             report(f"reading the draft model {draft_model}")
             drafters.append(
                 load_draft_model(
-                    draft_model, target, codec, dtype=dtype, device=device, hub=draft_hub,
+                    draft_model,
+                    target,
+                    codec,
+                    dtype=dtype,
+                    device=device,
+                    hub=draft_hub,
                     enforce_eager=config.enforce_eager,
                 )
-            )  # fmt: skip
+            )
         return cls(
-            target, drafter=drafters[0] if len(drafters) == 1 else HybridDrafter(drafters), codec=codec, caches=caches,
-            config=config, draft=draft, draw_seed=draw_seed, noise_root=noise_root,
-        )  # fmt: skip
+            target,
+            drafter=drafters[0] if len(drafters) == 1 else HybridDrafter(drafters),
+            codec=codec,
+            caches=caches,
+            config=config,
+            draft=draft,
+            draw_seed=draw_seed,
+            noise_root=noise_root,
+        )
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it ends with exactly one output that has a finish reason.
+        """Queue a request; exactly one of its later outputs has a finish reason, and it is the last one.
 
         Raises:
-            RequestError: The request is invalid; ContextTooLong is one of these errors.
+            RequestError: The request is invalid, e.g. ContextTooLong.
             QueueFull: Too many requests are waiting.
             EngineStopped: The engine has been closed.
         """
@@ -233,17 +250,17 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Return distinct numbers for the ``noise_stream`` of ``count`` requests with the same prompt. O(count)."""
+        """Draw ``count`` different noise streams for requests with the same prompt, so that their outputs differ."""
         return self._coupling.distinct_streams(count, self._draw_seed())
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the next step; unknown and finished ids are ignored."""
+        """End a request at the next step; ids that are unknown or have finished are ignored."""
         with self._lock:
             self._cancelled.add(request_id)
         self._work.set()
 
     def has_work(self) -> bool:
-        """Return whether a step would do something."""
+        """Return whether there are unfinished requests, cancellations or outputs that a step must process."""
         return bool(self._cancelled or self._num_unfinished() or self._isolation.has_outputs)
 
     def _num_unfinished(self) -> int:
@@ -257,7 +274,7 @@ class Engine:
         return self.has_work()
 
     def close(self) -> None:
-        """Reject further requests and close the caches, which keep what they learned. Requests in flight are dropped.
+        """Reject further requests, drop the running ones, and close the caches, which store what they learned.
 
         It must be called by the thread that steps, or after that thread has ended.
         """
@@ -273,10 +290,10 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target, and return the new outputs.
 
-        If the device computes concurrently with the host, the order differs: the pass launched by the previous step is
-        verified and committed first. Counting, learning, detokenization and drafting then happen while the next pass
-        runs. If no draft was found for a while and no request starts or ends, the next pass is launched even earlier,
-        with the tokens of the current pass still on the device, so that the device is never idle.
+        On a device that computes concurrently with the host, a step verifies the forward pass that the previous step
+        launched, launches the next one, and makes the outputs and further drafts while it runs. If there were no drafts
+        for a while and no request starts or ends, the pass after the next one is launched too, so that the device is
+        never idle.
 
         An exception that ends the program, e.g. KeyboardInterrupt, cancels all running requests and is raised again;
         the other requests continue at the next step.
@@ -315,9 +332,9 @@ class Engine:
         return outputs
 
     def check(self) -> list[str]:
-        """Return the inconsistencies in the state of slots and requests, one sentence each; only between steps.
+        """Check the state of slots and requests between two steps, and return each inconsistency as a sentence.
 
-        The sequences of a pass in flight are not checked.
+        Sequences in a running forward pass are not checked.
         """
         with self._lock:
             arriving = list(self._inbox)
@@ -327,29 +344,29 @@ class Engine:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether drafts are made; False while their kernels are compiled in the background, see ``warm_up``."""
+        """Whether drafts are made now; False while the drafting kernels are compiled in the background."""
         return self._speculation.is_ready
 
     @property
     def speculation(self) -> SpeculationStatus:
-        """Whether drafts are verified now, and the reason."""
+        """Whether drafts are verified at present, and the reason."""
         return self._speculation.status
 
     @property
     def is_speculating(self) -> bool:
-        """Whether drafts are ever made; constant for the life of the engine."""
+        """Whether this engine ever makes drafts; constant."""
         return self._speculation.is_enabled
 
     def relative_pass_cost(self, width: int) -> float:
-        """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
+        """Return the estimated time of a forward pass over ``width`` tokens relative to one token; 0 if unknown."""
         return self._speculation.relative_cost(width)
 
     def warm_up(self, patience_s: float | None = None) -> None:
-        """Compile every kernel and run every kind of pass once, so that the first request compiles nothing.
+        """Compile all kernels and run every kind of forward pass once, so that the first request compiles nothing.
 
         Args:
-            patience_s: The seconds after which the drafting kernels are compiled in a background thread. Requests are
-                then served without drafts until they are ready. None waits for all kernels.
+            patience_s: The seconds to wait for the drafting kernels. If they are not ready then, a background thread
+                goes on compiling them, and requests are served without drafts meanwhile. None waits for all kernels.
         """
         self._coupling.warm_up()
         warm_up_verification()
@@ -363,7 +380,7 @@ class Engine:
         if self.is_drafting:
             self._warm_up_passes()
         else:
-            log.info("drafts join later: %s", self.speculation.reason)
+            log.info("requests are served without drafts for now: %s", self.speculation.reason)
         self.calibrate()
         self.metrics = EngineMetrics()
 
@@ -377,7 +394,7 @@ class Engine:
             self.step()
 
     def calibrate(self) -> None:
-        """Measure the latency of passes once, if drafts are made and no request runs.
+        """Measure the latency of forward passes once, if drafts are made and no request runs.
 
         It must be called by the thread that steps.
         """
@@ -388,11 +405,11 @@ class Engine:
             self._is_calibrated = True
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace the weights by others of the same model, e.g. after a training step; called by the thread that steps.
+        """Replace the model's weights, e.g. after a training step; only the thread that steps may call this.
 
-        From now on outputs equal those of an engine opened with these weights; the KV cache of all slots is cleared.
-        Texts, drafting statistics and latencies are kept. So are draft heads and draft models, whose acceptance drops
-        as the weights move away from those that they were trained for.
+        Outputs equal those of a new engine with these weights, because the KV cache is cleared. The text cache,
+        drafting statistics and latencies are kept, and so are draft heads and draft models, which were trained for the
+        old weights: fewer of their tokens are accepted as the weights move away.
 
         Args:
             weights: A ``state_dict``, see `replace_weights`.
@@ -415,9 +432,9 @@ class Engine:
         *,
         namespace: str | None = "default",
     ) -> Iterator[RequestOutput]:
-        """Complete prompts of token ids on the calling thread and yield every output when it is generated.
+        """Complete prompts of token ids on the calling thread, and yield every output as soon as it is generated.
 
-        Meant for scripts. Unfinished requests are cancelled if the iteration is abandoned or a prompt is rejected.
+        Meant for scripts. Unfinished requests are cancelled if the caller stops iterating or a prompt is rejected.
         """
         request_ids = list[str]()
         try:
@@ -443,7 +460,7 @@ class Engine:
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _admit_and_cancel(self) -> list[Sequence]:
-        """Admit waiting requests to free slots, and return the cancelled sequences, removed from their slots."""
+        """Admit waiting requests to free slots, remove cancelled sequences, and return the cancelled ones."""
         with self._lock:
             self._scheduler.enqueue(self._inbox)
             self._inbox.clear()
@@ -456,7 +473,10 @@ class Engine:
         return removed
 
     def _prefill_prompts(self) -> Batch:
-        """Run prefill and return the sequences that are ready for the pass, or a single one that needs a solo retry."""
+        """Compute a chunk of the prompts, and return the sequences that are ready to decode.
+
+        If a sequence must be retried alone because a batch with it failed, only this one is returned.
+        """
         ready = self._prefill.run(self._scheduler.running)
         ready = next(([sequence] for sequence in ready if sequence.needs_solo_retry), ready)
         if not self._batch.has_sequences(ready):
@@ -464,9 +484,9 @@ class Engine:
         return self._batch
 
     def _commit(self, forward_pass: ForwardPass | None) -> CommittedPass | None:
-        """Append the accepted draft tokens and the target's own token to every sequence.
+        """Append the output tokens of a forward pass to its sequences.
 
-        Only what the next pass needs is done here, because the device waits for it.
+        Everything that can be done later is deferred to `_update_counts` and `_make_outputs`, because the device waits.
         """
         if forward_pass is None:
             return None
@@ -488,7 +508,7 @@ class Engine:
         return committed
 
     def _commit_slow(self, committed: CommittedPass, b: int, sequence: Sequence) -> None:
-        """Append the output to one row on the slow path, and free its slot if the request has ended."""
+        """Append output tokens to a sequence that kernels cannot handle, and free its slot if it has ended."""
         forward_pass, size = committed.forward_pass, int(committed.forward_pass.sizes[b])
         if sequence.finish_reason is not None:  # detokenization failed while the pass ran
             self._isolation.drop(sequence)
@@ -514,7 +534,7 @@ class Engine:
                 self._isolation.fail(sequence, "appending tokens", error)
 
     def _update_counts(self, committed: CommittedPass | None) -> int:
-        """Update counters and learn from a committed pass; return the number of its tokens."""
+        """Update metrics and drafting statistics after a forward pass; return the number of its output tokens."""
         if committed is None:
             return 0
         forward_pass, batch = committed.forward_pass, committed.forward_pass.batch
@@ -529,7 +549,7 @@ class Engine:
         return batch.record.num_tokens
 
     def _make_outputs(self, committed: CommittedPass | None) -> list[RequestOutput]:
-        """Detokenize the committed tokens, and append the text of finished sequences to the cache."""
+        """Detokenize the tokens of a forward pass, and append the text of finished sequences to the cache."""
         if committed is None:
             return []
         outputs = list[RequestOutput]()
@@ -575,14 +595,16 @@ class Engine:
 
 
 def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
-    """Warn of a tokenizer that does not belong to the model, and of outputs that only ``max_tokens`` can end."""
+    """Log a warning if the tokenizer does not fit the model, and if there is no end-of-text token."""
     if codec.vocab_size > num_logits:
         log.warning(
-            "the tokenizer has %d token ids and the model %d: they do not belong together, and prompts with an id "
-            "beyond are refused. Check --tokenizer and the files of the model", codec.vocab_size, num_logits,
-        )  # fmt: skip
+            "the tokenizer has %d token ids but the model only %d, so they do not belong together. Prompts with larger "
+            "ids are refused. Check --tokenizer and the files of the model",
+            codec.vocab_size,
+            num_logits,
+        )
     if not codec.eos_token_ids:
         log.warning(
-            "no token ends an output: neither the tokenizer nor generation_config.json nor config.json names one "
-            "(eos_token_id). Outputs end by max_tokens, stop or stop_token_ids alone"
+            "there is no end-of-text token: neither the tokenizer nor generation_config.json nor config.json names one "
+            "(eos_token_id). Outputs end only by max_tokens, stop or stop_token_ids"
         )

@@ -1,4 +1,4 @@
-"""One verification pass: run the target on all rows and their drafts, and accept draft tokens."""
+"""One forward pass of the target over all sequences and their drafts, with the acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -28,38 +28,33 @@ log = logging.getLogger(__name__)
 
 
 def warm_up_verification() -> None:
-    """Compile the kernel that accepts drafts."""
     one = np.zeros((1, 1), np.int64)
     accept_drafts(one, one, np.ones(1, np.int64), one, False)
 
 
 class ForwardPass:
-    """A forward pass over the last token and the draft of every sequence.
+    """A forward pass over the last token and the draft tokens of every sequence in a batch.
 
-    `verify` must be called once, before the next pass is launched. The exception is a pass with a ``predecessor``,
-    which has no drafts and whose inputs are the predecessor's output.
+    The constructor launches it, and `verify`, which must be called once before the next launch, waits for it and
+    accepts draft tokens. Only a pass with a ``predecessor`` may be launched earlier: it has no drafts, and its inputs
+    are the output tokens of the predecessor, which are still on the device.
 
     Attributes:
-        batch: The rows.
-        buffer: The draft buffer, see `Row`.
-        width: The number of positions, T.
-        lengths: The number of tokens of each row, int64[B]; the last one is the first input.
-        samples_in_pass: Whether the pass itself samples the tokens.
+        buffer: The number (0 or 1) of the buffer that holds the drafts.
+        width: The number of positions T of each sequence.
+        lengths: int64[B], the number of tokens of each sequence; the last token is the first input.
         seconds: The duration, known after `verify`.
         ended: The time of its end, known after `verify`.
-        output_ids: The output tokens of each row, int64[B, T]: the accepted draft tokens and one more.
-        sizes: The number of output tokens of each row, int64[B]; 0 if sampling failed or the grammar mask is late.
-        paths: The accepted positions, int64[B, T].
-        failed: The errors of the rows for which sampling failed.
-        has_late_grammar: Whether the grammar mask of a row was not ready in time.
+        output_ids: int64[B, T], the accepted draft tokens of each sequence and one more.
+        sizes: int64[B], the number of output tokens; 0 if sampling failed or the grammar mask was not ready in time.
+        paths: int64[B, T], the accepted positions.
     """
 
     def __init__(self, target: Target, batch: Batch, buffer: int, predecessor: ForwardPass | None = None) -> None:
-        """Launch the pass; if the device computes concurrently with the host, this does not wait for it."""
         self.batch, self.buffer = batch, buffer
         self.seconds = self.ended = 0.0
-        self.failed: dict[int, BaseException] = {}
-        self.has_late_grammar = False
+        self.failed: dict[int, BaseException] = {}  # the errors of the rows for which sampling failed
+        self.has_late_grammar = False  # whether the grammar mask of a row was not ready in time
         self._target = target
         self._started = time.perf_counter()
         num_rows, self.width = len(batch.sequences), batch.record.width
@@ -86,7 +81,7 @@ class ForwardPass:
             if grammar.was_late:
                 grammar.begin(tokens)
         noise = None
-        self.samples_in_pass = batch.is_greedy
+        self.samples_in_pass = batch.is_greedy  # whether the pass itself samples the tokens
         if target.supports_noise and not batch.is_greedy:
             self.samples_in_pass = batch.samples_by_position and not self._has_trees
             noise = (
@@ -110,11 +105,10 @@ class ForwardPass:
         return draft_of(self.batch.sequences[b].row.drafts[self.buffer])
 
     def draft(self, b: int) -> Draft:
-        """Return the draft of row ``b``, with the accepted path if it is a tree; valid until the next drafts are made.
+        """Return the draft of sequence ``b``, with the accepted path if it is a tree.
 
-        Returns:
-            EMPTY_DRAFT itself if no draft was requested for the row; another empty draft if the drafter proposed
-            nothing.
+        It is valid until the next drafts are made. EMPTY_DRAFT itself means that no draft was requested; another empty
+        draft means that the drafter proposed nothing.
         """
         if not self.batch.sequences[b].row.was_drafted[self.buffer]:
             return EMPTY_DRAFT
@@ -124,11 +118,10 @@ class ForwardPass:
         return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
 
     def verify(self) -> None:
-        """Wait for the pass, sample the target's tokens and accept draft tokens.
+        """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that agree with them.
 
-        Afterwards the slots hold the context and the accepted tokens, and more if a part of a chain was rejected; the
-        caller must roll them back to what is committed. If the pass itself fails, its exception is raised, and the
-        state of the slots is unknown.
+        Afterwards the KV cache may also hold rejected draft tokens of chains; the caller must roll it back. If the pass
+        fails, its exception is raised, and the content of the KV cache is unknown.
         """
         counts, parents = self._counts, self._parents if self._has_trees else self._input_ids
         if self._predecessor is not None:
@@ -156,19 +149,19 @@ class ForwardPass:
         self.seconds = self.ended - self._started
 
     def _read_predecessor(self, predecessor: ForwardPass) -> None:
-        """Fill in the inputs, which are the output of the previous pass."""
+        """Store the input tokens, which are known only now: they are the output of the previous forward pass."""
         self._previous_ids[:], self._input_ids[:, 0] = predecessor._input_ids[:, 0], predecessor.output_ids[:, 0]
         self._target.record_tokens(self.batch.slots, self.lengths - 1, self._input_ids)
 
     def logits(self, b: int) -> torch.Tensor:
-        """Return the model's logits for the output of row ``b``, [>= sizes[b], V]; entry i is for output token i."""
+        """Return the logits [>= sizes[b], V] of sequence ``b``; row i belongs to output token i."""
         logits = self._output.logits[b]
         if not self._has_trees:
             return logits
         return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _sample(self) -> dict[int, BaseException]:
-        """Sample the target's tokens; if that fails, repeat it for each row alone and return the errors by row."""
+        """Sample the target's tokens; if that fails, sample each sequence alone and return the errors by sequence."""
         try:
             if self.samples_in_pass:
                 assert self._output.sampled is not None
@@ -191,7 +184,10 @@ class ForwardPass:
         return failed
 
     def scored_pass(self) -> ScoredPass:
-        """Return the target's top candidates at every position; call it after `verify` and before the commit."""
+        """Return the top-k token ids and logits at every position, from which the drafter learns.
+
+        Call it after `verify` and before the output tokens are appended.
+        """
         has_output = self.sizes > 0
         used = np.where(has_output, self._counts, 0)
         top_ids, top_logits = self._output.top(used.tolist())
@@ -213,25 +209,21 @@ class ForwardPass:
 
 @dataclass(slots=True, eq=False)
 class CommittedPass:
-    """A forward pass whose output was appended to the sequences.
-
-    Attributes:
-        forward_pass: The pass.
-        slow_path: The result for each row on the slow path. For all other rows, the result is the first
-            ``batch.committed[b]`` output tokens.
-    """
+    """A forward pass whose output tokens were appended to the sequences."""
 
     forward_pass: ForwardPass
+    # The result for each row on the slow path. For all other rows, the result is the first ``batch.committed[b]``
+    # output tokens.
     slow_path: dict[int, Committed]
 
     def update_counts(self) -> None:
-        """Update the counters of rows and batch; call it in the step that committed the tokens."""
+        """Update the counters of the sequences and of the batch; call it in the step that appended the tokens."""
         update_row_counts(
             self.forward_pass.batch.address, self.forward_pass.buffer, self.forward_pass.sizes, time.perf_counter()
         )
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
-        """Yield the sequences that got tokens, each with its result, in order; call it after ``update_counts``."""
+        """Yield each sequence with the tokens that the forward pass added to it; call it after ``update_counts``."""
         forward_pass, batch = self.forward_pass, self.forward_pass.batch
         arrays = (
             batch.committed,

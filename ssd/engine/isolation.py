@@ -1,4 +1,4 @@
-"""Fault isolation: an exception inside a step ends only the request that caused it. Consistency check when idle."""
+"""Fault isolation: an exception in a step ends only the request that caused it. Also checks the idle engine's state."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from ssd.model.target import Target
 
 
 class FaultIsolation:
-    """Ends sequences that fail. Owned by the thread that steps the engine.
+    """Ends the sequences that cause exceptions, so that all others continue with unchanged outputs.
 
-    An error of one sequence (its prompt, its sampling rules, its text) ends that sequence. If a batched pass fails, its
-    cause and the state of the slots are unknown. Then all its slots are cleared, and each sequence is recomputed from
-    its tokens, as after a preemption, and run alone once, without drafts from then on. A sequence that fails alone is
-    the cause. Outputs are not affected.
+    An error in the prompt, sampling or text of one sequence ends that sequence. If a forward pass over several
+    sequences fails, the cause is unknown: their KV cache is cleared, and each sequence is computed again alone, without
+    drafts. A sequence that fails alone is the cause. Exceptions that are meant to end the program are raised again.
 
-    Every method that takes an error raises it again if it is meant to end the program.
-
-    Attributes:
-        num_failed_passes: The number of batched passes that failed.
+    Used only by the thread that steps the engine.
     """
 
     def __init__(
@@ -46,22 +42,18 @@ class FaultIsolation:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there are outputs to collect."""
         return bool(self._ended)
 
     def collect_outputs(self) -> list[tuple[Sequence, RequestOutput]]:
-        """Return the sequences that failed since the last call, each with its last output."""
         ended, self._ended = self._ended, []
         return ended
 
     def fail(self, sequence: Sequence, where: str, error: BaseException, *, is_in_flight: bool = False) -> None:
-        """End a sequence because of an error.
+        """End a sequence with an error output.
 
-        Args:
-            sequence: The sequence.
-            where: What failed, for the log.
-            error: The exception. A RequestError is the request's own fault: it is sent to the client and not logged.
-            is_in_flight: Whether the sequence is in a pass in flight; then it keeps its slot until it is dropped.
+        A RequestError is the client's fault: it is sent to the client and not logged. For all other errors, ``where``
+        names the operation that failed in the log. A sequence in a forward pass that ``is_in_flight`` keeps its slot
+        until it is dropped.
         """
         reraise_exits(error)
         refusal = error if isinstance(error, RequestError) else None
@@ -74,7 +66,7 @@ class FaultIsolation:
             self.drop(sequence)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Cancel sequences because the program was told to end inside a step; the state of their slots is unknown."""
+        """Cancel sequences because KeyboardInterrupt or the like was raised in a step, and clear their slots."""
         reported = [sequence for sequence, _ in self._ended]
         for sequence in sequences:
             if sequence not in reported:
@@ -82,12 +74,12 @@ class FaultIsolation:
             self.drop(sequence)
 
     def fail_one(self, sequence: Sequence, error: BaseException) -> None:
-        """End a sequence whose forward pass failed alone, and check that the target still works."""
+        """End a sequence that was alone in a failed forward pass, and check that the model still works."""
         self.fail(sequence, "a forward pass", error)
         self.check_target()
 
     def fail_batch(self, batch: Rows[Sequence], error: BaseException) -> None:
-        """Handle a failed pass: clear the slots of its rows and retry each sequence alone."""
+        """Handle a failed forward pass over several sequences: clear their KV cache, and let each be retried alone."""
         reraise_exits(error)
         unfinished = [sequence for sequence in batch if sequence.finish_reason is None]
         for sequence in batch:
@@ -105,12 +97,11 @@ class FaultIsolation:
             sequence.row.max_draft_length = 0  # a draft may have been the cause
 
     def drop(self, sequence: Sequence) -> None:
-        """Remove a failed sequence and everything that is stored about it."""
         self._scheduler.discard(sequence)
         self._speculation.drop_request(sequence)
 
     def check_target(self) -> None:
-        """Raise EngineBroken unless the target can run a minimal forward pass."""
+        """Raise EngineBroken unless the model can run a minimal forward pass."""
         slot = min(self._scheduler.free_slots, default=None)
         if slot is None:  # all slots are in use: their passes will show it
             return
@@ -134,18 +125,14 @@ def find_violations(
     *,
     is_in_flight: bool = False,
 ) -> list[str]:
-    """Return all inconsistencies, one sentence each.
+    """Return all inconsistencies in the state of slots and requests, each as a sentence. O(cached tokens).
 
     Between two steps, every slot must be free or have one sequence, no request may occur twice, a slot must hold a
-    prefix of its sequence's context (at most all but the last token), and a free slot must hold the prefix that is
-    cached for it. The content of a slot is taken from the target's own record of its inputs. O(cached tokens).
+    prefix of its sequence (at most all but the last token), and a free slot must hold the prefix that is cached for it.
+    The target's own record of its input tokens tells the content of a slot.
 
-    Args:
-        target: The target.
-        scheduler: The scheduler.
-        prefix_cache: The prefix cache.
-        arriving: The sequences that have been submitted and are not scheduled yet.
-        is_in_flight: Whether a pass is in flight. Then slots hold drafts too, and running sequences are not checked.
+    ``arriving`` are submitted sequences that are not scheduled yet. If a forward pass ``is_in_flight``, running
+    sequences are not checked, because their slots hold drafts too.
     """
     return [
         *_slot_violations(target, scheduler),
@@ -159,10 +146,7 @@ def find_violations(
 def handle_violations(
     found: list[str], metrics: EngineMetrics, scheduler: Scheduler, prefix_cache: PrefixCache
 ) -> None:
-    """Log and count violations.
-
-    After any violation all free slots are cleared, because their cached prefixes are not reliable.
-    """
+    """Log and count inconsistencies; if there are any, clear all free slots, because their KV cache is not reliable."""
     for violation in found:
         metrics.integrity_violations += 1
         log.error("internal inconsistency, please report it: %s", violation)

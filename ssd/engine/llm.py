@@ -1,4 +1,4 @@
-"""``LLM``: offline inference for programs that complete prompts; it owns the model, the drafter and the cache."""
+"""``LLM``: offline inference for programs; it owns the model, the drafter and the cache."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from ssd.text.codec import TextCodec
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-"""Text or token ids."""
+"""A prompt, as text or as token ids."""
 
 _LOG_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One output of a prompt.
+    """One of the outputs generated for a prompt, as in the OpenAI API.
 
     Attributes:
-        index: Its number among the outputs of the prompt.
-        text: The text.
-        token_ids: The token ids.
-        finish_reason: Why it ended.
-        stop_reason: The stop string or stop token id that ended it; None for end of text.
+        index: The index among the outputs of the prompt.
+        text: The generated text.
+        token_ids: The generated token ids.
+        finish_reason: Why generation ended.
+        stop_reason: The stop string or stop token id that ended the output; None for end of text.
         logprobs: The log-probabilities of the tokens; None if they were not requested.
-        stats: Its forward passes, drafts and times.
+        stats: The number of forward passes and drafts, and the times.
     """
 
     index: int
@@ -60,11 +60,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The outputs of one prompt.
+    """A prompt with its outputs.
 
     Attributes:
-        prompt_token_ids: The prompt.
-        outputs: As many outputs as were requested.
+        prompt_token_ids: The token ids of the prompt.
+        outputs: The outputs; their number is the argument ``n`` of `LLM.generate`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -87,10 +87,10 @@ class Completion:
 
 
 class LLM:
-    """Completes prompts on the calling thread and adds every output to its cache.
+    """Completes prompts on the calling thread, and adds every output to a cache from which later outputs are drafted.
 
-    Repeated text then needs fewer passes, but outputs never depend on the content of the cache. Not thread-safe. Close
-    it, or use it as a context manager.
+    Repeated text then needs fewer forward passes, but outputs never depend on the content of the cache. Not
+    thread-safe. Close it after use, or use it as a context manager.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class LLM:
         learn: bool = True,
         **options: Any,
     ) -> None:
-        """Load a model; a terminal shows the current stage unless ``report`` is given.
+        """Load a model; in a terminal the current stage is shown unless ``report`` is given.
 
         Kernels are compiled once on each machine, which takes a minute or two.
 
         Args:
             model: A Hugging Face directory or id; the bundled model by default.
-            cache_dir: The directory in which the cache is stored; None keeps it in memory until the LLM is closed. If
-                another process writes to the directory, this one drafts from the text that is there now and keeps its
-                own text in memory.
-            warm: Directories made by ``ssd-cache build``, from which it drafts too.
+            cache_dir: The directory in which the cache is stored; None keeps the cache in memory until the LLM is
+                closed. If another process writes to the directory, this process reads the text stored now and keeps new
+                text in memory.
+            warm: Directories made by ``ssd-cache build`` that are searched for drafts too.
             learn: Whether outputs are added to the cache.
             **options: Further arguments of `Engine.from_pretrained`.
 
@@ -146,18 +146,22 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Store what was learned, if there is a directory, and free all resources."""
+        """Store the cache if it has a directory, and free all resources."""
         self._opened.close()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        *, n: int = 1, use_tqdm: bool = True,
-    ) -> list[Completion]:  # fmt: skip
-        """Complete all prompts together, and return one `Completion` for each, in order.
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        use_tqdm: bool = True,
+    ) -> list[Completion]:
+        """Complete all prompts in one batch, and return one `Completion` for each prompt, in order.
 
         Args:
-            prompts: A text, token ids, or a list of either.
-            sampling: The sampling parameters of all prompts, or a list with those of each.
+            prompts: A text, token ids, or a list of texts or lists of token ids.
+            sampling: The sampling parameters of all prompts, or a list with the parameters of each prompt.
             n: The number of outputs of each prompt.
             use_tqdm: Whether to show a progress bar. It is shown only for several outputs, in a terminal or a notebook.
 
@@ -176,14 +180,14 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[Completion]:
-        """Complete conversations like `generate`, with the model's chat template.
+        """Complete conversations like `generate`, after formatting them with the model's chat template.
 
         Args:
             messages: A list of messages in the format of the OpenAI API, or a list of such lists.
-            sampling: See `generate`.
-            n: See `generate`.
-            use_tqdm: See `generate`.
-            **template: Further variables of the template, e.g. ``tools``.
+            sampling: The sampling parameters of all conversations, or a list with the parameters of each conversation.
+            n: The number of outputs of each conversation.
+            use_tqdm: Whether to show a progress bar, see `generate`.
+            **template: Further variables of the chat template, e.g. ``tools``.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.codec.encode_chat(each, template_kwargs=template) for each in conversations]
@@ -191,12 +195,13 @@ class LLM:
         return self._complete(ids, sampling, n, continues_prompt=False, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Yield the output of one prompt while it is generated; it is cancelled if the iteration is abandoned.
+        """Yield the output of one prompt while it is generated; the request is cancelled if the caller stops iterating.
 
-        Several streams can be read alternately: their prompts are decoded together.
+        Several streams can be read alternately; their prompts are then decoded in one batch.
 
         Raises:
-            RequestError: The prompt or a parameter is invalid; some are detected only when the first output is read.
+            RequestError: The prompt or a parameter is invalid. Some errors are detected only when the first output is
+                read.
         """
         (request,) = self._requests([self._encode(prompt)], [_check_sampling(sampling)], 1, continues_prompt=True)
 
@@ -207,9 +212,14 @@ class LLM:
         return start_when_read()
 
     def _complete(
-        self, prompts: list[tuple[int, ...]], sampling: SamplingParams | Sequence[SamplingParams] | None, n: int,
-        *, continues_prompt: bool, use_tqdm: bool,
-    ) -> list[Completion]:  # fmt: skip
+        self,
+        prompts: list[tuple[int, ...]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        n: int,
+        *,
+        continues_prompt: bool,
+        use_tqdm: bool,
+    ) -> list[Completion]:
         if isinstance(sampling, Sequence):
             settings = [_check_sampling(each) for each in sampling]
             if len(settings) != len(prompts):
@@ -217,7 +227,7 @@ class LLM:
         else:
             settings = [_check_sampling(sampling)] * len(prompts)
         if not isinstance(n, Integral) or n < 1:
-            raise RequestError(f"n must be a whole number from 1 on, got {n!r}", param="n")
+            raise RequestError(f"n must be an integer of at least 1, got {n!r}", param="n")
         requests = self._requests(prompts, settings, int(n), continues_prompt=continues_prompt)
         names, choices = [request.request_id for request in requests], list[Choice]()
         with _Progress(requests, use_tqdm=use_tqdm) as self._progress:
@@ -235,7 +245,7 @@ class LLM:
     def _requests(
         self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, continues_prompt: bool
     ) -> list[Request]:
-        """Create the requests; ``continues_prompt`` is True if outputs continue the prompts' text."""
+        """Create ``n`` requests for each prompt; ``continues_prompt`` is False for chat prompts."""
         is_shared = n > 1 and self.engine.config.coupled_streams
         return [
             Request(
@@ -254,7 +264,7 @@ class LLM:
         if isinstance(prompt, str):
             return tuple(self.codec.encode_prompt(prompt))
         if not _is_list(prompt) or not all(isinstance(each, Integral) for each in prompt):
-            raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}", param="prompts")
+            raise RequestError(f"a prompt must be text or token ids, got {type(prompt).__name__}", param="prompts")
         return tuple(int(each) for each in prompt)
 
     def _submit(self, request: Request) -> None:
@@ -298,16 +308,19 @@ class LLM:
 
 
 class _Progress:
-    """A progress bar for the requests of one call, with the tokens per second of their prompts and outputs."""
+    """A progress bar over the requests of one call of ``generate``, with input and output tokens per second."""
 
     def __init__(self, requests: Sequence[Request], *, use_tqdm: bool) -> None:
         self._request_ids = {request.request_id for request in requests}
         self._num_prompt_tokens = self._num_output_tokens = 0
         self._started = time.monotonic()
         self._bar = tqdm(
-            total=len(requests), desc="Processed prompts", dynamic_ncols=True, miniters=0,
+            total=len(requests),
+            desc="Processed prompts",
+            dynamic_ncols=True,
+            miniters=0,
             disable=None if use_tqdm and len(requests) > 1 else True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -316,7 +329,6 @@ class _Progress:
         self._bar.close()
 
     def update(self, outputs: Iterable[RequestOutput]) -> None:
-        """Count the outputs of one step, and redraw the bar if a tenth of a second has passed since it was drawn."""
         if self._bar.disable:
             return
         num_ended = 0
@@ -338,7 +350,7 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
     try:
         return CacheManager(CacheConfig(directory=Path(directory)), codec.fingerprint)
     except CacheLocked as error:
-        log.warning("%s. This process drafts from the text that is there now, but what it learns is not kept", error)
+        log.warning("%s. This process drafts from the text stored there now, but does not store new text", error)
     caches = CacheManager(CacheConfig(), codec.fingerprint)
     try:
         caches.add_prebuilt_directory(Path(directory) / caches.namespace)
@@ -349,11 +361,11 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
 
 
 def _log_if_slow(work: Callable[[], None]) -> None:
-    """Run ``work``; if it takes long and kernels are being compiled, log that."""
+    """Call a function, and log that kernels are being compiled if that makes the call slow."""
 
     def log_compilation() -> None:
         if kernel_counts().compiled:
-            log.warning("compiling kernels, once on each machine and version: a minute or two")
+            log.warning("compiling kernels, which takes a minute or two, once per machine and version")
 
     timer = Timer(_LOG_AFTER_S, log_compilation)
     timer.daemon = True
@@ -368,13 +380,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
-        raise RequestError(f"prompts are text or token ids, got {type(prompts).__name__}", param="prompts")
+        raise RequestError(f"prompts must be text or token ids, got {type(prompts).__name__}", param="prompts")
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
 
 
 def _is_list(given: object) -> bool:
-    """Return whether an argument is a list of any type; mappings and bytes are not prompts."""
+    """Return whether an argument is an iterable that can be a list of prompts; mappings and bytes cannot."""
     return isinstance(given, Iterable) and not isinstance(given, Mapping | bytes | bytearray | memoryview)
 
 
@@ -382,7 +394,7 @@ def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling is a SamplingParams, got {type(sampling).__name__}", param="sampling")
+        raise RequestError(f"sampling must be a SamplingParams, got {type(sampling).__name__}", param="sampling")
     return sampling
 
 

@@ -1,4 +1,4 @@
-"""Latency of forward passes of several sizes, measured before any request has been served."""
+"""Measures the latency of forward passes of several sizes before any request is served."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ import numpy as np
 from ssd.model.target import Target
 
 Size = tuple[int, int]
-"""The number of rows of a pass, and the number of positions of each row."""
+"""The size of a forward pass: the number of sequences, and the number of tokens of each sequence."""
 
 _ROWS = 8
 _WIDTHS = (1, 2, 5)
-_SAMPLES = 3
-"""The minimum number of samples of each size, unless passes take very long."""
+_SAMPLES = 3  # the minimum number of samples of each size, unless passes are very slow
 _USUAL_SAMPLES = 5
-_USUAL_S = 2.0
-"""The time after which no more than `_SAMPLES` samples are taken."""
-_LONGEST_S = 10.0
-"""The time after which no size is measured again; an interruption is short compared with passes that take seconds."""
+_USUAL_S = 2.0  # no more than `_SAMPLES` samples are taken after this time
+_LONGEST_S = 10.0  # no further sample is taken after this time
 
 
 def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
-    """Return the seconds of passes of several widths at two batch sizes.
+    """Measure the seconds of forward passes with 1 and about 8 sequences and up to ``max_width`` tokens per sequence.
 
-    All sizes are measured alternately several times. The fastest sample counts, because other work on a machine only
-    makes passes slower. Uses the target's slots, which must be free.
+    All sizes are measured alternately, and the fastest sample of each size counts, because other work on a machine only
+    makes passes slower. All slots of the target must be free.
     """
     sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
     fastest = dict.fromkeys(sizes, math.inf)
@@ -56,9 +53,9 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Return the times bounded by the fact that a pass never takes longer than a larger pass or several smaller passes.
+    """Correct measured times: a forward pass is never slower than a larger pass, or than several smaller passes.
 
-    So a size of which every sample was interrupted is bounded by the other sizes. O(sizes squared).
+    This bounds the time of a size of which every sample was interrupted by other work. O(sizes squared).
     """
 
     def num_passes(size: Size, other: Size) -> int:

@@ -1,4 +1,4 @@
-"""The forward passes in flight: the current one and, on a concurrent device, maybe the next one."""
+"""Launches forward passes: the current one and, on an asynchronous device, sometimes the next one before it ends."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from ssd.engine.speculation import SpeculationManager
 from ssd.model.target import Target
 
 _MIN_DRAFTLESS_PASSES: Final = 16
-"""The number of passes in a row without a draft after which the next pass is launched before its drafts are known.
+"""The number of consecutive passes without a draft before the next pass is launched early, without waiting for drafts.
 
 A draft that is found one pass too late costs more than the host's part of several passes.
 """
 
 
 class Pipeline:
-    """Launches passes and waits for them; `FaultIsolation` handles passes that fail.
-
-    Attributes:
-        current: The pass that ends first.
-        next: The pass that was launched before the output of the current one was known.
-    """
+    """Launches forward passes and waits for them; if a pass fails, `FaultIsolation` ends the request that caused it."""
 
     def __init__(self, target: Target, speculation: SpeculationManager, isolation: FaultIsolation) -> None:
         self._target, self._speculation, self._isolation = target, speculation, isolation
         self.current: ForwardPass | None = None
+        # The pass that was launched before the output of the current one was known.
         self.next: ForwardPass | None = None
         self._num_draftless = 0
 
     def launch(self, batch: Batch, buffer: int) -> None:
-        """Launch the pass over the last token of every sequence and its draft in ``buffer``."""
+        """Launch the forward pass that verifies the drafts of all sequences in a batch.
+
+        ``buffer`` is the number (0 or 1) of the buffer that holds the drafts.
+        """
         if not batch.sequences:
             return
         try:
@@ -43,10 +42,10 @@ class Pipeline:
             self._isolation.fail_batch(batch.sequences, error)
 
     def launch_speculatively(self, running: Rows[Sequence]) -> None:
-        """Launch the next pass now if the current one will add exactly one token to each running sequence.
+        """Launch the next forward pass before the current one ends, so that the device is not idle between the two.
 
-        All sequences must continue after the current pass. The drafter is called one token too early; if it finds any
-        draft, the launch waits for that token.
+        This is possible if the current pass has no drafts, so that it adds exactly one token to each sequence, and all
+        sequences continue after it. The drafter is called without that token; if it finds a draft, nothing is launched.
         """
         current = self.current
         if (
@@ -69,11 +68,7 @@ class Pipeline:
             self._isolation.fail_batch(current.batch.sequences, error)
 
     def verify(self) -> ForwardPass | None:
-        """Wait for the current pass, verify its drafts and return it; the next pass becomes the current one.
-
-        Returns:
-            The pass, or None if there is none or it failed.
-        """
+        """Wait for the current forward pass, verify its drafts, and return it; None if there is none or it failed."""
         completed, self.current, self.next = self.current, self.next, None
         if completed is not None:
             try:
@@ -86,5 +81,4 @@ class Pipeline:
         return completed
 
     def drop(self) -> None:
-        """Discard the passes in flight."""
         self.current = self.next = None

@@ -1,4 +1,4 @@
-"""Chunked prefill: a step's token budget is shared among the sequences whose prompts are not computed yet."""
+"""Chunked prefill: in each step, prompts are computed up to a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from ssd.errors import reraise_exits
 from ssd.model.target import Target, pad_rows
 from ssd.text.grammar import await_masks
 
-_RESERVED_FRACTION = 4
-"""The divisor of the budget that gives the part reserved for the sequence that has waited longest: a quarter."""
+_RESERVED_FRACTION = 4  # a quarter of the budget is reserved for the oldest sequence
 
 
 class Prefill:
-    """Shares the token budget of a step among the sequences whose context is not completely in their slot.
+    """Computes prompts in chunks, so that a long prompt stalls neither running sequences nor short prompts.
 
-    Sequences are ordered by priority, then by the number of remaining tokens, so that a short prompt does not wait for
-    a long one (shortest remaining processing time, Schrage 1968). To prevent starvation, a quarter of the budget is
-    reserved for the sequence at the front of the queue: it is finished within 4 * remaining / budget steps. Running
-    sequences wait for at most one budget per step, however long prompts are.
+    In each step the token budget goes to sequences by priority, then to those with the fewest remaining tokens
+    (shortest remaining processing time, Schrage 1968). A quarter of it is reserved for the sequence that has waited
+    longest, so every prompt is finished within 4 * remaining tokens / budget steps.
 
-    Before a sequence is computed, cached prefixes are copied from other slots, so several choices of one prompt compute
-    it once.
+    Before a prompt is computed, prefixes that other slots have computed are copied, so several outputs of one prompt
+    compute it once.
     """
 
     def __init__(
@@ -35,11 +33,7 @@ class Prefill:
     ) -> None:
         """Create the prefill of an engine.
 
-        Args:
-            target: The target.
-            prefix_cache: The prefix cache.
-            chunk_tokens: The maximum number of tokens computed in one step.
-            on_fault: Called with a sequence whose pass failed and the error; it must remove the sequence from its slot.
+        If the forward pass of a sequence fails, ``on_fault`` is called and must remove the sequence from its slot.
         """
         self._target = target
         self._on_fault = on_fault
@@ -48,13 +42,13 @@ class Prefill:
         self._num_computed = 0
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of context tokens to compute before decoding; decoding feeds the last token."""
+        """Return the number of tokens to prefill: all but the last one, which the first decoding step computes."""
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:
-        """Compute up to one budget, and return the sequences of ``running`` that are ready to decode, in order.
+        """Compute up to one token budget of prompts, and return the sequences of ``running`` that are ready to decode.
 
-        A sequence whose grammar mask is late is not ready; if there are no others, this waits a little for a mask.
+        A sequence whose grammar mask is not ready is left out; if no sequence is ready, this waits briefly for a mask.
         """
         late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
         num_cached = self._target.lengths_of([sequence.slot for sequence in running]).tolist() if running else []
@@ -67,7 +61,6 @@ class Prefill:
         return [s for s in running if not self.num_remaining(s) and (s.grammar is None or s.grammar.is_ready())]
 
     def pop_num_computed(self) -> int:
-        """Return the number of tokens computed since the last call."""
         count, self._num_computed = self._num_computed, 0
         return count
 
@@ -83,7 +76,7 @@ class Prefill:
             budget -= self._prefill_sequence(sequence, budget, running)
 
     def _prefill_sequence(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
-        """Compute up to ``budget`` tokens of one sequence, and return their number."""
+        """Compute up to ``budget`` tokens of one sequence, and return their number; errors go to ``on_fault``."""
         if sequence.slot < 0 or not self.num_remaining(sequence):
             return 0
         try:

@@ -1,4 +1,4 @@
-"""Reuse of the KV cache of common prefixes across requests."""
+"""Automatic prefix caching: the KV cache of common prefixes is reused across requests."""
 
 from __future__ import annotations
 
@@ -19,36 +19,30 @@ TokenIds = npt.NDArray[np.int32]
 Scope = tuple[str | None, str | None, str | None, str | None]
 
 _MIN_COPIED_TOKENS = 16
-"""Shorter prefixes are computed, unless copying saves a whole pass.
+"""The minimum length of a prefix whose KV cache is copied from another slot; shorter prefixes are computed again.
 
-A copy takes two operations per layer, while a few more positions hardly slow down a pass.
+A copy takes two operations per layer, while a few more positions hardly slow down a forward pass. Shorter prefixes are
+copied only if that saves a whole pass.
 """
 
-_FIRST_COMPARED = 64
-"""The number of tokens that are compared first; the number doubles each time."""
+_FIRST_COMPARED = 64  # doubled until the texts differ
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """The prefix whose KV cache a free slot holds.
+    """The token prefix whose KV cache is still in a free slot."""
 
-    Attributes:
-        scope: The scope of the request for which it was computed, see `reuse_scope`.
-        tokens: The tokens, int32[n], at least one.
-    """
-
-    scope: Scope
-    tokens: TokenIds
+    scope: Scope  # the result of `reuse_scope` for the request that computed the prefix
+    tokens: TokenIds  # int32[n], at least one
 
 
 def reuse_scope(request: Request) -> Scope | None:
-    """Return the scope in which the KV cache of a request may be reused; None disables reuse.
+    """Return the key that two requests must share for one to reuse the KV cache of the other; None forbids reuse.
 
-    Reuse does not change outputs, but it changes the time to the first token and ``cached_tokens``. A client could use
-    that to find out whether a text was sent before (arXiv 2502.07776, section 3), and thus to read it token by token.
-    So nothing is reused across namespaces and tenants, and within them not across different salts, as with vLLM's
-    ``cache_salt``. The KV cache of an adapter differs from that of the model. A request with neither namespace nor salt
-    asks that nothing of it is kept.
+    Reuse changes no output, but it is visible in the time to the first token and in ``cached_tokens``. A client could
+    thus find out whether a text was sent before, token by token (arXiv 2502.07776, section 3). So the key consists of
+    namespace, tenant, ``cache_salt`` (as in vLLM) and LoRA adapter, whose KV cache differs from the model's. A request
+    with neither namespace nor salt is never reused.
     """
     if request.namespace is None and request.cache_salt is None:
         return None
@@ -58,7 +52,7 @@ def reuse_scope(request: Request) -> Scope | None:
 
 
 def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
-    """Return the length of the common prefix of two texts, int32[n] and int32[m]. O(length of the prefix)."""
+    """Return the number of equal tokens at the beginning of two texts. O(length of the common prefix)."""
     end, size = min(len(one), len(other)), _FIRST_COMPARED
     start = 0
     while start < end:
@@ -71,15 +65,14 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
 
 
 class PrefixCache:
-    """Assigns slots to sequences so that as much of their KV cache as possible is reused.
+    """Assigns slots to sequences such that as much of the KV cache as possible is reused.
 
-    A freed slot keeps its KV cache until another sequence gets the slot: one that continues the same text, or any other
-    when no slot is empty; then the least recently used one is evicted. A prefix in another slot, running or free, is
-    copied. The KV cache of a position is a function of the tokens up to it, so reuse does not change the output, except
-    for the rounding of passes of a different width, as with any chunked prefill.
+    A freed slot keeps its KV cache until a sequence with the same beginning gets the slot, or until it is the least
+    recently used one and another sequence needs a slot. A prefix in another slot, running or free, is copied. Outputs
+    do not change, except for the rounding of forward passes of another width, as with any chunked prefill.
 
-    Nothing is cached if it is disabled, if the model keeps running states or has no KV cache, and for requests without
-    a scope. Owned by the thread that steps the engine.
+    Nothing is cached if prefix caching is disabled, or the model keeps running states or has no KV cache, or
+    `reuse_scope` forbids it. Used only by the thread that steps the engine.
     """
 
     def __init__(self, target: Target, *, enabled: bool = True) -> None:
@@ -91,31 +84,25 @@ class PrefixCache:
         self._faults = FaultLog()
 
     def can_reuse(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may reuse cached prefixes; with prompt log-probabilities it may not."""
+        """Return whether a sequence may reuse cached prefixes; not if prompt log-probabilities are requested."""
         is_allowed = sequence.allow_prefix_copy and not sequence.needs_prompt_logprobs
         return self._enabled and is_allowed and reuse_scope(sequence.request) is not None
 
     def cached_prefix(self, slot: int) -> CachedPrefix | None:
-        """Return the prefix that a free slot holds, or None."""
         return self._cached.get(slot)
 
     def drop_overwritten(self) -> None:
-        """Drop the prefixes that another engine on the same target has overwritten. O(cached tokens)."""
+        """Drop the cached prefixes whose slots another engine with the same model has overwritten. O(cached tokens)."""
         for slot in range(self._target.num_slots):
             cached = self._cached.get(slot)
             if cached is None or not np.array_equal(self._target.cached_tokens(slot), cached.tokens):
                 self.clear_slot(slot)
 
     def assign_slot(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:
-        """Assign the best free slot to a sequence, and fill it with what is cached of its context.
+        """Assign a free slot to a sequence, and reuse the cached KV prefix that it has in common with any slot.
 
-        The best slot is the one with the longest common prefix, unless most of its cached prefix would be lost. Then
-        the common prefix is copied to the least recently used slot. O(slots + common tokens).
-
-        Args:
-            sequence: The sequence.
-            free_slots: The free slots.
-            running: The running sequences, whose slots may be copied from.
+        It gets the free slot with the longest common prefix. If most of the prefix cached there would be lost, the
+        common part is copied to the least recently used slot instead. O(slots + common tokens).
         """
         oldest = min(free_slots, key=lambda slot: (self._used_at[slot], slot))
         donor, shared = self._find_longest_prefix(sequence, running)
@@ -132,12 +119,12 @@ class PrefixCache:
             self._copy_prefix(donor, sequence, shared)
 
     def copy_cached_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Copy the part of a sequence's context that another slot has computed in the meantime."""
+        """Copy the part of a sequence's KV cache that another slot has computed since the sequence was admitted."""
         donor, shared = self._find_longest_prefix(sequence, running)
         self._copy_prefix(donor, sequence, shared)
 
     def retain(self, sequence: Sequence) -> None:
-        """Record the content of the slot that a sequence is about to leave, without rejected draft tokens."""
+        """Keep the KV cache of a sequence that is about to leave its slot for later requests with the same prefix."""
         slot, scope = sequence.slot, reuse_scope(sequence.request)
         length = min(self._target.length(slot), sequence.num_tokens - 1)
         self._used_at[slot] = next(self._clock)
@@ -148,18 +135,17 @@ class PrefixCache:
         self._cached[slot] = CachedPrefix(scope, sequence.context[:length].copy())
 
     def clear_slot(self, slot: int) -> None:
-        """Clear a free slot; cleared slots are assigned first."""
+        """Clear the KV cache of a free slot; cleared slots are assigned first."""
         self._target.rollback(slot, 0)
         self._cached.pop(slot, None)
         self._used_at[slot] = 0
 
     def clear_all(self) -> None:
-        """Clear all slots; allowed only while all are free."""
         for slot in range(self._target.num_slots):
             self.clear_slot(slot)
 
     def _find_longest_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> tuple[int | None, int]:
-        """Return the other slot with the longest common prefix, and its length; free slots win ties."""
+        """Return the other slot with the longest prefix in common with a sequence, and the length of that prefix."""
         best: tuple[int | None, int] = (None, 0)
         if self.can_reuse(sequence):
             context, scope = sequence.context[:-1], reuse_scope(sequence.request)

@@ -1,23 +1,29 @@
-"""Command line that profiles a model on this machine: the latency of passes, and decoding with and without drafts.
+"""Command line that profiles a model on this machine: latency of forward passes, decoding with and without drafts.
 
 ``python -m ssd.engine.profile_cli costs|log MODEL < SETTINGS``
 
-A separate program, so that its caller need not import torch. The settings are JSON on standard input. The last line of
-standard output is a JSON object; on failure it is ``{"error": ...}`` and the exit status is 2.
+It is a separate program so that its caller need not import torch. The settings are JSON on standard input. The last
+line of standard output is a JSON object; on failure it is ``{"error": ...}``, and the exit status is 2.
 
-- ``costs``, with batch 1 and greedy decoding, measures passes of several widths, steps without drafts, the time of
-drafting
-  in a step, and the gain from the target's own candidates (token recycling), which a replay without the model cannot
-  know.
-  Settings: ``prompts``, lists of token ids, by default text of this file; ``context``, the maximum number of tokens of
-      each
-  prompt; ``rounds``, how often every width is timed; ``tokens``, the number of tokens generated for each prompt.
-- ``log`` decodes one request at a time, alternately with and without drafts, starts each temperature with an empty
-cache,
-  and compares every output. Settings: ``prompts``, in the order of their arrival; ``lengths``, the maximum number of
-  tokens of each answer; ``temperatures``; ``minutes``, after which no request is started; ``fingerprint``, of the
-  tokenizer that made the token ids; ``draft_limit``; ``warm``, cache directories to search; ``learns``, whether answers
-  are cached.
+``costs`` decodes greedily at batch size 1. It measures forward passes of several widths, steps without drafts, the
+drafting time per step, and the gain from token recycling, which cannot be known without the model. Settings:
+
+- ``prompts``: lists of token ids; by default the text of this file.
+- ``context``: the maximum number of tokens of each prompt.
+- ``rounds``: how often every width is timed.
+- ``tokens``: the number of tokens generated for each prompt.
+
+``log`` decodes logged requests one at a time, with and without drafts, and compares the outputs. Each temperature
+starts with an empty cache. Settings:
+
+- ``prompts``: lists of token ids in the order of arrival.
+- ``lengths``: the maximum number of output tokens of each prompt.
+- ``temperatures``: the sampling temperatures.
+- ``minutes``: the time after which no request is started.
+- ``fingerprint``: the fingerprint of the tokenizer that made the token ids.
+- ``draft_limit``: the maximum draft length.
+- ``warm``: prebuilt cache directories to search.
+- ``learns``: whether outputs are added to the cache.
 """
 
 from __future__ import annotations
@@ -56,14 +62,11 @@ _SIZES = {"context": 256, "rounds": 30, "tokens": 48}
 
 VARIANTS = ("none", "ssd")
 _NUM_BIT_COMPARED = 8
-"""The number of requests per temperature that are decoded twice more with log-probabilities, which would affect the
-times.
-"""
+"""The number of requests per temperature that are decoded again with log-probabilities, to check bit identity."""
 _REPORT_EVERY_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ssd.engine.profile_cli")
     parser.add_argument("what", choices=("costs", "log"))
     parser.add_argument("model", help="Hugging Face directory or id")
@@ -93,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-    """Return the last prompt token and its greedy continuation, int64[num_tokens], which ignores the end of text.
+    """Decode greedily in slot 0, ignoring the end of text; return the last prompt token and the output tokens.
 
-    Slot 0 then holds the prompt without that token.
+    The result has ``num_tokens`` tokens. Slot 0 then holds the KV cache of the prompt without its last token.
     """
     target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
     tokens = [prompt[-1]]
@@ -109,14 +112,14 @@ def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArra
 def time_rounds(
     target: Target, text: npt.NDArray[np.int64], widths: Sequence[int], rounds: int
 ) -> tuple[npt.NDArray[np.float64], list[tuple[int, float]]]:
-    """Measure the seconds of passes over the first tokens of ``text``, which `decode` returned.
+    """Measure the seconds of forward passes over the first tokens of a text, with different numbers of tokens (widths).
 
-    A round measures every width once, in random order, so that a slow period of the machine affects all widths alike. A
-    pass ends when the target's tokens are on the host.
+    ``text`` is the result of `decode`. A round measures every width once, in random order, so that a slow period of the
+    machine affects all widths alike. A pass ends when the target's tokens are on the host.
 
     Returns:
-        The seconds, float64[rounds, widths], and every token that differed from decoding step by step: the width of its
-        pass, and how much higher its score was.
+        The seconds, float64[rounds, widths], and for each token that differs from ``text``: the width of its pass, and
+        the difference of its logit to that of the token in ``text``.
     """
     begin = target.length(0)
     random = np.random.default_rng(0)
@@ -140,23 +143,28 @@ def _open_engine(
     model: PreTrainedModel, codec: TextCodec, drafter: str, draft: DraftConfig, room: int, caches: CacheManager | None
 ) -> Engine:
     target = open_target(
-        model, num_slots=1, max_length=room, max_draft_tokens=draft.num_speculative_tokens,
+        model,
+        num_slots=1,
+        max_length=room,
+        max_draft_tokens=draft.num_speculative_tokens,
         keeps_top=draft.recycling and drafter == "ssd",
-    )  # fmt: skip
+    )
     engine = Engine(
-        target, drafter=make_drafter(drafter, draft), codec=codec, caches=caches, config=EngineConfig(max_num_seqs=1),
+        target,
+        drafter=make_drafter(drafter, draft),
+        codec=codec,
+        caches=caches,
+        config=EngineConfig(max_num_seqs=1),
         draft=draft,
-    )  # fmt: skip
+    )
     engine.warm_up()
     return engine
 
 
 def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tuple[float, int, int]]]:
-    """Run one request.
+    """Run one request; return its output, times and counts, and (seconds, draft tokens, output tokens) of each step.
 
-    Returns:
-        Its result: the output (with log-probabilities if requested), times and counts; and for each step but the first,
-        which includes prefill, its seconds, drafted tokens and output tokens.
+    The first step is left out of the list, because it includes prefill.
     """
     items, steps, first_s = list[Any](), list[tuple[float, int, int]](), 0.0
     started = time.perf_counter()
@@ -174,23 +182,27 @@ def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tu
             items += output.token_ids if output.logprobs is None else map(str, output.logprobs)
             stats = output.stats
     took = {
-        "said": items, "seconds": time.perf_counter() - started, "first_s": first_s, "tokens": stats.num_output_tokens,
-        "passes": stats.num_verify_steps, "drafted": stats.num_draft_tokens, "accepted": stats.num_accepted_tokens,
-    }  # fmt: skip
+        "said": items,
+        "seconds": time.perf_counter() - started,
+        "first_s": first_s,
+        "tokens": stats.num_output_tokens,
+        "passes": stats.num_verify_steps,
+        "drafted": stats.num_draft_tokens,
+        "accepted": stats.num_accepted_tokens,
+    }
     return took, steps
 
 
 class _CostProfile:
-    """Costs in units of a step without drafts; times in milliseconds."""
+    """The ``costs`` measurement: the cost of forward passes relative to a decoding step without drafts."""
 
     def __init__(self, codec: TextCodec, settings: Settings) -> None:
-        """Check the settings; raise ConfigError if the prompts cannot be used."""
         self._codec = codec
         self._sizes = {name: int(settings.get(name, size)) for name, size in _SIZES.items()}
         self._prompts = self._check_prompts(settings.get("prompts"))
 
     def _check_prompts(self, given: Any) -> list[list[int]]:
-        """Return the last ``context`` tokens of each prompt, or text of this file if there are no prompts."""
+        """Return the last ``context`` tokens of each prompt, or pieces of this file's text if no prompts are given."""
         max_tokens = self._sizes["context"]
         if given is None:
             text = self._codec.encode_prompt(Path(__file__).read_text())
@@ -201,20 +213,18 @@ class _CostProfile:
             raise ConfigError(f"prompts must be a list of lists of token ids ({error})") from error
         prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MAX_PROMPTS]
         if not prompts or any(not 0 <= token_id < self._codec.vocab_size for each in prompts for token_id in each):
-            raise ConfigError("prompts of two tokens or more are needed, of the model's own tokenizer")
+            raise ConfigError("prompts must have at least two tokens of the model's own tokenizer")
         return prompts
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the result; raise ConfigError if too little text was generated."""
         seconds, steps = self._time(model)
         if not all(each and sum(tokens for _, _, tokens in each) for each in steps):
-            raise ConfigError("too little was generated to be timed: give more tokens or other prompts")
+            raise ConfigError("too few tokens were generated for a measurement: raise tokens, or give other prompts")
         plain, looked_up, full = (
             (np.array([took for took, _, _ in each]), sum(tokens for _, _, tokens in each)) for each in steps
         )
 
         def speed_up(variant: tuple[npt.NDArray[np.float64], int]) -> float:
-            """Return the throughput of a variant relative to decoding without drafts."""
             return float(plain[0].sum() * variant[1] / (variant[0].sum() * plain[1]))
 
         ratios = np.maximum.accumulate(np.median(seconds / seconds[:, :1], axis=0))
@@ -234,11 +244,11 @@ class _CostProfile:
         }
 
     def _time(self, model: PreTrainedModel) -> tuple[npt.NDArray[np.float64], list[list[tuple[float, int, int]]]]:
-        """Measure passes and steps; all variants are measured alternately.
+        """Time forward passes of all widths, and decoding steps of three engines, alternately.
 
         Returns:
-            The seconds of passes, float64[rounds, widths], and the steps without drafts, with drafts from retrieval
-            alone, and with everything that is on by default.
+            The seconds of forward passes, float64[rounds, widths], and the steps of the three engines: without drafts,
+            with drafts from retrieval alone, and with retrieval and token recycling.
         """
         longest, number = max(self._prompts, key=len), len(self._prompts)
         room = len(longest) + max(max(WIDTHS), self._sizes["tokens"]) + 1
@@ -268,17 +278,15 @@ class _CostProfile:
 
 
 class _LogProfile:
-    """Decodes every request at every temperature with and without drafts, and reports tokens, passes and seconds."""
+    """The ``log`` measurement: decodes logged requests with and without drafts, and reports tokens and times."""
 
     def __init__(self, codec: TextCodec, settings: Settings, name: str) -> None:
-        """Check the settings; raise ConfigError if the token ids are not of the tokenizer of the model ``name``."""
         if settings["fingerprint"] != codec.fingerprint:
             raise ConfigError(f"the log was read with another tokenizer than that of {name}: give --tokenizer {name}")
         self._codec, self._settings, self._name = codec, settings, name
         self._draft = DraftConfig(num_speculative_tokens=int(settings["draft_limit"]))
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the result; raise ConfigError if no prompt fits."""
         settings, limit = self._settings, model_limit(model)
         requests = [
             (number, tuple(prompt), length)

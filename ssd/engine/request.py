@@ -1,4 +1,4 @@
-"""Inputs and outputs of the engine, and the records of a request that kernels update."""
+"""Requests to the engine, its outputs, and the per-sequence records that compiled kernels update."""
 
 from __future__ import annotations
 
@@ -21,43 +21,42 @@ N = TypeVar("N", int, float)
 
 
 class FinishReason(StrEnum):
-    """The reason why a completion ended; the values are OpenAI's."""
+    """The reason why an output ended; the values are OpenAI's."""
 
     STOP = "stop"
-    """The end of text, a stop token or a stop string was generated."""
+    """An end-of-text token, stop token or stop string was generated."""
     LENGTH = "length"
     """``max_tokens`` or the model's context length was reached."""
     CANCELLED = "cancelled"
-    """The client disconnected or cancelled the request."""
     ERROR = "error"
-    """The engine failed on this request; ``RequestOutput.error`` has the reason."""
+    """The engine failed on this request; ``RequestOutput.error`` has the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One completion to compute.
+    """A prompt to complete once, with its settings.
 
     Attributes:
         request_id: The id, unique for the life of the engine.
-        prompt_token_ids: The prompt.
+        prompt_token_ids: The token ids of the prompt.
         sampling: The sampling parameters.
-        choice_index: The number of the choice; part of the sampling noise's key, so that ``n`` choices of one seed
-            differ.
-        noise_stream: The noise stream, >= 0, if sampling is coupled; None draws one at random.
-        namespace: The namespace of the cache that drafts come from and text is added to; None uses no cache.
-        prediction_token_ids: The client's prediction of the output; only this request drafts from it.
+        choice_index: The index among several outputs of the prompt. Outputs with the same seed differ by it.
+        noise_stream: If requests share sampling noise (``EngineConfig.coupled_streams``), the number of the shared
+            noise stream; None draws one at random.
+        namespace: The namespace of the cache that drafts come from and to which the text is added; None uses no cache.
+        prediction_token_ids: The client's prediction of the output, from which only this request drafts.
         priority: The priority, -100..100; lower is more urgent, 0 is the default.
         namespace_policy: The size of the namespace's cache and its prebuilt caches; the last request of a namespace
             decides.
-        cache_salt: Reuse of the KV cache is limited to requests with the same salt, namespace and tenant.
-        tenant: An opaque name of the tenant, None for requests without one. Tenants take turns.
+        cache_salt: The KV cache is reused only among requests with the same salt.
+        tenant: An opaque name of the tenant; tenants take turns. None for requests without a tenant.
         max_running: The maximum number of running requests of the tenant; None means the number of slots.
-        prefix_scope: If given, the KV cache is reused among requests with the same scope and salt, whatever their
-            namespace and tenant.
+        prefix_scope: If given, the KV cache is reused among requests with the same scope and salt, even if they have
+            different namespaces and tenants.
         num_speculative_tokens: The maximum draft length, if lower than the engine's; 0 disables drafts.
-        record_steps: Whether the statistics list every draft.
+        record_steps: Whether ``RequestStats.steps`` lists every draft.
         learn: Whether the text is added to the namespace's cache; the request gets drafts in any case.
-        adapter: The LoRA adapter; None is the model itself. Caches are separated only by namespace.
+        adapter: The name of the LoRA adapter; None uses the model itself. Namespaces are shared by adapters.
     """
 
     request_id: str
@@ -80,7 +79,7 @@ class Request:
 
 
 def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
-    """Return (name, drafted tokens, accepted tokens) of each source with drafted tokens.
+    """Return (name, draft tokens, accepted tokens) of each draft source with draft tokens.
 
     Both arguments are indexed by the number of the source.
     """
@@ -89,7 +88,7 @@ def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, 
 
 
 class RowCounts(Record):
-    """The counters of a `RequestStats` that every pass updates, as kernels see them."""
+    """The counters of a request that every forward pass updates, at a fixed address for compiled kernels."""
 
     num_output_tokens: Int64
     num_verify_steps: Int64
@@ -102,61 +101,40 @@ class RowCounts(Record):
 
 
 class Row(Record):
-    """The record of a sequence that kernels update, at one address for its life.
+    """The state of a sequence that compiled kernels update, in a record at a fixed address.
 
-    One long prepared draft may serve several passes: it consists of the draft in flight, the target's next token and
-    the next draft, and so on.
-
-    Attributes:
-        tokens: The address of prompt and output, int32[end], of which the first ``length`` tokens exist.
-        length: The number of tokens.
-        end: The maximum number of tokens.
-        prompt_length: The number of prompt tokens.
-        stop_ids: The address of the token ids that end the output, int32[num_stop_ids].
-        num_stop_ids: The number of these ids.
-        uses_fast_path: Whether tokens that do not end the output only need to be appended.
-        counts: The counters of the request.
-        max_draft_length: The maximum draft length of a pass.
-        allow_tree: Whether drafts may be trees.
-        temperature_bucket: The bucket of the temperature, see `temperature_bucket_of`.
-        num_empty_drafts: The number of empty drafts in a row.
-        draft_row: The drafting state.
-        drafts: The drafts to verify, in two buffers, because the next pass's draft is made before the last one is
-            counted.
-        was_drafted: Whether a draft was requested, for each buffer.
-        prepared: The prepared draft.
-        prepared_length: The number of tokens of the context at which the next part of ``prepared`` fits; 0 if nothing
-            is prepared, -1 if ``prepared`` differs from the draft in flight.
-        prepared_begin: The index in ``prepared`` of the next part; the token before it must be the last token of the
-            context.
-        prepared_offset: The index in ``prepared`` of the draft in flight.
-        used_offset: The index in ``prepared`` of the current draft if it comes from there, else 0.
+    A prepared draft is one long draft for several forward passes: it consists of the draft being verified, the token
+    that the target is expected to add, the draft of the pass after it, and so on.
     """
 
-    tokens: Address
+    tokens: Address  # the address of prompt and output, int32[end], of which the first ``length`` tokens exist
     length: Int64
-    end: Int64
+    end: Int64  # the maximum number of tokens
     prompt_length: Int64
-    stop_ids: Address
+    stop_ids: Address  # the address of the token ids that end the output, int32[num_stop_ids]
     num_stop_ids: Int64
-    uses_fast_path: Int64
+    uses_fast_path: Int64  # whether kernels may append tokens that do not end the output
     counts: RowCounts
     max_draft_length: Int64
     allow_tree: Int64
-    temperature_bucket: Int64
-    num_empty_drafts: Int64
+    temperature_bucket: Int64  # the bucket of the temperature, see `temperature_bucket_of`
+    num_empty_drafts: Int64  # the number of consecutive empty drafts
     draft_row: DraftRow
+    # The drafts to verify, in two buffers, because the next pass's draft is made before the last one is counted.
     drafts: Annotated[Sequence[DraftRecord], DraftRecord, 2]
-    was_drafted: Annotated[Int64s, np.int64, 2]
+    was_drafted: Annotated[Int64s, np.int64, 2]  # whether a draft was requested, for each buffer
     prepared: DraftRecord
+    # The number of tokens of the context at which the next part of ``prepared`` fits; 0 if nothing is prepared, -1 if
+    # ``prepared`` differs from the draft in flight.
     prepared_length: Int64
+    # The index in ``prepared`` of the next part; the token before it must be the last token of the context.
     prepared_begin: Int64
-    prepared_offset: Int64
-    used_offset: Int64
+    prepared_offset: Int64  # the index in ``prepared`` of the draft in flight
+    used_offset: Int64  # the index in ``prepared`` of the current draft if it comes from there, else 0
 
 
 class _RecordField(Generic[N]):
-    """An attribute that is stored in ``counts``."""
+    """An attribute of `RequestStats` that is stored in its ``counts`` record, which kernels update."""
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self._name = name
@@ -170,23 +148,29 @@ class _RecordField(Generic[N]):
 
 
 class RequestStats:
-    """Statistics of one request; accepted tokens are draft tokens that were emitted.
+    """Statistics of one request.
 
-    Times are those of ``time.perf_counter``, 0 if the event has not happened yet.
+    Accepted tokens are draft tokens that became output. Times are those of ``time.perf_counter``; 0 means not yet.
 
     Attributes:
         num_cached_tokens: The number of prompt tokens whose KV cache was reused.
-        steps: The drafted and the accepted tokens of every draft, if the request records them.
-        is_coupled: Whether the request is sampled with shared noise.
+        steps: The number of draft tokens and of accepted tokens for each draft, if ``Request.record_steps``.
+        is_coupled: Whether the request is sampled with noise that other requests share.
         submitted_s: The time of submission.
-        started_s: The time of the first admission.
+        started_s: The time of the first assignment of a slot.
         first_token_s: The time of the first token.
         last_token_s: The time of the last token.
     """
 
     __slots__ = (
-        "counts", "is_coupled", "num_cached_tokens", "num_prompt_tokens", "started_s", "steps", "submitted_s",
-    )  # fmt: skip
+        "counts",
+        "is_coupled",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "started_s",
+        "steps",
+        "submitted_s",
+    )
     num_output_tokens = _RecordField[int]()
     num_verify_steps = _RecordField[int]()
     num_drafts = _RecordField[int]()
@@ -196,7 +180,6 @@ class RequestStats:
     last_token_s = _RecordField[float]()
 
     def __init__(self, num_prompt_tokens: int = 0, counts: RowCounts | None = None) -> None:
-        """Create statistics; ``counts`` is the record that passes update, or None for a new one."""
         self.counts = Records(RowCounts)[0] if counts is None else counts
         self.num_prompt_tokens, self.num_cached_tokens = num_prompt_tokens, 0
         self.steps: list[tuple[int, int]] | None = None
@@ -205,44 +188,37 @@ class RequestStats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """The number of accepted tokens of each ``Draft.source``."""
+        """The number of accepted draft tokens from each source of drafts, by the names in ``Draft.source``."""
         found = counts_by_source(self.counts.by_source, self.counts.by_source)
         return {name: accepted for name, _, accepted in found}
 
 
 class VerifiedDraft(NamedTuple):
-    """The result of verifying a request's draft.
+    """The result of verifying a request's draft in one forward pass; the output begins with the accepted tokens."""
 
-    Attributes:
-        number: The number of the pass among those of the request, from 1.
-        source: The source, as in ``Draft.source``.
-        num_drafted: The number of draft tokens.
-        num_accepted: The number of accepted draft tokens, which are the first tokens of the output.
-    """
-
-    number: int
-    source: str
+    number: int  # the number of the request's forward pass, from 1
+    source: str  # as in ``Draft.source``
     num_drafted: int
     num_accepted: int
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen, because one is created per row and step
 class RequestOutput:
-    """The output of one request in one step.
+    """The new output of one request in one engine step.
 
     Attributes:
         request_id: The id of the request.
-        token_ids: The new tokens, the end-of-text or stop token included.
-        text: The new text that is safe to send: complete characters without a possible beginning of a stop string.
+        token_ids: The new tokens, including an end-of-text or stop token.
+        text: The new text that is safe to send: complete characters, without a suffix that could begin a stop string.
             Special tokens and, by default, the stop string are left out. The last output has the rest of the text.
         finish_reason: Why the request ended; None while it runs.
-        stop_reason: The stop string or stop token id that ended it; None for end of text.
-        error: The reason of a failure.
-        refusal: The exception, if the failure is the request's own fault.
+        stop_reason: The stop string or stop token id that ended the request; None for end of text.
+        error: The message of a failure.
+        refusal: The exception, if the failure is the client's fault.
         logprobs: The log-probabilities of ``token_ids``; None if they were not requested.
         prompt_logprobs: In the first output, the log-probability of each prompt token (None for the first one), if
             requested.
-        draft: The draft of the pass that produced the tokens; None if no pass did.
+        draft: The draft of the forward pass that produced the tokens; None if no pass did.
         stats: The statistics of the request.
     """
 

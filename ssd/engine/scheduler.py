@@ -1,4 +1,4 @@
-"""Admission of waiting requests to slots, by tenant and priority."""
+"""Admission of waiting requests to slots of the KV cache, by tenant and priority."""
 
 from __future__ import annotations
 
@@ -11,31 +11,27 @@ from ssd.engine.prefix_cache import PrefixCache
 from ssd.engine.sequence import Sequence
 
 AGEING_STEPS = 64
-"""The number of steps of waiting that count as much as one level of priority."""
+"""The number of engine steps of waiting that raise a request by one level of priority."""
 
 
 class Scheduler:
-    """Assigns slots to waiting sequences.
+    """Assigns the slots of the KV cache to waiting sequences.
 
-    Used only by the thread that steps the engine; any thread may read the counts.
-
-    Tenants take turns: among the tenants that have a waiting request and may run more (``Request.max_running``), the
-    one that was given a slot longest ago is next. All requests without a tenant count as one tenant. The rest applies
+    Tenants take turns: of the tenants with a waiting request and fewer than ``Request.max_running`` running ones, the
+    one that was given a slot longest ago is next. Requests without a tenant count as one tenant. The following applies
     within a tenant.
 
     A request of priority p that arrives at step t has the queue key ``p * ageing_steps + t``, and the lowest key is
-    admitted first: by priority, first come first served within one priority. A later request with a priority lower by d
-    overtakes it only if it arrives within ``d * ageing_steps`` steps. Keys never change, so queues need no resorting as
-    requests age.
+    admitted first: by priority, and first come, first served within a priority. A more urgent request overtakes one
+    that has waited long only if its priority is lower by more than the waiting time / ``ageing_steps``. Keys never
+    change, so queues need no resorting as requests age.
 
-    The memory of all slots is reserved, so no request is preempted for lack of memory. If no slot is free, the next
-    request preempts the running one with the highest queue key among those with a higher ``priority``, unless ageing
-    has put that one ahead. A preempted request keeps its tokens and its key, and continues when it gets a slot again,
-    with the same output. As keys are fixed, two requests never preempt each other alternately.
+    The memory of all slots is reserved, so no request is preempted for lack of memory. If no slot is free, a request
+    preempts the running one with the highest key among those with a higher ``priority`` value and a higher key. A
+    preempted request keeps its tokens and key, and later continues with the same output. As keys are fixed, two
+    requests never preempt each other alternately.
 
-    Attributes:
-        running: The running sequences, in the order of their slots.
-        num_waiting: The number of sequences without a slot.
+    Only the thread that steps the engine may use it; any thread may read the counts.
     """
 
     def __init__(self, num_slots: int, prefix_cache: PrefixCache, *, ageing_steps: int = AGEING_STEPS) -> None:
@@ -50,23 +46,22 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """The waiting sequences, in queue order within each tenant. O(waiting)."""
+        """The waiting sequences of all tenants, in queue order within each tenant. O(waiting)."""
         return [sequence for queue in self._queues.values() for sequence in queue]
 
     @property
     def free_slots(self) -> frozenset[int]:
-        """The slots without a sequence."""
         return frozenset(self._free_slots)
 
     def enqueue(self, sequences: Iterable[Sequence]) -> None:
-        """Add sequences to the queues. O(waiting) each."""
+        """Add new sequences to the queues of their tenants. O(waiting) for each sequence."""
         for sequence in sequences:
             self._num_arrivals += 1
             sequence.queue_key = (sequence.request.priority * self._ageing_steps + self._num_steps, self._num_arrivals)
             self._insert(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Start a step: assign slots to the next sequences, and return the sequences that were preempted."""
+        """Assign slots to waiting sequences at the start of a step, and return the sequences that were preempted."""
         self._num_steps += 1
         if self._queues and not self.running:
             self._prefix_cache.drop_overwritten()
@@ -89,7 +84,7 @@ class Scheduler:
         return preempted
 
     def release(self, sequence: Sequence) -> None:
-        """Remove a sequence from its slot, which keeps its KV cache."""
+        """Remove a sequence from its slot, whose KV cache stays available for prefix caching."""
         self._prefix_cache.retain(sequence)
         self._free_slot(sequence)
 
@@ -102,7 +97,7 @@ class Scheduler:
         return slot
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a running or waiting sequence and clear its slot, whose content is unknown."""
+        """Remove a sequence, running or waiting, and clear its KV cache, whose content is unknown after a failure."""
         if sequence.slot < 0:
             if sequence in self._queues.get(sequence.request.tenant, ()):
                 self._dequeue(sequence)
@@ -110,7 +105,6 @@ class Scheduler:
         self._prefix_cache.clear_slot(self._free_slot(sequence))
 
     def remove(self, request_ids: set[str]) -> list[Sequence]:
-        """Remove and return the sequences with these request ids, running or waiting; unknown ids are ignored."""
         found = [s for s in (*self.waiting, *self.running) if s.request.request_id in request_ids]
         for sequence in found:
             if sequence.slot < 0:
@@ -131,15 +125,11 @@ class Scheduler:
             del self._queues[sequence.request.tenant]
 
     def can_admit(self) -> bool:
-        """Return whether a waiting request could be admitted now. O(tenants + running)."""
+        """Return whether a waiting request could get a slot now. O(tenants + running)."""
         return self._next_admission() is not None
 
     def _next_admission(self) -> tuple[Sequence, Sequence | None] | None:
-        """Return the sequence to admit next and the one to preempt for it, if any. O(tenants + running).
-
-        Returns:
-            None if no sequence can be admitted.
-        """
+        """Return the sequence to admit next and the one to preempt for it, if any; None if none can be admitted."""
         if not self._queues:
             return None
         num_running = Counter(running.request.tenant for running in self.running)
@@ -154,7 +144,6 @@ class Scheduler:
         return None
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the running sequence of the same tenant that must be preempted for a sequence, or None."""
         later = [
             running
             for running in self.running

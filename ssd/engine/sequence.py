@@ -33,20 +33,17 @@ from ssd.text.stream import TextStream
 
 
 class Coupling:
-    """Creates the sampling noise of an engine's requests: from their seeds, or from ``num_streams`` shared streams.
+    """Creates the sampling noise of requests from the seed of the request, or from one of several shared streams.
 
-    Streams belong to a namespace: an output depends on the secret of its namespace, its stream and its own text, and
-    not on other requests. Thread-safe.
+    Requests with the same stream get the same answer to the same prompt, so earlier answers can be drafted. An output
+    depends on the stream, a secret of its cache namespace, and its own text, and not on other requests. Thread-safe.
     """
 
     def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
-        """Create the noise source.
+        """Create the source of an engine's sampling noise, with ``num_streams`` shared streams; 0 disables sharing.
 
-        Args:
-            num_streams: The number of shared streams; 0 disables them.
-            window: The number of tokens before a token that its noise depends on.
-            root: Returns the secret from which the namespaces' secrets are derived, called for each request; None draws
-                one at random.
+        The shared noise of a token depends on the ``window`` tokens before it. ``root`` is called for each request and
+        returns the secret from which the secrets of the namespaces are derived; None draws one at random.
         """
         self.num_streams = num_streams
         self._window = window
@@ -54,20 +51,19 @@ class Coupling:
         self._root = root or (lambda: drawn)
 
     def warm_up(self) -> None:
-        """Compile the kernels that compute noise, those of shared noise only if it is enabled."""
         SequenceNoise.seeded_keys([SequenceNoise.seeded(0)], [1], 1)
         if self.num_streams:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
     def distinct_streams(self, count: int, seed: int) -> list[int]:
-        """Return distinct streams for ``count`` outputs of one prompt, drawn with ``seed``. O(count).
+        """Draw ``count`` different stream numbers with ``seed``, for several outputs of one prompt. O(count).
 
-        They are streams of the engine if it has as many.
+        The numbers exceed the engine's streams only if it has fewer than ``count``.
         """
         return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
     def make_noise(self, request: Request, seed: int) -> SequenceNoise:
-        """Return the noise of a request; ``seed`` is used for what it does not name: its seed or its stream."""
+        """Return the sampling noise of a request; ``seed`` is used if the request has no seed or noise stream."""
         sampling = request.sampling
         if sampling.seed is not None:
             return SequenceNoise.seeded(sampling.seed, request.choice_index)
@@ -81,52 +77,25 @@ class Coupling:
 
 
 def namespace_secret(root: bytes, namespace: str) -> int:
-    """Derive the secret of a namespace: 64 bits that reveal neither the root nor other secrets (HMAC, RFC 2104)."""
+    """Derive a 64-bit secret for a namespace that reveals neither ``root`` nor other secrets (HMAC, RFC 2104)."""
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 
 class Committed(NamedTuple):
-    """The tokens that one pass added to a sequence.
-
-    Attributes:
-        token_ids: The tokens.
-        pending_ids: The tokens that are not detokenized yet.
-        text: The text of the other tokens.
-        finish_reason: See `RequestOutput`.
-        stop_reason: See `RequestOutput`.
-        logprobs: See `RequestOutput`.
-    """
+    """The tokens that one forward pass added to a sequence, before they are detokenized completely."""
 
     token_ids: tuple[int, ...]
-    pending_ids: list[int]
-    text: str = ""
+    pending_ids: list[int]  # the tokens that are not detokenized yet
+    text: str = ""  # the text of the other tokens
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class Sequence:
-    """Prompt, output and stop conditions of one request.
+    """A request in the engine with its tokens, stop conditions and sampling state.
 
-    The slot's KV cache holds the context without its last token, which the next pass feeds.
-
-    Attributes:
-        request: The request.
-        row: The record that kernels update; ``address`` is its address.
-        tokens: Prompt and output, int32[max_length]; the first ``num_tokens`` are the context.
-        max_length: The maximum number of tokens.
-        num_prompt_tokens: The number of prompt tokens.
-        prediction: The client's prediction of the output, int32[n], or None.
-        namespace: The namespace of the cache that it uses; None uses no cache.
-        sampling: The sampling parameters and noise.
-        eos_token_ids: The end-of-text ids that end the output.
-        stop_token_ids: The stop tokens that end the output.
-        slot: The slot; -1 while it waits.
-        queue_key: Lower keys are admitted first; set by the scheduler.
-        num_preemptions: The number of preemptions.
-        stats: The statistics.
-        finish_reason: Why it ended; None while it runs.
-        grammar: The state of its structured output, or None.
+    The KV cache holds all tokens but the last one, which the next forward pass computes.
     """
 
     def __init__(
@@ -150,6 +119,7 @@ class Sequence:
         self.row, self.address = self._memory[0], self._memory.address
         max_length_of_request = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         self.max_length = self.row.end = min(max_length, max_length_of_request)
+        # Prompt and output; the first ``num_tokens`` are the context.
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
         self.row.tokens, self.row.length, self.row.prompt_length = address(self.tokens), len(prompt), len(prompt)
@@ -171,28 +141,21 @@ class Sequence:
             forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
         )
         is_free = grammar is None and not depends_on_prefix(sampling)
+        # Whether each token is the argmax of the logits, whatever the text is.
         self.is_greedy = sampling.greedy and is_free
-        """Whether its tokens are the argmax of the logits, whatever the text is."""
+        # Whether each token is the argmax of the logits plus the noise of its position, whatever the text is.
         self.is_sampled_by_position = is_free and not noise.is_coupled and has_only_temperature(self.sampling)
-        """Whether its tokens are the argmax of the logits with the noise of their positions, whatever the text is."""
-        self.slot = -1
-        self.queue_key = (0, 0)
+        self.slot = -1  # -1 while the sequence waits
+        self.queue_key = (0, 0)  # lower keys are admitted first; set by the scheduler
         self.num_preemptions = 0
-        self.needs_solo_retry = False
-        """Whether it was in a batched pass that failed and has not run alone since, which shows whether it is the
-        cause.
-        """
-        self.allow_prefix_copy = True
-        """Whether the KV cache of other slots may be copied; False after a copy failed."""
+        self.needs_solo_retry = False  # after a batched pass failed, until the sequence has run alone
+        self.allow_prefix_copy = True  # False after copying the KV cache of another slot failed
         self.stats = RequestStats(len(prompt), self.row.counts)
         self.stats.steps = [] if request.record_steps else None
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
-        self.draft_request: DraftRequest | None = None
-        """The request to the drafter, the same object at every step."""
-        self.request_row: RequestRow | None = None
-        """The suffix drafter's state of the sequence, after its first draft."""
-        self.draft: VerifiedDraft | None = None
-        """The draft of the last pass, until its output is made."""
+        self.draft_request: DraftRequest | None = None  # the request to the drafter, the same object at every step
+        self.request_row: RequestRow | None = None  # the suffix drafter's state, set before the first draft
+        self.draft: VerifiedDraft | None = None  # the draft of the last pass, until its output is made
         self.finish_reason: FinishReason | None = None
         self._stream = stream
         self.grammar = grammar
@@ -204,37 +167,29 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of prompt and output."""
         return self.row.length
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
-        """Prompt and output so far: a view, int32[num_tokens]."""
         return self.tokens[: self.num_tokens]
 
     @property
     def num_remaining(self) -> int:
-        """The number of tokens that may still be generated."""
         return self.max_length - self.num_tokens
 
     def drop_drafts(self) -> None:
-        """Drop the drafting state, as if no draft had been made yet."""
         self.draft_request = self.request_row = None
         self.row.prepared_length = self.row.used_offset = 0
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether all passes of the prompt must be scored from the first token on, see ``score_prompt``."""
         return self.request.sampling.prompt_logprobs is not None
 
     def score_prompt(self, logits: torch.Tensor, first: int) -> None:
-        """Record the log-probabilities of prompt tokens; must be called in order.
+        """Record the log-probabilities of prompt tokens from a chunk of prefill; chunks must come in order.
 
-        Tokens that are computed again, e.g. after a failure, are ignored.
-
-        Args:
-            logits: The logits [n, V] after the prompt tokens ``first``, ``first + 1``, ...
-            first: The index of the first of these tokens.
+        Tokens that were recorded before, e.g. before a failure, are ignored. ``logits``, [n, V], are those after the
+        prompt tokens ``first``, ``first + 1``, ...
         """
         num_top = self.request.sampling.prompt_logprobs
         start = len(self._prompt_logprobs)
@@ -243,28 +198,24 @@ class Sequence:
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
     def advance_noise(self) -> None:
-        """Advance the noise state over the context, which is append-only."""
+        """Bring the state of the shared sampling noise up to date with the tokens appended since the last call."""
         if self._is_coupled:
             self.sampling.noise.advance(self.context)
 
     def sampling_row(self, draft: Draft) -> SamplingRow:
-        """Return the input for sampling this sequence's next tokens."""
         self.advance_noise()
         return self.sampling.with_text(self.context, self.num_prompt_tokens, draft, self.grammar)
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether `append_tokens` needs logits."""
         return self.request.sampling.logprobs is not None
 
     def append_tokens(self, token_ids: list[int], logits: torch.Tensor | None) -> Committed:
         """Append output tokens up to the first one that ends the output; the tokens after it are dropped.
 
-        Text is made only as far as it may end the output; `make_output` must be called for each result, in order.
-
-        Args:
-            token_ids: The output tokens of a pass.
-            logits: The model's logits, [>= n, V], row i for token i; needed only if ``needs_logprobs``.
+        Text is made here only if stop strings must be searched; otherwise `make_output`, which must be called for each
+        result in order, makes it later. ``logits``, [>= n, V] with a row for each token, are needed only if
+        ``needs_logprobs``.
         """
         before = self.num_tokens
         emitted: list[int] = []
@@ -313,7 +264,7 @@ class Sequence:
         return Committed(tuple(emitted), pending_ids, "".join(text), self.finish_reason, stop_reason, logprobs)
 
     def make_output(self, committed: Committed) -> RequestOutput:
-        """Return the output of a pass with its text."""
+        """Detokenize the tokens that a forward pass added, and return them as the output for the client."""
         text, stream = committed.text, self._stream
         if stream is not None and not stream.may_stop:
             text = stream.push(committed.pending_ids)
@@ -322,7 +273,7 @@ class Sequence:
         return self._output(committed, text)
 
     def end(self, reason: FinishReason, error: str | None = None, refusal: RequestError | None = None) -> RequestOutput:
-        """End the output without another token, and return the last output."""
+        """End the sequence without another token, e.g. after an error, and return its last output."""
         self.finish_reason, self.row.uses_fast_path = reason, 0
         return self._output(Committed((), [], finish_reason=reason), "", error, refusal)
 
@@ -366,7 +317,7 @@ def open_sequence(
     """Validate a request and create its sequence.
 
     Raises:
-        RequestError: The request is invalid; the error names the field and the remedy.
+        RequestError: The request is invalid; the message names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
         raise RequestError(f"there is no adapter {quote_value(request.adapter)} here", param="model")
@@ -407,8 +358,8 @@ def _check(
             raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
     if len(request.prediction_token_ids) > max_model_len:
         raise RequestError(
-            f"prediction has {len(request.prediction_token_ids)} tokens, and no output has more than {max_model_len}: "
-            "shorten it",
+            f"prediction has {len(request.prediction_token_ids)} tokens, but the model's context has only "
+            f"{max_model_len}: shorten it",
             param="prediction",
         )
     room = max_model_len - num_prompt
@@ -431,7 +382,7 @@ def _check(
         )
     if request.priority and not allows_priority:
         raise RequestError(
-            'priorities are off here: leave priority out or 0 (the scheduling policy "priority" takes them)',
+            'priorities are disabled here: leave priority out, or enable them by the scheduling policy "priority"',
             param="priority",
         )
     limit = request.num_speculative_tokens

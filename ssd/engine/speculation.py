@@ -1,4 +1,4 @@
-"""Speculation: when the drafter is used, which drafts are verified, and what is learned from the result."""
+"""Speculation: decides when to draft and which drafts to verify, and learns from the result."""
 
 from __future__ import annotations
 
@@ -42,26 +42,20 @@ from ssd.retrieval.cache_state import LearnedState
 log = logging.getLogger(__name__)
 
 
-_REPORTED_WIDTH = 16
-"""The number of tokens of the pass whose cost is reported."""
+_REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""The number of steps after which it is reported that likely drafts are withheld because of their cost."""
+"""After this many steps in which promising drafts were not verified because of their cost, a warning is logged."""
 
 
 class SpeculationStatus(NamedTuple):
-    """Whether drafts are verified.
-
-    Attributes:
-        active: Whether they are.
-        reason: The reason in one sentence.
-    """
+    """Whether drafts are verified at present, and the reason in one sentence."""
 
     active: bool
     reason: str
 
 
 def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
-    """Return the shape of drafts: the configured one, or chains if the target can verify nothing else."""
+    """Return the configured shape of drafts, or "chain" if the target cannot verify draft trees."""
     if target.can_verify_trees:
         return shape
     if shape == "tree":
@@ -70,17 +64,18 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether drafts are trees in a pass of ``num_rows`` rows; "auto" uses trees if one sequence runs alone.
+    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto": only for one sequence.
 
-    That was faster on a CPU: a tree adds accepted tokens to one row, but all rows are padded to the longest draft.
+    With several sequences trees were slower on a CPU: they add accepted tokens to one sequence, but all sequences are
+    padded to the longest draft.
     """
     return shape == "tree" or (shape == "auto" and num_rows == 1)
 
 
 def validate_draft(draft: Draft, limit: int, *, allow_tree: bool) -> Draft | None:
-    """Return a draft cut to ``limit`` tokens, or None if its parents are invalid.
+    """Return a draft cut to ``limit`` tokens, or None if it is no valid tree.
 
-    If trees are not allowed, the chain at the beginning of a tree is returned.
+    If trees are not allowed, a tree is replaced by the chain at its beginning.
     """
     if draft.parents is not None:
         if not is_tree(draft.parents, len(draft.token_ids)):
@@ -92,7 +87,7 @@ def validate_draft(draft: Draft, limit: int, *, allow_tree: bool) -> Draft | Non
 
 
 def write_draft(draft: Draft, out: DraftRecord) -> None:
-    """Write a draft of at most MAX_DRAFT tokens to a record."""
+    """Write a draft of at most MAX_DRAFT tokens to a record that compiled kernels read."""
     size = out.size = len(draft.token_ids)
     out.match_length, out.source = draft.match_length, source_number(draft.source)
     out.is_tree, out.has_estimates = draft.parents is not None, draft.probabilities is not None
@@ -104,9 +99,9 @@ def write_draft(draft: Draft, out: DraftRecord) -> None:
 
 
 class SpeculationManager:
-    """Makes the drafts of a pass, as long as their expected gain exceeds their cost.
+    """Decides when drafts are made and how long they are, by expected gain and measured cost, and calls the drafter.
 
-    It affects only speed, never a token. A drafter that fails proposes nothing, see `BestEffort`.
+    It affects only speed, never an output token. If the drafter raises an exception, the drafts are empty.
     """
 
     def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
@@ -114,10 +109,10 @@ class SpeculationManager:
         self._drafter = drafter
         hybrid = drafter if isinstance(drafter, HybridDrafter) else None
         first = drafter if hybrid is None else hybrid.primary
+        # The suffix drafter, which drafts for all rows in one call; None for other drafters.
         self._suffix = first if isinstance(first, SuffixDrafter) else None
-        """The suffix drafter, which drafts for all rows in one call; None for other drafters."""
+        # The hybrid drafter if its primary drafter is a suffix drafter.
         self._hybrid = None if self._suffix is None else hybrid
-        """The hybrid drafter if its primary drafter is a suffix drafter."""
         self._isolated_drafter = FaultIsolatingDrafter(drafter)
         self._best_effort = best_effort
         self._limit = draft.num_speculative_tokens if target.can_roll_back and type(drafter) is not NoDrafter else 0
@@ -127,13 +122,11 @@ class SpeculationManager:
         self._calibration = AcceptanceCalibration()
         self._backoff = DraftBackoff()
         self._buffer = 0
-        self._scored_pass: ScoredPass | None = None
-        """The scores of the last pass, until they are learned from."""
+        self._scored_pass: ScoredPass | None = None  # the scores of the last pass, until they are learned from
         self._observing_s = 0.0
         self._is_drafter_ready = True
         self._compiling: Thread | None = None
-        self._disabled_reason = ""
-        """The reason why no drafts are ever made; empty if they are."""
+        self._disabled_reason = ""  # the reason why no drafts are ever made; empty if they are
         if not target.can_roll_back:
             self._disabled_reason = f"the model runs {target.backend}, which cannot undo rejected draft tokens"
         elif not self._limit:
@@ -143,12 +136,11 @@ class SpeculationManager:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether drafts are ever made."""
         return not self._disabled_reason
 
     @property
     def status(self) -> SpeculationStatus:
-        """Whether drafts are verified now, and the reason. May be read by any thread."""
+        """Whether drafts are verified at present, and the reason. Any thread may read it."""
         if self._disabled_reason:
             return SpeculationStatus(False, self._disabled_reason)
         if not self.is_ready:
@@ -162,7 +154,6 @@ class SpeculationManager:
         return SpeculationStatus(True, "drafts are verified if their expected gain exceeds their cost")
 
     def relative_cost(self, width: int) -> float:
-        """Return the estimated time of a pass of ``width`` tokens of one row, in passes of one token; 0 if unknown."""
         return self._cost_model.relative_cost(width)
 
     @property
@@ -173,19 +164,18 @@ class SpeculationManager:
         return self._is_drafter_ready
 
     def defer_drafting(self) -> None:
-        """Do not call the drafter until ``warm_up``; has no effect on a drafter with a model of its own."""
+        """Disable drafting until ``warm_up`` has compiled the kernels; a drafter that needs no kernels goes on."""
         self._is_drafter_ready = self._suffix is None
 
     @property
     def num_failures(self) -> int:
-        """The number of failures of drafters and caches; a hybrid drafter counts those of its drafters."""
         own = self._best_effort.num_failures + self._isolated_drafter.num_failures
         return own + int(getattr(self._drafter, "num_failures", 0))
 
     def warm_up(self, patience_s: float | None) -> None:
         """Compile the drafting kernels.
 
-        After ``defer_drafting`` they are compiled on a thread of their own, which is waited for up to ``patience_s``
+        If ``defer_drafting`` was called, a background thread compiles them, and this waits at most ``patience_s``
         seconds.
         """
 
@@ -203,36 +193,30 @@ class SpeculationManager:
             self._compiling.join(patience_s)
 
     def publish(self) -> None:
-        """Have the drafter publish what it learned about namespaces, to be stored with their text."""
+        """Let the drafter publish the statistics that it learned, so that they are stored in the caches."""
         if self.is_ready:
             self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
-        """Measure passes of several sizes on free slots."""
+        """Measure the latency of forward passes of several sizes on free slots for the cost model."""
         if self._limit > 0:
             for (num_rows, width), seconds in timed_passes(self._target, self._limit + 1).items():
                 self._cost_model.calibrate(num_rows * width, seconds, is_wide=width > 1)
             self._cost_model.begin()
 
     def allows_early_launch(self, is_draftless: bool) -> bool:
-        """Return whether a pass may be launched before it is known whether there is a draft for it.
+        """Return whether a forward pass may be launched without waiting for the drafter.
 
-        It may not if other drafters learn from the output of each pass.
-
-        Args:
-            is_draftless: Whether no draft was found for a while.
+        It may if speculation is off, or if no draft was found for a while (``is_draftless``) and no draft model or head
+        must see the output of each pass.
         """
         return self._limit == 0 or (is_draftless and self._suffix is not None and self._hybrid is None)
 
     def discard_drafts(self) -> None:
-        """Discard the drafts of the last `propose`, which will not be verified."""
         self._buffer ^= 1
 
     def propose(self, batch: Batch) -> int:
-        """Draft for the rows that are due, and return the draft buffer of the pass that will verify the drafts.
-
-        See `Row` for buffers. If the drafter fails, the drafts are empty.
-        """
+        """Make the drafts for the next forward pass, and return the number (0 or 1) of the buffer that holds them."""
         self._buffer ^= 1
         limit = self._limit if self.is_ready else 0
         should_draft_all = self._backoff.should_draft_all(len(batch.sequences))
@@ -260,10 +244,10 @@ class SpeculationManager:
         self._backoff.record_drafting(num_draft_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
 
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
-        """While a pass runs, draft beyond its drafts for the rows whose last draft was accepted completely.
+        """Make drafts ahead, while a forward pass runs, for sequences whose last draft was fully accepted.
 
-        If a text repeats verbatim, the device mostly waits for drafting. If the target decides otherwise, nothing is
-        lost.
+        If a text repeats verbatim, the device would otherwise wait for drafting. If the running pass rejects a token,
+        the draft is not used.
         """
         batch, costs, calibration = in_flight.batch, self._cost_model.address, self._calibration.address
         if self._suffix is None or self._hybrid is not None or not self.is_ready or not self._limit:
@@ -279,7 +263,7 @@ class SpeculationManager:
             self._best_effort.num_failures += num_invalid
 
     def _run_drafter(self, batch: Batch, num_draft_rows: int) -> None:
-        """Have drafts written for the rows that need them; they are empty if the drafter fails."""
+        """Call the drafter for the sequences that need a draft; if it raises an exception, their drafts are empty."""
         suffix = self._suffix
         if suffix is None:
             drafts = self._best_effort(lambda: self._draft_by_requests(batch))
@@ -307,7 +291,7 @@ class SpeculationManager:
         return True
 
     def _start_request(self, suffix: SuffixDrafter, sequence: Sequence, learned: LearnedState | None) -> None:
-        """Create the suffix drafter's state of a sequence, and set the learned state of its namespace."""
+        """Create the drafter's state of a sequence before its first draft, with its namespace's drafting statistics."""
         if sequence.request_row is None:
             request = self._draft_request(sequence)
             sequence.request_row = suffix.start_request(
@@ -317,7 +301,7 @@ class SpeculationManager:
         sequence.draft_request.learned = sequence.request_row.learned = learned
 
     def _draft_by_requests(self, batch: Batch) -> bool:
-        """Call a drafter that takes requests, and write its drafts to the rows."""
+        """Call a drafter that takes a list of `DraftRequest`, and copy its drafts to the records of the sequences."""
         sequences, requests = self._draft_requests(batch)
         drafts = self._isolated_drafter.propose(requests)
         if len(drafts) != len(sequences):
@@ -329,7 +313,6 @@ class SpeculationManager:
         return True
 
     def _draft_requests(self, batch: Batch) -> tuple[list[Sequence], list[DraftRequest]]:
-        """Return the sequences that need a draft, and the requests to the drafter with the parameters of their rows."""
         sequences = [batch.sequences[b] for b in np.flatnonzero(batch.needs_draft).tolist()]
         has_costs = self._cost_model.pass_time is not None
         requests = [self._draft_request(sequence) for sequence in sequences]
@@ -343,9 +326,9 @@ class SpeculationManager:
         return sequences, requests
 
     def observe_scores(self, completed: ForwardPass) -> None:
-        """Give the drafter the pass's top-k logits before the commit; skipped if that is too expensive.
+        """Pass the top-k logits of a forward pass to the drafter, unless learning from them costs too much time.
 
-        The drafter learns from them in `observe_pass`.
+        Call it before the output tokens are appended. The drafter learns from the logits later, in `observe_pass`.
         """
         self._scored_pass = None
         observer = self._observer
@@ -358,16 +341,16 @@ class SpeculationManager:
         self._observing_s = time.perf_counter() - started
 
     def observe(self, completed: ForwardPass) -> None:
-        """Report the results of the drafts of all rows on the fast path to the drafter.
+        """Report to the drafter how many tokens of each draft were accepted; `observe_row` does so for special rows.
 
-        The suffix drafter sees the result in the next context; it is given only the last result of each request.
+        The suffix drafter is not called, because it sees the accepted tokens in the next context.
         """
         if self._limit and (self._suffix is None or self._hybrid is not None):
             for b in np.flatnonzero(completed.batch.committed > 0).tolist():
                 self.observe_row(completed, b, int(completed.sizes[b]) - 1)
 
     def observe_row(self, completed: ForwardPass, b: int, num_accepted: int) -> None:
-        """Report the result of one row's draft to the drafter; ``num_accepted`` tokens of it were emitted."""
+        """Report to the drafter that ``num_accepted`` draft tokens of sequence ``b`` were accepted."""
         sequence = completed.batch.sequences[b]
         row, request_id = sequence.row, sequence.request.request_id
         if not self.is_ready:
@@ -395,7 +378,6 @@ class SpeculationManager:
             sequence.request_row.verified = None  # it sees the result in the next context
 
     def record_outcomes(self, completed: ForwardPass) -> None:
-        """Update the acceptance calibration with the results of a pass."""
         if self._limit and self.is_ready:
             calibration = self._calibration.address
             record_draft_outcomes(
@@ -403,10 +385,9 @@ class SpeculationManager:
             )
 
     def observe_pass(self, completed: ForwardPass, num_tokens: int) -> None:
-        """Learn from a pass that emitted ``num_tokens`` tokens: its latency and the target's scores.
+        """Update the cost model with the latency of a forward pass, and let the drafter learn from its logits.
 
-        The time that the drafter takes to learn counts as a cost of drafts, except for the part that is hidden behind
-        the device.
+        The drafter's learning time counts as a cost of drafting unless the device computes meanwhile.
         """
         if not self._limit:
             return
@@ -428,11 +409,10 @@ class SpeculationManager:
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                log.warning("likely drafts have been withheld for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+                log.warning("likely drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:
-        """Drop all drafting state of a finished or preempted request."""
         if self._scored_pass is not None and sequence.namespace is None:  # nothing else could learn from it
             is_its = [name == sequence.request.request_id for name in self._scored_pass.request_ids]
             self._scored_pass.num_positions[is_its] = 0
@@ -443,7 +423,7 @@ class SpeculationManager:
         sequence.drop_drafts()
 
     def _draft_request(self, sequence: Sequence) -> DraftRequest:
-        """Return the request to the drafter without limit, cost and shape; the same object at every step."""
+        """Return the sequence's `DraftRequest`, always the same object; the caller sets limit, cost and shape."""
         sequence.advance_noise()
         request = sequence.draft_request
         if request is None:

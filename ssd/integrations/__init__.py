@@ -1,5 +1,5 @@
-"""The drafter in other engines: ``vllm`` and ``vllm_v2`` for vLLM, ``transformers`` for ``model.generate``.
+"""Use of the drafter in other engines: ``vllm`` and ``vllm_v2`` for vLLM, ``transformers`` for ``model.generate``.
 
-They draft with ``ssd.drafting`` from a namespace of the retrieval cache and add completed text to it. The target, its
-sampling and its verification are those of the other engine. Importing this package imports neither engine.
+The drafts come from a namespace of the retrieval cache, to which completed text is added. The other engine runs the
+model, samples, and verifies the drafts. Importing this package imports neither engine.
 """

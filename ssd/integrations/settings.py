@@ -1,4 +1,4 @@
-"""Settings of the drafter inside another engine, from the environment and from that engine's own configuration."""
+"""Settings of the drafter inside vLLM, from environment variables and from vLLM's own configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENVIRONMENT_PREFIX = "SSD_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrationSettings:
-    """Settings; each is read from the engine's configuration or, if it is not set there, from ``SSD_<NAME>``."""
+    """Settings of the drafter inside vLLM; each is read from vLLM's ``additional_config`` or from ``SSD_<NAME>``."""
 
     cache_dir: Path | None = None
     """The directory in which the cache is stored; None keeps it in memory."""
@@ -27,40 +27,38 @@ class IntegrationSettings:
     """The Redis server through which servers with the same tokenizer and namespace share text."""
 
     namespace: str = DEFAULT_NAMESPACE
-    """The name of the cache of this server."""
+    """The name of the cache that this server uses."""
 
     capacity_tokens: int = IndexConfig().capacity_tokens
-    """The maximum number of cached tokens."""
+    """The maximum number of tokens in the cache."""
 
     rebuild_interval_s: float = IndexConfig().rebuild_interval_s
-    """The maximum number of seconds between two seals of a non-empty tail."""
+    """The maximum number of seconds before new text is written to a segment, an immutable file of the cache."""
 
     warm_dirs: tuple[Path, ...] = ()
     """Directories made by ``ssd-cache build``; in the environment they are separated like the entries of ``PATH``."""
 
     max_match_length: int = 32
-    """The maximum number of tokens at the end of the context that are looked up."""
+    """The maximum number of tokens at the end of the context that are searched in the cache."""
 
     tokenizer: str | None = None
-    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id; None is the model's own.
-    """
+    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id. None: the model's own."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
 
     @property
     def is_shared(self) -> bool:
-        """Whether text is exchanged with anything outside this process, so that token ids must mean the same there."""
+        """Whether text is exchanged with other processes, so that token ids must have the same meaning there."""
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
     def cache_config(self) -> CacheConfig:
-        """Return the settings of the cache; raise ConfigError for invalid values."""
         index = IndexConfig(capacity_tokens=self.capacity_tokens, rebuild_interval_s=self.rebuild_interval_s)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis_url)
 
 
 def read_settings(vllm_config: Any) -> IntegrationSettings:
-    """Return the settings from the environment, overridden by those of the engine's ``additional_config``.
+    """Read the settings from the environment and from vLLM's ``additional_config``, which takes precedence.
 
     Raises:
         ConfigError: A setting is unknown or has an invalid value.
@@ -90,20 +88,13 @@ def read_settings(vllm_config: Any) -> IntegrationSettings:
 
 
 class _SettingType(NamedTuple):
-    """The type of a setting.
+    """The type of a setting, with a function that converts valid values."""
 
-    Attributes:
-        name: The description of valid values.
-        types: The types of values that are accepted.
-        make: Converts a value.
-    """
-
-    name: str
+    name: str  # the description of valid values
     types: tuple[type, ...]
     make: Callable[[Any], Any]
 
     def read(self, name: str, value: Any) -> Any:
-        """Convert the value of the setting ``name``; raise ConfigError if it is invalid."""
         try:
             if isinstance(value, self.types) and not isinstance(value, bool):
                 return self.make(value)

@@ -1,4 +1,4 @@
-"""The drafter in plain ``model.generate``.
+"""Use of the drafter in transformers' ``model.generate``.
 
 ::
 
@@ -10,11 +10,11 @@
 transformers verifies the drafts in its own assisted decoding. Logits processors are called and tokens are sampled as in
 ``model.generate``: once for each token of the output, in order, and never after a rejected draft token. So processors
 may keep state, and greedy and sampled outputs equal those of ``model.generate``, also with a seed, up to the rounding
-of passes of a different width.
+of forward passes of a different width.
 
-With ``coupled=CoupledSampling(secret, stream)`` a token is sampled with noise that is shared by all calls with the same
-secret and stream, see `ssd.drafting.noise`. Its distribution does not change, but a repeated request generates nearly
-the same text, which is then drafted almost completely. The acceptance of drafts is predicted with this noise too.
+With ``coupled=CoupledSampling(secret, stream)``, all calls with the same secret and stream share their sampling noise,
+see `ssd.drafting.noise`. The distribution of tokens does not change, but a repeated request generates nearly the same
+text, which is then drafted almost completely. The acceptance of drafts is predicted with this noise too.
 """
 
 from __future__ import annotations
@@ -64,15 +64,16 @@ _MAX_WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class CoupledSampling:
-    """Sampling noise that is shared with other calls; each token still has the model's distribution.
+    """Sampling noise that calls of ``generate`` share, so that they give nearly the same text to the same prompt.
 
-    An engine of SSD generates the same text, up to rounding, for a request with the same three values.
+    Each token still has the model's distribution. An engine of SSD generates the same text, up to rounding, for a
+    request with the same three values.
 
     Attributes:
-        secret: 64 secret bits; whoever knows them can predict the noise.
-        stream: The noise stream, below 2^32. Texts of different streams are independent; those of one stream are alike
-            where their contexts are.
-        window: The number of tokens before a token that its noise depends on, 1 to 64.
+        secret: 64 secret bits; anyone who knows them can predict the noise.
+        stream: The number of the noise stream, below 2^32. Texts of different streams are independent; texts of one
+            stream are alike where their contexts are alike.
+        window: The number of preceding tokens on which the noise of a token depends, 1 to 64.
 
     Raises:
         RequestError: A value is out of range.
@@ -89,7 +90,6 @@ class CoupledSampling:
                 raise RequestError(f"{name} must be within {least}..{limit}, got {getattr(self, name)}", param=name)
 
     def noise(self, prompt_length: int) -> SequenceNoise:
-        """Return the noise of a sequence whose prompt has ``prompt_length`` tokens."""
         return SequenceNoise.coupled(self.secret, self.stream, self.window, prompt_length=prompt_length)
 
 
@@ -104,18 +104,19 @@ def generate(
     coupled: CoupledSampling | None = None,
     **generate_kwargs: Any,
 ) -> Any:
-    """Return the result of ``model.generate(input_ids, **generate_kwargs)``, computed with drafts.
+    """Return the result of ``model.generate(input_ids, **generate_kwargs)``, computed with speculative decoding.
 
-    Stopping criteria are also called with drafted text, without scores, so they should depend on the text alone.
+    Stopping criteria are also called with draft tokens and without scores, so they should depend on the text alone.
 
     Args:
         model: The model.
         input_ids: The prompt, int64[1, n].
-        cache: The cache to draft from, to which the finished text is added; None drafts from prompt and output alone.
-        drafter: A drafter that is used for several calls and keeps what it learned; None makes a new one.
+        cache: The cache from which drafts come and to which the finished text is added; None drafts from prompt and
+            output alone.
+        drafter: A drafter that is used for several calls and keeps what it learned; None creates a new one.
         num_speculative_tokens: The maximum draft length.
         learn: Whether the finished text is added to the cache.
-        coupled: The noise to sample with; None uses the global generator, as ``model.generate`` does.
+        coupled: The sampling noise; None uses torch's global generator, as ``model.generate`` does.
         **generate_kwargs: The arguments of ``model.generate``.
 
     Raises:
@@ -169,33 +170,20 @@ def generate(
 
 
 class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # transformers is not typed
-    """The candidate generator of one call of ``generate``. If the drafter fails, it proposes nothing."""
+    """The source of draft tokens for transformers' assisted decoding in one call of ``generate``.
+
+    If the drafter raises an exception, there is no draft.
+    """
 
     def __init__(
         self, drafter: Drafter, cache: NamespaceCache | None, *, prompt_length: int, limit: int, vocab_size: int
     ) -> None:
-        """Create a candidate generator.
-
-        Args:
-            drafter: The drafter.
-            cache: The cache to draft from, or None.
-            prompt_length: The number of prompt tokens.
-            limit: The maximum draft length.
-            vocab_size: The vocabulary size of the model; drafts with larger ids are discarded.
-        """
+        """Create a candidate generator; drafts with token ids of ``vocab_size`` or more are discarded."""
         self.num_failures = 0
-        self.stopping_criteria = StoppingCriteriaList()
-        """The criteria that end the output.
-
-        transformers checks them only at the end of the accepted tokens, and not within them. So drafts end one token
-        before the criteria would hold, and the model generates that token.
-        """
-        self.sampling: SamplingRow | None = None
-        """The sampling parameters and noise, if drafters can know them: with coupled noise."""
-        self.allow_caching = False
-        """Whether the generated text may be used in other calls."""
-        self.token_sampler: _TokenSampler | None = None
-        """The sampler of tokens, unless they are transformers' own argmax of the logits."""
+        self.stopping_criteria = StoppingCriteriaList()  # set by `generate`
+        self.sampling: SamplingRow | None = None  # set if noise is shared, so that drafters can know it
+        self.allow_caching = False  # whether the generated text may be used in other calls
+        self.token_sampler: _TokenSampler | None = None  # None if transformers takes the argmax of the logits
         self._drafter = drafter
         self._cache = cache
         self._prompt_length = prompt_length
@@ -207,9 +195,10 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return ``input_ids``, int64[1, n], followed by the draft.
+        """Return ``input_ids``, int64[1, n], followed by draft tokens.
 
-        There are no scores, so transformers samples a token at every position and compares it with the draft.
+        Without scores for the draft tokens, transformers samples a token at every position and compares it with the
+        draft.
         """
         context = self.read_context(input_ids)
         try:
@@ -224,19 +213,16 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return candidates, None
 
     def read_context(self, input_ids: torch.Tensor) -> TokenIds:
-        """Return the context as int32[n], and advance the noise over it; the context is append-only."""
+        """Return the text so far as int32[n], and bring the state of the shared sampling noise up to date with it."""
         context = _on_host(input_ids)
         if self.sampling is not None:
             self.sampling.noise.advance(context)
         return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Learn from the verification of the last draft.
+        """Learn from the verification of the last draft, of which ``num_matches`` tokens were accepted.
 
-        Args:
-            input_ids: The context after this step, int64[1, m].
-            scores: The scores [1, k, V], which transformers returns if they are requested.
-            num_matches: The number of accepted draft tokens.
+        ``scores`` are the scores [1, k, V] that transformers returns to the caller if they are requested.
         """
         if self.token_sampler is not None:
             self.token_sampler.restore_scores(scores)
@@ -249,7 +235,6 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             self.num_failures += 1
 
     def close(self) -> None:
-        """Tell the drafter that the sequence has ended."""
         try:
             self._drafter.finish(self._request_id)
             getattr(self._drafter, "publish", lambda: None)()
@@ -257,9 +242,11 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
             self.num_failures += 1
 
     def _cut_before_stop(self, candidates: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the candidates, int64[1, m], cut before the first draft token that would end the output.
+        """Cut a draft before the first token that would end the output.
 
-        The first ``length`` tokens are the context.
+        transformers checks the stopping criteria only after the last accepted token. So the draft ends one token before
+        the criteria hold, and the model generates that token. The first ``length`` tokens of ``candidates`` are the
+        context.
         """
         for size in range(length, candidates.shape[1]):
             if self.stopping_criteria(candidates[:, : size + 1], None).all():
@@ -288,11 +275,11 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
 
 
 SampleToken = Callable[[torch.Tensor, torch.Tensor], int]
-"""Samples the token that follows ``input_ids``, int64[1, n], from the processed scores [1, V]."""
+"""A function that samples the token after ``input_ids``, int64[1, n], from its processed scores [1, V]."""
 
 
 class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """Replaces all logits processors: calls them, samples a token, and leaves only the score of this token finite.
+    """A logits processor that calls all others, samples a token, and leaves only the score of this token finite.
 
     transformers calls it for every position of a draft. Positions after a rejected draft token are skipped, so the
     processors see the same calls as in ``model.generate``, whatever state they keep and whatever is drafted.
@@ -305,11 +292,9 @@ class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is n
         self._scores: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.Tensor:
-        """Return the scores for the next token.
+        """Return scores that are finite only for the token sampled from ``scores``, [1, V].
 
-        Args:
-            input_ids: The text before the position, drafted tokens included, int64[1, n].
-            scores: The scores, [1, V].
+        ``input_ids``, int64[1, n], is the text before the position, including draft tokens.
         """
         length = input_ids.shape[1]
         if self._token is not None and (length != self._length + 1 or int(input_ids[0, -1]) != self._token):
@@ -323,7 +308,7 @@ class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is n
         return one_hot
 
     def restore_scores(self, scores: torch.Tensor) -> None:
-        """Write the processed scores of the last pass to ``scores``, [1, k, V], which the caller requested."""
+        """Replace the one-hot scores, [1, k, V], which transformers returns to the caller, by the processed scores."""
         for position, row in enumerate(self._scores):
             scores[:, position] = row
         self._scores.clear()
@@ -334,7 +319,7 @@ def _argmax(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
 
 
 def _sample_multinomial(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-    """Sample as ``model.generate`` does, consuming the same number of values of the global generator."""
+    """Sample as ``model.generate`` does, consuming the same number of values of torch's global generator."""
     return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
 
 
@@ -348,7 +333,7 @@ def _on_host(input_ids: torch.Tensor) -> TokenIds:
 
 
 def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
-    """Return the parameters of the distribution that a drafter can know: those that do not depend on the text."""
+    """Return the sampling parameters that do not depend on the text, so that a drafter can predict samples."""
     return SamplingParams(
         temperature=min(config.temperature or 1.0, 2.0),
         top_k=config.top_k or 0,
@@ -358,7 +343,7 @@ def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
 
 
 class _AssistedModel:
-    """The model as seen by assisted decoding, with another candidate generator. The model itself is not changed."""
+    """A proxy of the model that gives our candidate generator to assisted decoding; the model itself is not changed."""
 
     def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
         self._model = model
@@ -375,7 +360,7 @@ class _AssistedModel:
 
 
 def _with_stop_criteria(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with stop strings as a criterion.
+    """Return the arguments of ``generate`` with stop strings replaced by a stopping criterion.
 
     transformers does not give custom generate functions the tokenizer that it needs for stop strings.
     """
@@ -402,13 +387,13 @@ def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Ma
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
             raise RequestError(f"{name} must be 1: a draft continues one sequence", param=name)
     if model.config.is_encoder_decoder:
-        raise RequestError(f"{type(model).__name__} is an encoder-decoder: drafts continue the prompt, so it needs one")
+        raise RequestError(f"{type(model).__name__} is an encoder-decoder model, but a draft must continue the prompt")
     if getattr(model, "_is_stateful", False):
         raise RequestError(f"{type(model).__name__} cannot remove tokens from its state, so it cannot verify drafts")
 
 
 def _check_cache(prepared: Mapping[str, Any]) -> None:
-    """Raise RequestError if transformers would decode with a KV cache from which rejected tokens cannot be removed."""
+    """Raise RequestError if rejected draft tokens cannot be removed from the KV cache that transformers would use."""
     cache = prepared.get("past_key_values")
     if not prepared["use_cache"]:
         found, param = "use_cache=False", "use_cache"

@@ -1,4 +1,4 @@
-"""Rollouts of TRL's GRPO with the SSD engine.
+"""Rollouts for TRL's GRPOTrainer with the SSD engine.
 
 ::
 
@@ -7,21 +7,21 @@
     with Rollouts() as rollouts:
         GRPOTrainer(model, rollout_func=rollouts, args=GRPOConfig(...), ...).train()
 
-The engine has a copy of the policy, whose weights are updated in place whenever a training step has changed the
-trainer's. Every sample is drawn from the current policy with the temperature and the truncation of the trainer's
-settings. Drafts come from the outputs of all epochs, and noise is shared (docs/concepts/coupled-sampling.md): sample i
-of a prompt is drawn with noise stream i in every epoch. So it repeats the output of the previous epoch as far as the
-policy has not changed, and the repeated part takes few passes. Samples of one prompt have different streams and are
-independent.
+The engine has a copy of the policy, whose weights are updated in place after each training step. Every sample is drawn
+from the current policy with the temperature and the truncation of the trainer's settings. Drafts come from the outputs
+of all epochs, and sampling noise is shared (``docs/concepts/coupled-sampling.md``): sample i of a prompt is drawn with noise
+stream i in every epoch. So it repeats the output of the previous epoch as far as the policy has not changed, and the
+repeated part takes few forward passes. Samples of one prompt have different streams and are independent.
 
-The price is that repeated noise is not fresh. When a prompt is sampled for the first time, its samples have the
+The disadvantage is that repeated noise is not fresh. When a prompt is sampled for the first time, its samples have the
 policy's distribution, independent of all training data so far. When it is sampled again with the same noise, the
-weights already depend on what this noise has generated. Given the weights, the samples then do not follow the policy's
-distribution exactly, and a gradient estimated from them is biased. Training then improves the mean over a fixed set of
-scenarios, as PEGASUS does on purpose (Ng and Jordan 2000, arXiv 1301.3878). As with a fixed set of prompts, it may find
-reward that does not hold beyond this set; the more scenarios, the less. ``fresh_noise_every`` is the number of epochs
-after which the noise changes: 1 gives the usual distribution at every step, and drafts then depend on other texts.
-Evaluation always uses fresh noise, so its results hold. ``docs/guides/rollouts.md`` has measurements.
+weights already depend on the text that this noise has generated. Given the weights, the samples then do not follow the
+policy's distribution exactly, and a gradient estimated from them is biased. Training then improves the mean over a
+fixed set of scenarios, as PEGASUS does on purpose (Ng and Jordan 2000, arXiv 1301.3878). As with a fixed set of
+prompts, it may find reward that does not generalize beyond this set; the risk falls with the number of scenarios.
+``fresh_noise_every`` is the number of epochs after which the noise changes: 1 gives the usual distribution at every
+step, but then fewer drafts are accepted. Evaluation always uses fresh noise, so its results are unbiased.
+``docs/guides/rollouts.md`` has measurements.
 """
 
 from __future__ import annotations
@@ -46,36 +46,26 @@ from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _NAMESPACE = "rollouts"
-_EPSILON = 1e-6
-"""A tolerance for the trainer's epoch, which is a rounded fraction."""
+_EPSILON = 1e-6  # a tolerance for the trainer's epoch, which is a rounded fraction
 
 
 @dataclass(slots=True)
 class RolloutTotals:
-    """Totals of all rollouts so far.
-
-    Attributes:
-        samples: The number of samples.
-        tokens: The number of generated tokens.
-        passes: The number of forward passes of the target.
-        row_passes: The number of rows of all passes.
-        generating_s: The wall-clock seconds of generation, prefill included.
-        loading_s: The wall-clock seconds of weight updates.
-    """
+    """The totals over all rollouts of a trainer so far."""
 
     samples: int = 0
     tokens: int = 0
-    passes: int = 0
-    row_passes: int = 0
-    generating_s: float = 0.0
-    loading_s: float = 0.0
+    passes: int = 0  # the number of forward passes of the target
+    row_passes: int = 0  # the number of rows of all passes
+    generating_s: float = 0.0  # the wall-clock seconds of generation, prefill included
+    loading_s: float = 0.0  # the wall-clock seconds of weight updates
 
 
 class Rollouts:
-    """A ``rollout_func`` of ``trl.GRPOTrainer`` (1.16) for one trainer; close it after the training.
+    """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16); close it after the training.
 
-    In a distributed run each process has an engine. Weights that are sharded over processes are not supported, nor are
-    adapters (peft), images and ``generation_kwargs``.
+    In a distributed run each process has an engine. Not supported: weights that are sharded over processes, adapters
+    (peft), images, and ``generation_kwargs``.
     """
 
     def __init__(
@@ -88,16 +78,16 @@ class Rollouts:
         secret: bytes | None = None,
         fresh_noise_every: int = 0,
     ) -> None:
-        """Create rollouts; the engine is opened by the first call or by `open`.
+        """Create a ``rollout_func``; the engine is opened by the first call or by `open`.
 
         Args:
             config: The settings of the engine.
-            draft: The settings of drafts.
+            draft: The settings of drafting.
             cache: The settings of the cache; with a directory, another run can use the generated text.
-            coupled: Whether samples of different epochs share noise; False samples independently.
-            secret: The secret from which noise is derived; None takes the trainer's seed, so that a run can be
-                repeated.
-            fresh_noise_every: The number of epochs after which the noise changes; 0 never changes it.
+            coupled: Whether samples of different epochs share sampling noise; False samples independently.
+            secret: The secret from which shared noise is derived; None derives it from the trainer's seed, so that a
+                run can be repeated.
+            fresh_noise_every: The number of epochs after which the shared noise changes; 0 never changes it.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -123,7 +113,7 @@ class Rollouts:
         self.close()
 
     def close(self) -> None:
-        """Close the engine and its caches; a directory keeps the learned text. May be called twice."""
+        """Close the engine and its caches; a cache directory keeps the learned text. May be called twice."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -147,8 +137,7 @@ class Rollouts:
 
         Returns:
             ``prompt_ids``, ``completion_ids`` and ``logprobs``, each a list with one list per prompt. The
-            log-probabilities are those of the distribution that was sampled from, after temperature and truncation, as
-            TRL gets from other engines.
+            log-probabilities are those after temperature and truncation, as TRL gets them from other engines.
 
         Raises:
             ConfigError: The training is not supported.
@@ -173,7 +162,7 @@ class Rollouts:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def _engine_with_weights(self, trainer: Any) -> Engine:
-        """Return the engine with the trainer's current weights."""
+        """Return the engine with the trainer's current weights; open it at the first call."""
         policy = trainer.accelerator.unwrap_model(trainer.model)
         step = trainer.state.global_step
         if self._engine is None:
@@ -215,14 +204,14 @@ class Rollouts:
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def _noise_root_of(self, trainer: Any) -> bytes:
-        """Derive the current root of the noise from the secret and the number of times that the noise has changed."""
+        """Derive the current secret of the sampling noise, which changes every ``fresh_noise_every`` epochs."""
         secret = self._secret or b"rollouts %d" % trainer.args.seed
         every = self._fresh_noise_every
         period = int(((trainer.state.epoch or 0.0) + _EPSILON) // every) if every else 0
         return hmac.digest(secret, b"period %d" % period, hashlib.sha256)
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
-        """Yield one request per prompt, with the noise stream of its number in the group of equal prompts."""
+        """Yield one request per prompt; sample i of several equal prompts uses noise stream i."""
         from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
 
         args = trainer.args
@@ -259,12 +248,10 @@ class Rollouts:
             )
 
     def _seed(self, index: int) -> int:
-        """Return a seed that is used for no other sample."""
         digest = hmac.digest(self._noise_root, b"call %d, sample %d" % (self._num_calls, index), hashlib.sha256)
         return int.from_bytes(digest[:8], "little") >> 1
 
     def _generate(self, engine: Engine, requests: Sequence[Request]) -> dict[str, tuple[list[int], list[float]]]:
-        """Return the tokens and their log-probabilities, by request."""
         samples: dict[str, tuple[list[int], list[float]]] = {request.request_id: ([], []) for request in requests}
         pending, before = deque(requests), engine.metrics.num_verify_steps
         try:
@@ -290,7 +277,6 @@ class Rollouts:
 
 
 def _submit_pending(engine: Engine, pending: deque[Request]) -> None:
-    """Submit as many requests as the engine accepts."""
     while pending:
         try:
             engine.submit(pending[0])
@@ -300,7 +286,7 @@ def _submit_pending(engine: Engine, pending: deque[Request]) -> None:
 
 
 def _copy_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """Return a model with the same weights, not wrapped or patched, in evaluation mode; this doubles the memory."""
+    """Return an unwrapped copy of the policy in evaluation mode; this doubles the memory of the weights."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=policy.dtype).to(policy.device)
@@ -309,7 +295,6 @@ def _copy_model(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def _encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
-    """Encode prompts as the trainer does."""
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return list(tokenizer(text=list(prompts))["input_ids"])
@@ -326,11 +311,11 @@ def _encode_prompts(prompts: Sequence[Any], trainer: Any) -> list[list[int]]:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise ConfigError for a training that is not supported."""
     if hasattr(trainer.processing_class, "tokenizer"):
         raise ConfigError("rollouts support text only: train models with images or audio without this rollout_func")
     if getattr(trainer.args, "generation_kwargs", None):
-        raise ConfigError("generation_kwargs are not supported: set temperature, top_p, top_k, min_p and "
-                          "repetition_penalty")  # fmt: skip
+        raise ConfigError(
+            "generation_kwargs are not supported: set temperature, top_p, top_k, min_p and repetition_penalty"
+        )
     if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
         raise ConfigError("rollouts copy the policy's own weights, not adapters: train the model without peft")

@@ -1,4 +1,4 @@
-r"""The drafter inside vLLM's V1 model runner, as a custom proposer class (for V2 see ``ssd.integrations.vllm_v2``).
+r"""Use of the drafter in vLLM's V1 model runner, as a custom proposer class (for V2 see ``ssd.integrations.vllm_v2``).
 
 ::
 
@@ -6,17 +6,16 @@ r"""The drafter inside vLLM's V1 model runner, as a custom proposer class (for V
       '{"method": "custom_class", "model": "ssd.integrations.vllm.SuffixProposer", "num_speculative_tokens": 16}'
 
 Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDIS_URL``, ``SSD_NAMESPACE`` and so on, or
-from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. A directory, warm-up directories and a Redis log can be
-shared with ``ssd-serve``: the names and the tokenizer's fingerprint are the same.
+from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. Cache directories, warm-up directories and a Redis log can
+be shared with ``ssd-serve``, because names and tokenizer fingerprint are the same.
 
 vLLM passes only rows of tokens to a proposer. The ids of requests, their ends and the length of the answers that were
 sent to clients are obtained by wrapping methods of its runner. vLLM calls its interface for such classes experimental.
 
-vLLM verifies the drafts: an accepted token is one that the target chose, so drafts do not change outputs. With a custom
-class vLLM disables its asynchronous scheduling, and if the longest request of a step leaves no room for a full draft
-before ``max_model_len``, it requests no drafts at all in that step. A server that is told to stop kills its workers at
-once, unless it runs with ``--shutdown-timeout``; then all text is kept. Otherwise the text that was not sealed yet is
-lost, which is that of the last ``rebuild_interval_s`` seconds.
+vLLM verifies the drafts, so they do not change outputs. With a custom class vLLM disables its asynchronous scheduling,
+and if the longest request of a step leaves no room for a full draft before ``max_model_len``, it requests no drafts at
+all in that step. When a server is told to stop, it kills its workers at once unless it runs with
+``--shutdown-timeout``. Then the text of the last ``rebuild_interval_s`` seconds, which is not flushed yet, is lost.
 """
 
 from __future__ import annotations
@@ -38,25 +37,18 @@ from ssd.jit.addresses import address, int32_array, int64_array, kernel
 
 
 class SuffixProposer(VllmDrafter):
-    """Drafts for every running request of a vLLM engine from a namespace of the cache, and adds completed text to it.
+    """Drafts for every running request of a vLLM engine from the cache, and adds completed text to the cache.
 
-    Created and called by vLLM, on one thread. In a tensor-parallel group only the first rank drafts: vLLM uses its
+    vLLM creates and calls it on one thread. In a tensor-parallel group only the first rank drafts, and vLLM uses its
     drafts. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
-    ``cache_dir``; they share text through Redis.
+    ``cache_dir``; the engines share text through Redis.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        """Open the drafter for the configuration of vLLM.
-
-        Raises:
-            ConfigError: A setting is invalid, or vLLM corrupts the state of this model.
-            CacheError: The cache cannot be opened.
-            ModelError: Text is shared and the tokenizer cannot be loaded.
-        """
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
         self._row_ids: list[str] | None = None  # request ids of the drafter's rows
         self._row_requests: list[VllmRequest | None] = []
-        self._last_call_ended = 0.0  # the time of the end of the last call
+        self._last_call_ended = 0.0  # the time at which the last call ended
         self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
         self._limit = self._longest  # the draft limit of this step
         super().__init__(vllm_config, longest=self._longest)
@@ -75,13 +67,12 @@ class SuffixProposer(VllmDrafter):
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Return one draft for each row of the batch, empty if nothing is known. Never raises.
+        """Return one draft for each sequence of vLLM's batch, empty if there is none. Never raises an exception.
 
         Args:
-            sampled_token_ids: The tokens that this step sampled for each row; empty for a row in prefill.
-            num_tokens_no_spec: The number of tokens of each row, the sampled ones included, int32[rows or more].
-            token_ids_cpu: The text of each row i in ``[i, :num_tokens_no_spec[i]]``, int32[rows or more,
-                max_model_len].
+            sampled_token_ids: The tokens that this step sampled for each sequence; empty during prefill.
+            num_tokens_no_spec: int32[rows or more], the number of tokens of each sequence, including the sampled ones.
+            token_ids_cpu: int32[rows or more, max_model_len], the tokens of each sequence.
             slot_mappings: Not used.
         """
         core, drafts = self._core, list[list[int]]()
@@ -94,7 +85,10 @@ class SuffixProposer(VllmDrafter):
         return drafts + [[] for _ in range(len(sampled_token_ids) - len(drafts))]
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """Handle finished requests at the start of a step of vLLM's runner, and read the draft limit. Never raises."""
+        """Add finished requests to the cache, and read the draft limit, at the start of a step of vLLM's runner.
+
+        Never raises an exception.
+        """
         try:
             self._limit = min(self._longest, scheduler_output.num_spec_tokens_to_schedule)
             if self._runner is None or self._runner() is not runner:
@@ -142,7 +136,7 @@ class SuffixProposer(VllmDrafter):
         return [row[:size] for row, size in zip(tokens, drafted, strict=True)]
 
     def _assign_rows(self, core: DrafterCore, batch: Any, previous_lengths: npt.NDArray[np.int64]) -> None:
-        """Assign the requests to the drafter's rows; new requests start with the tokens before this step."""
+        """Assign vLLM's requests to the drafter's rows; new requests start with the tokens before this step."""
         self._row_requests, width = [], batch.token_ids_cpu.shape[1]
         for row, (name, length) in enumerate(zip(batch.req_ids, previous_lengths.tolist(), strict=False)):
             request = core.requests.get(name)
@@ -157,7 +151,7 @@ class SuffixProposer(VllmDrafter):
     def _append_new_tokens(
         self, core: DrafterCore, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
     ) -> list[int]:
-        """Append the new tokens of the step to the requests, and return the rows with inconsistent lengths."""
+        """Append the new tokens of this step to the requests, and return the rows whose lengths are inconsistent."""
         assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
         inconsistent, width, words = [], matrix.shape[1], self._new_words
         _gather_new_tokens(
@@ -165,7 +159,7 @@ class SuffixProposer(VllmDrafter):
         )
         for row in core.drafter.append(self._row_requests, words):
             request, length, size = self._row_requests[row], int(lengths[row]), int(sizes[row])
-            if request is not None and size <= length <= width:  # some steps had no call
+            if request is not None and size <= length <= width:  # vLLM did not call this in some steps
                 request.replace(matrix[row, :length], size)
             else:
                 inconsistent.append(row)
@@ -176,18 +170,11 @@ class SuffixProposer(VllmDrafter):
 def _gather_new_tokens(
     matrix_at: int, width: int, lengths_at: int, sizes_at: int, num_rows: int, words_at: int, num_words: int
 ) -> None:
-    """Write each row's length, number of new tokens and, if these are plausible, the new tokens.
+    """Write each sequence's length, number of new tokens and new tokens in the form that `BatchDrafter.append` reads.
 
-    `BatchDrafter.append` reads these words.
-
-    Args:
-        matrix_at: The address of the text, int32[num_rows, width].
-        width: The maximum number of tokens of a row.
-        lengths_at: The address of the lengths, int32[num_rows].
-        sizes_at: The address of the numbers of new tokens, int64[num_rows].
-        num_rows: The number of rows.
-        words_at: The address of the words to write, int32[num_rows, num_words].
-        num_words: The number of words per row.
+    The new tokens are left out if the numbers are implausible. The arguments are the addresses of the tokens,
+    int32[num_rows, width], the lengths, int32[num_rows], the numbers of new tokens, int64[num_rows], and the output,
+    int32[num_rows, num_words].
     """
     matrix, words = int32_array(matrix_at, num_rows * width), int32_array(words_at, num_rows * num_words)
     lengths, sizes = int32_array(lengths_at, num_rows), int64_array(sizes_at, num_rows)
@@ -200,7 +187,7 @@ def _gather_new_tokens(
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:
-    """Append the tokens that a request generated in steps without a call of the proposer, from vLLM's own record."""
+    """Append tokens that were generated in steps in which vLLM did not call the proposer, from vLLM's record."""
     if state is None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]

@@ -1,4 +1,4 @@
-"""Common parts of the drafters for vLLM's two model runners: the cache, the requests in flight and the drafter."""
+"""Common parts of the drafters for vLLM's two model runners: the cache, the running requests and the drafter."""
 
 from __future__ import annotations
 
@@ -26,21 +26,14 @@ if TYPE_CHECKING:
 
 
 class StopRules(NamedTuple):
-    """Stop strings of a request.
-
-    Attributes:
-        strings: The strings that end the output.
-        min_tokens: The number of output tokens before which they are ignored.
-        skip_special_tokens: Whether special tokens are left out of the text that is searched.
-    """
+    """The stop strings of a request, which determine the end of the text that is added to the cache."""
 
     strings: tuple[str, ...]
-    min_tokens: int
-    skip_special_tokens: bool
+    min_tokens: int  # the number of output tokens before which they are ignored
+    skip_special_tokens: bool  # whether special tokens are left out of the text that is searched
 
 
 def stop_rules_of(params: Any) -> StopRules | None:
-    """Return the stop rules of vLLM's sampling parameters, or None if they have no stop strings."""
     strings = getattr(params, "stop", None)
     if not strings:
         return None
@@ -49,56 +42,36 @@ def stop_rules_of(params: Any) -> StopRules | None:
 
 
 class VllmRequest(RowText):
-    """The text of one request.
-
-    Attributes:
-        num_sent: The number of tokens that its client got, prompt included; None if vLLM did not report it.
-        stop_rules: The stop strings, or None.
-    """
+    """The tokens of one vLLM request, as far as they have arrived at the drafter."""
 
     __slots__ = ("num_sent", "stop_rules")
 
     def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
         super().__init__(tokens, prompt_length, room)
-        self.num_sent: int | None = None
+        self.num_sent: int | None = None  # tokens sent to the client, including the prompt, if vLLM reported it
         self.stop_rules: StopRules | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerStats:
-    """Counters since the start."""
+    """Counters of the drafter inside vLLM since its start."""
 
-    num_proposals: int = 0
-    """The number of rows for which a draft was requested."""
+    num_proposals: int = 0  # the number of drafts that were requested
     num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_learned: int = 0
-    """The number of finished requests that were added to the cache."""
-    num_failures: int = 0
-    """The number of failed calls; a failure costs drafts and nothing else."""
+    num_learned: int = 0  # finished requests that were added to the cache
+    num_failures: int = 0  # exceptions in the drafter; requests continue without drafts
 
 
 class DrafterCore:
-    """The resources of one vLLM engine: cache, drafter and requests in flight.
+    """The resources of the drafter inside one vLLM engine: cache, drafter and running requests.
 
-    The cache is opened as ``ssd-serve`` with the same settings would open it (files, warm-up directories, Redis). The
-    core owns everything that must be closed, and keeps no reference to vLLM's engine.
-
-    Attributes:
-        requests: The requests that have not ended, by vLLM's ids.
-        cache: The cache of the namespace.
-        drafter: The drafter.
-        end_of_text_ids: The end-of-text ids.
-        num_learned: The number of requests that were added to the cache.
+    The cache is opened as by ``ssd-serve`` with the same settings (files, warm-up directories, Redis). This object owns
+    everything that must be closed, and keeps no reference to vLLM's engine.
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """Open the cache and the drafter.
-
-        Args:
-            vllm_config: The configuration of vLLM.
-            longest: The maximum number of tokens that are drafted at once.
-            **drafting: Other settings of `BatchDrafter`.
+        """Open the cache and the drafter; ``drafting`` are further arguments of `BatchDrafter`.
 
         Raises:
             ConfigError: A setting is invalid.
@@ -112,7 +85,7 @@ class DrafterCore:
         )
         vocab_size = int(model.get_vocab_size())
         self._max_length = int(model.max_model_len)
-        self.requests: dict[str, VllmRequest] = {}
+        self.requests: dict[str, VllmRequest] = {}  # the requests that have not ended, by vLLM's ids
         self.num_learned = 0
         self._codec = codec = _load_codec(model, settings)
         self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
@@ -144,32 +117,35 @@ class DrafterCore:
             )
             self.drafter.warm_up()
             self._resources = opening.pop_all()
-        log.info("SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s", draft.num_speculative_tokens,
-                 settings.namespace, settings.cache_dir, settings.redis_url is not None)  # fmt: skip
+        log.info(
+            "SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s",
+            draft.num_speculative_tokens,
+            settings.namespace,
+            settings.cache_dir,
+            settings.redis_url is not None,
+        )
 
     def start_request(self, name: str, tokens: Tokens, prompt_length: int) -> VllmRequest:
-        """Create and return the request of the id ``name`` with ``tokens``, int32[n]; replace an earlier one."""
+        """Register a vLLM request under its id; a request with the same id is replaced."""
         request = self.requests[name] = VllmRequest(tokens, min(prompt_length, len(tokens)), self._max_length)
         return request
 
     def pop_requests(self, names: Iterable[str]) -> list[VllmRequest]:
-        """Remove and return the requests with these ids; unknown ids are ignored."""
         return [request for name in names if (request := self.requests.pop(name, None)) is not None]
 
     def finish_requests(self, ended: list[VllmRequest]) -> None:
-        """Add the text of finished requests to the cache."""
         if ended:
             self.drafter.clear()
             self._append_to_cache(ended)
 
     def close(self) -> None:
-        """Add the text of the requests in flight to the cache and close all resources. May be called twice."""
+        """Add the text of running requests to the cache and close all resources. May be called twice."""
         self.drafter.publish()
         self._append_to_cache(self.pop_requests(list(self.requests)))
         self._resources.close()
 
     def _append_to_cache(self, ended: Iterable[VllmRequest]) -> None:
-        """Add the text of each request to the cache, as far as its client got it. O(text)."""
+        """Add the text of each request to the cache, up to the last token that was sent to the client. O(text)."""
         for request in ended:
             tokens = request.tokens if request.num_sent is None else request.tokens[: request.num_sent]
             # A draft may continue after an accepted end of text; the client does not get that part.
@@ -186,13 +162,16 @@ class DrafterCore:
 
 
 class VllmDrafter:
-    """Base class of the drafters for both model runners.
+    """Base class of the drafters for vLLM's two model runners.
 
-    The first rank of a tensor-parallel group drafts; other ranks, and a closed drafter, have no core.
+    Only the first rank of a tensor-parallel group drafts; ``_core`` is None in other ranks and after `close`.
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """Open the core, see `DrafterCore`; raise ConfigError if vLLM corrupts the state of this model."""
+        """Open the cache and the drafter, see `DrafterCore`.
+
+        Raises ConfigError if vLLM would corrupt the state of the model (Mamba, linear attention).
+        """
         self._num_failures = 0
         self._last_stats = ProposerStats()
         self._core = DrafterCore(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
@@ -202,7 +181,6 @@ class VllmDrafter:
             self._close_core = weakref.finalize(self, at_exit)
 
     def stats(self) -> ProposerStats:
-        """Return the current counters, or those at the time of closing."""
         if (core := self._core) is not None:
             proposals, drafts, draft_tokens = core.drafter.counts
             self._last_stats = ProposerStats(
@@ -215,17 +193,14 @@ class VllmDrafter:
         return self._last_stats
 
     def close(self) -> None:
-        """Add the text of the requests in flight to the cache and close it; nothing is drafted any more.
-
-        May be called twice.
-        """
+        """Add the text of running requests to the cache, and stop drafting. May be called twice."""
         if self._core is not None:
             self._close_core()
             self.stats()
             self._core = None
 
     def _record_failure(self, what: str) -> None:
-        """Count and log the exception that is being handled; no failure of the drafter may affect requests."""
+        """Count and log the current exception, which must not affect vLLM's requests."""
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
             log.exception("%s failed, the step continues without it (%d times so far)", what, self._num_failures)
@@ -246,12 +221,12 @@ def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) ->
 
 
 def should_draft(vllm_config: Any) -> bool:
-    """Return whether this process drafts: it is the first rank of its tensor-parallel group.
+    """Return whether this process drafts, i.e. is the first rank of its tensor-parallel group.
 
-    It warns if the version of vLLM was not tested.
+    It logs a warning if this version of vLLM was not tested.
 
     Raises:
-        ConfigError: vLLM corrupts the state of this model.
+        ConfigError: vLLM would corrupt the state of this model (Mamba, linear attention).
     """
     model = vllm_config.model_config
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))
@@ -262,14 +237,14 @@ def should_draft(vllm_config: Any) -> bool:
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "vLLM %s: SSD was tested with %s. Its interface is experimental; where it differs, requests get no drafts",
-            version, ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
-        )  # fmt: skip
+            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, it gets no drafts",
+            version,
+            ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
+        )
     return tensor_rank()[0] == 0
 
 
 def tensor_rank() -> tuple[int, int]:
-    """Return this process's rank in its tensor-parallel group and the size of the group."""
     try:
         group = importlib.import_module("vllm.distributed.parallel_state").get_tp_group()
         return int(group.rank_in_group), int(group.world_size)
@@ -285,10 +260,7 @@ def _module(name: str) -> Any:
 
 
 def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
-    """Load the tokenizer; raise ModelError if it is missing and text is shared.
-
-    ``model`` is vLLM's configuration of the model.
-    """
+    """Load the tokenizer of vLLM's model; return None if it is missing, or raise ModelError if text is shared."""
     from ssd.text.codec import TextCodec
     from ssd.text.load_tokenizer import HubOptions
 

@@ -1,4 +1,4 @@
-"""The parts of vLLM on which the drafters rely, and a check whether the installed vLLM has them.
+"""The functions and classes of vLLM on which the drafters rely, and a check that the installed vLLM has them.
 
 This module imports neither numba nor torch, because plugins are loaded before vLLM has prepared its libraries.
 """
@@ -12,47 +12,45 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-log = logging.getLogger("vllm.ssd")
-"""A logger below vLLM's own logger, which its operators see."""
+log = logging.getLogger("vllm.ssd")  # below vLLM's own logger, so that vLLM's log settings apply
 
 TESTED_VERSIONS: Final = ("0.32",)
-"""The versions of vLLM (major and minor) with which every hook was tested; other versions cause a warning."""
+"""The versions of vLLM (major and minor) with which the drafters were tested; other versions cause a warning."""
 
 METHOD: Final = "ngram_gpu"
 MODEL: Final = "ssd"
-"""The speculative method and model that select our speculator.
+"""``METHOD`` and ``MODEL`` are the speculative method and model in vLLM's configuration that select our drafter.
 
-vLLM's checks and its asynchronous scheduling know the method, and no real model has this name.
+vLLM's checks and its asynchronous scheduling accept this method, and no real model has this name.
 """
 
 LENGTHS: Final = "ssd_lengths"
-"""The attribute of a scheduler's output with the number of tokens of each finished request, by id."""
+"""An attribute that we add to vLLM's scheduler output: the number of tokens of each finished request, by request id."""
 
 
 class Hook(NamedTuple):
-    """A function of vLLM with its first parameters, or a class with its fields, attributes and properties.
-
-    Attributes:
-        module: The module.
-        attribute: The qualified name in the module.
-        names: The names of the parameters or members.
-    """
+    """A function of vLLM with its first parameters, or a class with members, that the drafters need."""
 
     module: str
-    attribute: str
-    names: tuple[str, ...]
+    attribute: str  # the qualified name in the module
+    names: tuple[str, ...]  # the names of the parameters or members
 
 
 _PROPOSE = (
-    "self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", "num_sampled",
-    "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds", "dp_sync_state", "dummy_run",
-    "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens",
-)  # fmt: skip
+    *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
+    *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds", "dp_sync_state"),
+    *("dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile", "num_speculative_tokens"),
+)
 _STEP = ("self", "scheduler_output")
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 SPECULATOR = "vllm.v1.worker.gpu.spec_decode"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+_INPUTS = ("req_ids", "num_reqs", "idx_mapping", "num_scheduled_tokens", "num_computed_tokens_np", "prefill_len_np")
+_NEW_REQUEST = ("req_id", "prompt_len", "prefill_token_ids", "sampling_params", "prompt_embeds")
+_SPECULATION = ("method", "model", "num_speculative_tokens", "enable_adaptive_verification")
+_V1_INPUTS = ("req_ids", "token_ids_cpu", "num_prompt_tokens", "req_prompt_embeds")
 
 V2_HOOKS: Final = (
     Hook(SPECULATOR, "init_speculator", ("vllm_config", "device", "req_states")),
@@ -61,48 +59,42 @@ V2_HOOKS: Final = (
     Hook(V2_RUNNER, "GPUModelRunner.finish_requests", _STEP),
     Hook(V2_RUNNER, "GPUModelRunner.shutdown", ("self",)),
     Hook("vllm.v1.worker.gpu.states", "RequestState", ("all_token_ids", "total_len")),
-    Hook("vllm.v1.worker.gpu.input_batch", "InputBatch", (
-        "req_ids", "num_reqs", "idx_mapping", "num_scheduled_tokens", "num_computed_tokens_np", "prefill_len_np",
-    )),
+    Hook("vllm.v1.worker.gpu.input_batch", "InputBatch", _INPUTS),
     Hook(SCHEDULER, "Scheduler.__init__", ("self", "vllm_config")),
     Hook(SCHEDULER, "Scheduler.schedule", ("self",)),
     Hook(SCHEDULER, "Scheduler._free_request", ("self", "request")),
     Hook("vllm.v1.request", "Request", ("request_id", "num_tokens")),
     Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "finished_req_ids")),
-    Hook("vllm.v1.core.sched.output", "NewRequestData", (
-        "req_id", "prompt_len", "prefill_token_ids", "sampling_params", "prompt_embeds",
-    )),
-    Hook("vllm.config.speculative", "SpeculativeConfig", (
-        "method", "model", "num_speculative_tokens", "enable_adaptive_verification",
-    )),
+    Hook("vllm.v1.core.sched.output", "NewRequestData", _NEW_REQUEST),
+    Hook("vllm.config.speculative", "SpeculativeConfig", _SPECULATION),
     Hook("vllm.config.vllm", "VllmConfig", ("use_v2_model_runner", "speculative_config", "additional_config")),
-)  # fmt: skip
+)
 V1_HOOKS: Final = (
     Hook(V1_RUNNER, "GPUModelRunner._update_states", _STEP),
     Hook(V1_RUNNER, "GPUModelRunner.shutdown", ("self",)),
     Hook(V1_RUNNER, "GPUModelRunner", ("input_batch", "requests")),
-    Hook("vllm.v1.worker.gpu_input_batch", "InputBatch", (
-        "req_ids", "token_ids_cpu", "num_prompt_tokens", "req_prompt_embeds",
-    )),
+    Hook("vllm.v1.worker.gpu_input_batch", "InputBatch", _V1_INPUTS),
     Hook("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "sampling_params")),
     Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("finished_req_ids", "num_spec_tokens_to_schedule")),
-)  # fmt: skip
+)
 
 
 def selects_ssd(vllm_config: Any) -> bool:
-    """Return whether the speculative configuration selects our speculator."""
     speculative = getattr(vllm_config, "speculative_config", None)
     return (getattr(speculative, "method", None), getattr(speculative, "model", None)) == (METHOD, MODEL)
 
 
 def finished_lengths(scheduler_output: Any) -> Mapping[str, int]:
-    """Return the number of tokens of finished requests by id, as far as the scheduler reported them."""
+    """Return the number of tokens of each finished request, by id, as far as the scheduler reported it."""
     lengths: Mapping[str, int] = getattr(scheduler_output, LENGTHS, {})
     return lengths
 
 
 def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
-    """Return what the installed vLLM lacks, one line each; reads its source files and imports only packages."""
+    """Return a line for each function or member that the installed vLLM lacks.
+
+    It reads vLLM's source files, and imports only packages.
+    """
     trees: dict[str, ast.Module | None] = {}
     missing = []
     for module, attribute, names in hooks:
@@ -151,7 +143,8 @@ def _members(node: ast.ClassDef) -> set[str]:
         members.add(function.name)
         if function.name == "__init__":
             members |= {
-                inner.attr for inner in ast.walk(function)
+                inner.attr
+                for inner in ast.walk(function)
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-            }  # fmt: skip
+            }
     return members

@@ -1,8 +1,9 @@
-"""The entry point ``vllm.general_plugins``: installs the drafters in vLLM and wraps the methods that they need.
+"""The plugin entry point ``vllm.general_plugins``: installs the drafters in vLLM and wraps the methods that they need.
 
-vLLM calls ``register`` in each of its processes, before it creates its configuration. Then all hooks of the V2 model
-runner are checked (``ssd.integrations.vllm_hooks``) in the source files of the installed vLLM, without importing them.
-If one is missing, nothing is registered, and a log line states the reason. Otherwise these functions are wrapped::
+vLLM calls ``register`` in each of its processes, before it creates its configuration. It checks that the source files
+of the installed vLLM have all functions that the V2 model runner needs (``ssd.integrations.vllm_hooks``), without
+importing them. If one is missing, nothing is registered, and a log line states the reason. Otherwise these functions
+are wrapped::
 
     init_speculator              creates our speculator if the speculative model is "ssd"
     GPUModelRunner (V1, V2)      notifies it of new and finished requests and of the shutdown
@@ -40,15 +41,16 @@ _is_registered = False
 
 
 def register() -> None:
-    """Register the drafters with this process's vLLM. May be called many times."""
+    """Register the drafters with vLLM in this process. May be called many times."""
     global _is_registered
     if _is_registered:
         return
     _is_registered = True
     missing = missing_hooks(V2_HOOKS)
     if missing:
-        log.warning("SSD does not draft for the V2 model runner of this vLLM, nothing was registered: %s",
-                    _summarise(missing))  # fmt: skip
+        log.warning(
+            "SSD does not support the V2 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
+        )
         return
     package = importlib.import_module(SPECULATOR)
     _wrap(package, init_speculator=_init_speculator)
@@ -61,9 +63,11 @@ def register() -> None:
 
 
 def wrap_v1_runner() -> bool:
-    """Wrap the V1 runner so that it notifies our drafters; return whether that was possible."""
+    """Wrap methods of vLLM's V1 runner so that it notifies our drafter; return whether that was possible."""
     if missing := missing_hooks(V1_HOOKS):
-        log.warning("SSD does not draft for the V1 model runner of this vLLM: %s", _summarise(missing))
+        log.warning(
+            "SSD does not support the V1 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
+        )
         return False
     runner = importlib.import_module(V1_RUNNER).GPUModelRunner
     _wrap_runner(runner, "drafter", _update_states=_notify_finished, shutdown=_close)
@@ -78,7 +82,7 @@ def _summarise(missing: Sequence[str]) -> str:
 
 
 def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
-    """Replace functions of ``owner`` by calls of ``wrapper(original, *arguments)``.
+    """Replace functions of a class or module by calls of ``wrapper(original, *arguments)``.
 
     Raises:
         AttributeError: A function is missing; nothing was replaced.
@@ -93,9 +97,9 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
-    """Wrap methods of a class of runners, once.
+    """Wrap methods of a vLLM runner class, once, so that runners with one of our drafters notify the drafter.
 
-    Runners whose ``attribute`` is one of our drafters call ``wrapper(drafter, original, runner, *arguments)``.
+    If the runner's ``attribute`` is our drafter, ``wrapper(drafter, original, runner, *arguments)`` is called instead.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 
@@ -146,7 +150,7 @@ def _close(drafter: Any, shutdown: Callable[..., Any], runner: Any, *args: Any, 
 def _refuse_v1_runner(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if selects_ssd(vllm_config) and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: ask for "method": "custom_class", '
+            'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: use "method": "custom_class" and '
             '"model": "ssd.integrations.vllm.SuffixProposer" instead'
         )
     init(scheduler, vllm_config, *args, **kwargs)

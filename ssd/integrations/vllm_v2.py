@@ -1,26 +1,25 @@
-"""The drafter inside vLLM's V2 model runner, as a speculator that ``ssd.integrations.vllm_plugin`` installs.
+"""Use of the drafter in vLLM's V2 model runner, as a speculator that ``ssd.integrations.vllm_plugin`` installs.
 
 ::
 
     vllm serve MODEL --speculative-config '{"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 8}'
 
 The runner's host is ahead of its device: when it requests a draft, the tokens before the draft are often not sampled
-yet. Nothing here waits for them. At each step
+yet. The drafter does not wait for them. At each step
 
 1. the output of the step is packed on the device and copied to the host on a stream of its own, followed by an event;
 2. the output of earlier steps whose event has happened is appended to the requests' texts;
-3. from the known text, a *chain* is drafted for each request: the expected output of the steps in flight and its
+3. from the known text, a *chain* is drafted for each request: the expected output of the steps that still run, and its
    continuation. The chain and the acceptance probabilities of its tokens are copied to the device in one copy;
-4. the device compares the chain with the tokens that were sampled since the known text. The draft starts in the chain
-where
-   these tokens end: exactly, or else where their last two tokens occur in the chain nearest to that position. Otherwise
-   there is no draft.
+4. the device compares the chain with the tokens that were sampled since the known text. The draft starts where these
+   tokens end in the chain: exactly, or else where their last two tokens occur in the chain nearest to that position.
+   Otherwise there is no draft.
 
-If the device is not behind (a CPU, or a step that was waited for), the chain itself is the draft.
+If the device has no running steps (a CPU, or after a wait), the chain itself is the draft.
 
-vLLM verifies the requested number of tokens in every row, so rows without a draft are padded with the last token, and a
-step without a draft costs as much as one with a draft. With ``"enable_adaptive_verification": true``, if vLLM supports
-it (full CUDA graphs), it verifies only tokens whose probability is high enough; that of padding is 0.
+vLLM verifies the requested number of tokens for every sequence, so sequences without a draft are padded with the last
+token, and a step without a draft costs as much as a step with one. With ``"enable_adaptive_verification": true``, if
+vLLM supports it (full CUDA graphs), it verifies only tokens whose probability is high enough; that of padding is 0.
 """
 
 from __future__ import annotations
@@ -39,22 +38,17 @@ from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations.vllm_core import DrafterCore, VllmDrafter, VllmRequest, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, finished_lengths, log
 
-REJOINED_TRUST: Final = 0.5
-"""The factor for the probability of the first draft token if the text left the chain and came back to it."""
+REJOINED_TRUST: Final = 0.5  # lowers the probability of a draft token after the chain was left and found again
 
-_TOKEN_COST: Final = 0.02
-"""The cost of a draft token. It is low, as a device that verifies drafts of fixed width saves nothing with fewer
-tokens.
-"""
+_TOKEN_COST: Final = 0.02  # low, because vLLM verifies drafts of a fixed width, so shorter drafts save nothing
 
+# Prefixes of the ids of vLLM's warm-up requests.
 _WARM_UP_PREFIXES: Final = ("_warmup", "_v2_mixed_warmup", "_sparse_mla_v2_warmup")
-"""Prefixes of the ids of vLLM's own warm-up requests."""
-_FAR: Final = 1 << 30
-"""More than twice any length; fits into int32."""
+_FAR: Final = 1 << 30  # more than twice any length; fits into int32
 
 
 class Event(Protocol):
-    """Signals that a copy has arrived; ``torch.cuda.Event`` is one."""
+    """An object that signals the end of a copy to the host, as ``torch.cuda.Event`` does."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -62,38 +56,35 @@ class Event(Protocol):
 
 
 class _StepBuffers:
-    """Host memory of one step, pinned if there is a device.
-
-    Attributes:
-        outputs: The output of the step, int32[requests, n], see `BatchDrafter.append`.
-        chains: The drafted chains, int32[requests, n], see `BatchDrafter.draft`.
-        event: The event after the copy of the output; None if copies are synchronous.
-        requests: The request of each row.
-    """
+    """Host memory for the copies of one step between host and device, pinned if there is a device."""
 
     def __init__(self, num_requests: int, num_output_words: int, num_chain_words: int, event: Event | None) -> None:
         pin = event is not None and torch.cuda.is_available()
+        # The output of the step, int32[requests, n], see `BatchDrafter.append`.
         self.outputs = torch.zeros((num_requests, num_output_words), dtype=torch.int32, pin_memory=pin)
+        # The drafted chains, int32[requests, n], see `BatchDrafter.draft`.
         self.chains = torch.zeros((num_requests, num_chain_words), dtype=torch.int32, pin_memory=pin)
         self.outputs_np, self.chains_np = self.outputs.numpy(), self.chains.numpy()
-        self.event = event
-        self.requests: Sequence[VllmRequest | None] = ()
+        self.event = event  # the event after the copy of the output; None if copies are synchronous
+        self.requests: Sequence[VllmRequest | None] = ()  # the request of each row
 
     def has_arrived(self) -> bool:
         return self.event is None or self.event.query()
 
 
 class Speculator(VllmDrafter):
-    """An implementation of vLLM's ``BaseSpeculator``, created and called by its V2 model runner on one thread.
+    """Our drafter as vLLM's ``BaseSpeculator``; its V2 model runner creates and calls it on one thread.
 
     Every rank of a tensor-parallel group has one; the first rank drafts and broadcasts its drafts on the device. Each
-    engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; they share
-    text through Redis.
+    engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; the engines
+    share text through Redis.
     """
 
     supports_mm_inputs = False
     draft_logits: Tensor | None = None
-    """Always None: a draft has no distribution, so its tokens are accepted with the target's probability of them."""
+    """Always None: the drafter proposes single tokens without a distribution, which are accepted if the target samples
+    them.
+    """
     num_query_per_req = 1
     num_extra_query_per_req = 0
     pcp_manager: Any = None
@@ -101,18 +92,10 @@ class Speculator(VllmDrafter):
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
     ) -> None:
-        """Open the speculator.
+        """Open the cache and the drafter, see `DrafterCore`.
 
-        Args:
-            vllm_config: The configuration of vLLM.
-            device: The device of the runner.
-            req_states: The request states of the runner.
-            make_event: Creates an event; None uses CUDA's on CUDA and synchronous copies elsewhere.
-
-        Raises:
-            ConfigError: A setting is invalid, or vLLM corrupts the state of this model.
-            CacheError: The cache cannot be opened.
-            ModelError: Text is shared and the tokenizer cannot be loaded.
+        ``req_states`` are the request states of vLLM's runner. Without ``make_event``, CUDA events are used on CUDA,
+        and copies are synchronous elsewhere.
         """
         speculative = vllm_config.speculative_config
         self._states, self._device = req_states, device
@@ -139,13 +122,12 @@ class Speculator(VllmDrafter):
         if self._core is None:
             return
         log.info(
-            "SSD drafts in place of vLLM's n-gram method: the method \"%s\" is named because vLLM's checks and its "
-            "asynchronous scheduling know it, nothing of it runs; prompt_lookup_* have no effect",
+            "SSD drafts instead of vLLM's n-gram method. The configured method is \"%s\" only because vLLM's checks "
+            "and its asynchronous scheduling accept it; prompt_lookup_* have no effect",
             METHOD,
         )
         if not self.enable_adaptive_verification:
-            log.info("vLLM verifies %d tokens of every request in every step, even if SSD has no draft",
-                     self._width)  # fmt: skip
+            log.info("vLLM verifies %d tokens per request in every step, even if SSD has no draft", self._width)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Do nothing: there is no CUDA graph."""
@@ -174,11 +156,12 @@ class Speculator(VllmDrafter):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """Return one draft for each row of the batch, int64[rows, K] on the device. Never raises and never waits.
+        """Return one draft for each sequence of vLLM's batch, int64[rows, K] on the device.
 
-        ``num_sampled``, int32[rows], is the number of tokens that this step sampled for each row, 0 in prefill.
-        ``last_sampled`` is int64[slots, 1]. ``num_speculative_tokens`` is the number of tokens of each draft that will
-        be verified; None means all. Of ``input_batch`` only the fields named in ``vllm_hooks.V2_HOOKS`` are used.
+        It never raises an exception and never waits for the device. ``num_sampled``, int32[rows], is the number of
+        tokens that this step sampled for each sequence, 0 in prefill; ``last_sampled`` is int64[slots, 1];
+        ``num_speculative_tokens`` is the number of tokens of each draft that will be verified, None for all. Of
+        ``input_batch`` only the fields named in ``vllm_hooks.V2_HOOKS`` are used.
         """
         count = input_batch.num_reqs
         drafts = self._drafts[:count]
@@ -207,7 +190,7 @@ class Speculator(VllmDrafter):
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
-        """Start new requests; a preempted request comes back with its output so far. Never raises."""
+        """Register new requests; a preempted request comes back with its output so far. Never raises an exception."""
         core = self._core
         if core is None or not scheduler_output.scheduled_new_reqs:
             return
@@ -229,7 +212,10 @@ class Speculator(VllmDrafter):
             self._record_failure("following requests")
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """Handle finished requests; each is cached once all tokens that its client got have arrived. Never raises."""
+        """Mark finished requests, which are added to the cache when all their tokens have arrived from the device.
+
+        Never raises an exception.
+        """
         core, names = self._core, sorted(scheduler_output.finished_req_ids)
         if core is None or not names:
             return
@@ -245,7 +231,6 @@ class Speculator(VllmDrafter):
             self._record_failure("learning")
 
     def close(self) -> None:
-        """Add the text of finished requests and requests in flight to the cache and close it. May be called twice."""
         core = self._core
         if core is None:
             return
@@ -264,18 +249,11 @@ class Speculator(VllmDrafter):
     def _draft(
         self, core: DrafterCore, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
     ) -> Tensor | None:
-        """Draft chains for the rows of a batch, and return them on the device, see `BatchDrafter.draft`.
+        """Draft a chain for each sequence of a batch, and return the chains on the device, see `BatchDrafter.draft`.
 
-        Args:
-            core: The core.
-            batch: The runner's batch.
-            slots: The slots of the rows, int64[rows].
-            lengths: The number of tokens of each row, int32[rows, 1].
-            num_sampled: The number of new tokens of each row, int32[rows, 1].
-            width: The number of draft tokens that will be verified.
-
-        Returns:
-            The chains, or None if ``width`` is 0.
+        ``slots``, int64[rows], ``lengths`` and ``num_sampled``, int32[rows, 1], are the sequences' indices in the
+        runner's state and their numbers of tokens and of new tokens. ``width`` draft tokens will be verified; if 0,
+        there are no chains.
         """
         count = len(slots)
         if self._row_ids != batch.req_ids:
@@ -306,7 +284,6 @@ class Speculator(VllmDrafter):
         )
 
     def _copy_outputs_to_host(self, step: _StepBuffers, slots: Tensor, lengths: Tensor, num_sampled: Tensor) -> None:
-        """Start the copy of this step's output to the host."""
         tokens = self._states.all_token_ids.gpu
         positions = lengths - num_sampled + self._offsets[: self._width + 1]
         new = tokens[slots, positions.clamp_(0, tokens.shape[1] - 1)]
@@ -322,7 +299,7 @@ class Speculator(VllmDrafter):
             step.event.record(self._stream)
 
     def _process_arrived(self, core: DrafterCore) -> None:
-        """Append the outputs that have arrived to the requests' texts."""
+        """Append output tokens that have arrived from the device to their requests."""
         while self._pending_steps and self._pending_steps[0].has_arrived():
             step = self._pending_steps.popleft()
             missing = core.drafter.append(step.requests, step.outputs_np)
@@ -334,7 +311,7 @@ class Speculator(VllmDrafter):
             self._last_arrived = step
 
     def _drop_requests(self, core: DrafterCore, requests: Sequence[VllmRequest]) -> None:
-        """Stop drafting for requests of which tokens are missing; they are not cached either."""
+        """Stop drafting for requests with missing tokens, and do not add them to the cache."""
         missing = [name for name, request in core.requests.items() if request in requests]
         core.pop_requests(missing)
         core.drafter.clear()
@@ -347,7 +324,7 @@ class Speculator(VllmDrafter):
             log.warning("drafting stopped for %d requests: some of their tokens are missing", len(missing))
 
     def _finish_arrived(self, core: DrafterCore) -> None:
-        """Add the finished requests whose tokens have all arrived to the cache."""
+        """Add the finished requests whose tokens have all arrived from the device to the cache."""
         if self._finished_requests:
             awaited = {id(request) for step in self._pending_steps for request in step.requests}
             done = [
@@ -369,10 +346,10 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write the continuation of each chain after the sampled tokens to ``drafts``, on the device.
+        """Write the part of each chain that follows the sampled tokens to ``drafts``, on the device.
 
-        The head of this file describes how. ``slots``, ``lengths`` and ``padding`` have one entry per row;
-        ``probabilities`` is written unless it is None.
+        The module docstring describes the selection. ``slots``, ``lengths`` and ``padding`` have one entry per
+        sequence; ``probabilities`` is written unless it is None.
         """
         longest, width = self._longest, self._width
         known, size = chains[:, :1], chains[:, 1:2]

@@ -1,4 +1,4 @@
-"""A background thread that survives interruptions of its Redis server."""
+"""A background thread that talks to a Redis server and survives its interruptions."""
 
 from __future__ import annotations
 
@@ -18,44 +18,42 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Backoff:
-    """Growing delays between attempts, from 0.1 to 3 seconds, randomized so that replicas reconnect one by one."""
+    """Growing delays between attempts, from 0.1 to 3 seconds, randomized so that replicas do not reconnect at once."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start from the first delay again, after a successful attempt."""
+        """Restart with the shortest delay after a successful attempt."""
         self._delay_s = _FIRST_DELAY_S
         self._until = 0.0
 
     def next_delay_s(self) -> float:
-        """Return the seconds to wait before the next attempt."""
+        """Return the seconds to wait before the next attempt, and double the delay after it."""
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         return delay_s * random.uniform(0.75, 1.0)
 
     def pause(self) -> None:
-        """Start the next delay, during which nothing is attempted."""
+        """Start the next delay, during which ``is_paused`` is True."""
         self._until = time.monotonic() + self.next_delay_s()
 
     @property
     def is_paused(self) -> bool:
-        """Whether a delay is in progress."""
         return time.monotonic() < self._until
 
 
 class BackgroundLoop:
-    """A daemon thread that repeats an exchange with the server until it is stopped. Failures only delay it.
+    """A daemon thread that calls a function repeatedly until it is stopped; an exception only delays the next call.
 
     Only this thread writes ``is_connected``, ``num_failures`` and ``num_reconnects``.
     """
 
     def __init__(self, name: str, url: str, exchange: Callable[[], None]) -> None:
-        """Create the thread; ``exchange`` runs one round, and is retried after a delay if it raises."""
+        """Create the thread, which calls ``exchange`` repeatedly, and after a delay if it raised an exception."""
         self.is_connected = False
         self.num_failures = 0
-        self.num_reconnects = 0
-        """The number of times that an exchange succeeded again after failures."""
+        self.num_reconnects = 0  # the number of successes after failures
         self._url = url
         self._exchange = exchange
         self._stopping = threading.Event()
@@ -67,20 +65,18 @@ class BackgroundLoop:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether ``stop`` was called."""
         return self._stopping.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait, at most until ``stop`` is called; return whether it was."""
+        """Wait for some seconds or until ``stop`` is called; return whether it was called."""
         return self._stopping.wait(seconds)
 
     def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end, up to the timeout."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def report(self, error: Exception) -> None:
-        """Count a failure, and log one at most once a minute. Only the loop's own thread may call this."""
+        """Count a failure, and log at most one failure per minute; only the thread itself may call this."""
         self.num_failures += 1
         if time.monotonic() < self._next_log:
             return
@@ -89,8 +85,11 @@ class BackgroundLoop:
         reason = redact_password(f"{type(error).__name__}: {error}", self._url)
         log.warning(
             "%s interrupted (%s), retrying; requests are served without it. %d failures so far: %s",
-            self._thread.name, redacted_address(self._url), self.num_failures, reason,
-        )  # fmt: skip
+            self._thread.name,
+            redacted_address(self._url),
+            self.num_failures,
+            reason,
+        )
 
     def _run(self) -> None:
         backoff = Backoff()

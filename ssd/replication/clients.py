@@ -1,4 +1,4 @@
-"""redis-py's clients with a bound on the size of replies. Needs redis-py, so only ``connect`` imports this module.
+"""redis-py clients that bound the size of replies. Needs redis-py, so only ``connect`` imports this module.
 
 Anyone who can write to a Redis server chooses the size of the values that other clients read, up to 512 MB each. A
 reply states the size of each element in advance, so that a reply that is too large is aborted before it takes memory.
@@ -36,18 +36,18 @@ from ssd.replication.stream import MAX_REPLY_BYTES, OversizedReplyError
 
 _ELEMENT_BYTES = 64  # Python's overhead per element, so that many small elements are bounded as well
 
-_MAX_LINE_BYTES = 1 << 16
-"""The maximum length of a protocol line. No number, size or error of a real server is longer."""
+_MAX_LINE_BYTES = 1 << 16  # longer than any number, size or error of a real server
 
 _PATIENCE_S = 5.0
 _MIN_BYTES_PER_S = 8192
-"""The minimum rate of replies for which the client waited longer than _PATIENCE_S in total. A slow trickle of bytes
-would never time out, while a new connection may be faster.
+"""The minimum rate of replies for which the client waited longer than _PATIENCE_S in total.
+
+A slow trickle of bytes would never time out, while a new connection may be faster.
 """
 
 
 class BoundedBuffer(SocketBuffer):
-    """redis-py's buffer with bounds on the length of a line and on how slowly a reply may arrive."""
+    """redis-py's socket buffer with limits on the length of a line and on the time that a reply may take."""
 
     _buffer: Any
     _num_reads = 0
@@ -55,13 +55,13 @@ class BoundedBuffer(SocketBuffer):
     _waited_s = 0.0
 
     def start_reply(self) -> None:
-        """Start measuring a new reply."""
+        """Start to measure the size and time of a new reply."""
         if self._num_reads <= 1:  # the last reply arrived in one read
             self._num_bytes, self._waited_s = 0, 0.0
         self._num_reads = 0
 
     def readline(self, timeout: float | object = SENTINEL) -> bytes:
-        """Return the next line without its end."""
+        """Return the next protocol line without its line end; raise InvalidResponse if it is too long."""
         line: bytes = self._buffer.readline(_MAX_LINE_BYTES)
         while not line.endswith(b"\r\n"):
             if len(line) >= _MAX_LINE_BYTES:
@@ -87,10 +87,11 @@ class BoundedBuffer(SocketBuffer):
 
 
 class BoundedParser(_RESP2Parser):
-    """redis-py's parser of protocol 2 with a bound on the size of each reply. Raises OversizedReplyError.
+    """redis-py's parser of RESP2 with a limit on the size of each reply; a larger one raises OversizedReplyError.
 
-    redis-py closes the connection if its parser raises, so that the rest of the reply is never read. This parser also
-    raises if the server reports to be read-only, because a new connection may lead to a server that accepts writes.
+    redis-py closes the connection if its parser raises an exception, so the rest of the reply is never read. This
+    parser also raises one if the server is read-only, because a new connection may lead to a server that accepts
+    writes.
     """
 
     _buffer: Any
@@ -100,12 +101,10 @@ class BoundedParser(_RESP2Parser):
     _unfinished: list[list[Any]]
 
     def on_connect(self, connection: Any) -> None:
-        """Attach the parser to a new connection."""
         super().on_connect(connection)  # type: ignore[no-untyped-call]
         self._buffer = BoundedBuffer(self._sock, self.socket_read_size, connection.socket_timeout)
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """Return one reply."""
         self._room = MAX_REPLY_BYTES
         if self._buffer is not None:
             self._buffer.start_reply()
@@ -115,7 +114,6 @@ class BoundedParser(_RESP2Parser):
     def _read_response(  # type: ignore[override]
         self, disable_decoding: bool = False, **settings: Any
     ) -> Any:
-        """Return one reply or element as bytes. Nothing is decoded, as `connect` configures."""
         line = self._buffer.readline(**settings)
         kind, text = line[:1], line[1:]
         self._room -= _ELEMENT_BYTES + len(text)
@@ -155,7 +153,7 @@ class BoundedParser(_RESP2Parser):
 def sentinel_client(
     hosts: tuple[tuple[str, int], ...], service: str, sentinel_options: dict[str, Any], options: dict[str, Any]
 ) -> redis.Redis:
-    """Return a client for the master of ``service``. Nothing is sent yet."""
+    """Return a client for the master of the Redis Sentinel service ``service``; it connects at its first command."""
     is_plain = options.pop("connection_class", None) is None
     sentinels = Sentinel([])  # type: ignore[no-untyped-call]
     sentinels.sentinels = [
@@ -167,48 +165,41 @@ def sentinel_client(
 
 
 class LazyCluster(RedisCluster):
-    """redis-py's cluster client, which connects at its first command. The keys of a transaction need one hash tag."""
+    """redis-py's cluster client, but it connects only at its first command."""
 
     def __init__(self, hosts: tuple[tuple[str, int], ...], options: dict[str, Any]) -> None:
-        """Create a client.
-
-        Args:
-            hosts: Some nodes of the cluster.
-            options: The connection options for every node.
-        """
+        """Create a client; ``hosts`` are some nodes of the cluster, ``options`` are redis-py's for every node."""
         self._hosts = hosts
         self._options = options
         self._opening = threading.RLock()
         self._is_open = False
 
     def execute_command(self, *args: Any, **kwargs: Any) -> Any:
-        """Execute a command on the node of its key."""
         with self._opened():
             return super().execute_command(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def pipeline(self, transaction: bool | None = None, shard_hint: Any = None) -> Any:
-        """Return a pipeline, as redis-py does."""
         with self._opened():
             return super().pipeline(transaction, shard_hint)  # type: ignore[no-untyped-call]
 
     def ping(self, **kwargs: Any) -> Any:
-        """Ping a random node. Commands show whether other nodes are down."""
+        """Ping a random node of the cluster; commands show whether other nodes are down."""
         return self.execute_command("PING", target_nodes=self.RANDOM)
 
     def masters(self) -> list[tuple[str, redis.Redis]]:
-        """Return the address of each node that serves slots, with a client that must not be closed."""
+        """Return (address, client) of each primary node of the cluster; the clients must not be closed."""
         with self._opened():
             nodes = sorted(self.get_primaries(), key=lambda node: node.name)  # type: ignore[no-untyped-call]
             return [(node.name, self.get_redis_connection(node)) for node in nodes]
 
     def node_for(self, key: str) -> redis.Redis:
-        """Return a client of the node that serves ``key`` now, which must not be closed."""
+        """Return a client of the cluster node that has a key at present; the client must not be closed."""
         with self._opened():
             return self.get_redis_connection(self.nodes_manager.get_node_from_slot(key_slot(key.encode())))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Connect if necessary, and convert the errors of a cluster to those of a single server."""
+        """Connect at the first use, and convert cluster errors to the errors of a single server."""
         try:
             with self._opening:
                 if not self._is_open:

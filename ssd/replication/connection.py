@@ -1,4 +1,4 @@
-"""Redis connections that neither block a thread for long nor reveal their password."""
+"""Redis connections with short time-outs, whose passwords never appear in messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ if TYPE_CHECKING:
     import redis
 
 URL_VARIABLE = "SSD_REDIS_URL"
-"""The environment variable of the Redis URL if the command line has none, because other users can read a command line.
-"""
+"""The environment variable with the Redis URL, because other users can read a password on the command line."""
 
-BLOCK_MS = 500
-"""How long the server blocks a read that finds nothing; far less than the socket's time-out."""
+BLOCK_MS = 500  # far less than the socket's time-out
 
 _CONNECT_TIMEOUT_S = 1.0
 _SOCKET_TIMEOUT_S = 2.0
@@ -35,25 +33,15 @@ Host = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """The parts of a Redis URL.
-
-    Attributes:
-        kind: The kind of deployment.
-        hosts: The sentinels, or some nodes of the cluster; empty for a single server.
-        service: The name of the master for the sentinels.
-        options: redis-py's options for connections to a server.
-        sentinel_options: redis-py's options for connections to a sentinel.
-    """
-
     kind: Literal["server", "sentinel", "cluster"]
-    hosts: tuple[Host, ...]
-    service: str
-    options: dict[str, Any]
-    sentinel_options: dict[str, Any]
+    hosts: tuple[Host, ...]  # the sentinels, or some nodes of the cluster; empty for a single server
+    service: str  # the name of the master for the sentinels
+    options: dict[str, Any]  # redis-py's options for connections to a server
+    sentinel_options: dict[str, Any]  # redis-py's options for connections to a sentinel
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Parse a URL; needs redis-py. Raises ConfigError, without the URL's password."""
+    """Parse a Redis URL; raise ConfigError, without the URL's password, if it is invalid."""
     try:
         return _parse(url)
     except Exception:  # its message may contain the URL
@@ -61,7 +49,7 @@ def parse_redis_url(url: str) -> RedisAddress:
 
 
 def passwords_in(url: str) -> list[str]:
-    """Return the secrets in a URL, as written and decoded, the longest first."""
+    """Return the passwords in a URL, both as written and percent-decoded, the longest first."""
     found = set(re.findall(rf"[?&](?:{_SECRETS})=([^&#]*)", url))
     if match := re.match(r"[^/]*//[^:@/]*:(.*)@", url):
         found.add(match.group(1))
@@ -69,14 +57,14 @@ def passwords_in(url: str) -> list[str]:
 
 
 def redact_password(text: str, url: str | None = None) -> str:
-    """Return ``text`` with the passwords of ``url`` replaced, or of ``text`` itself if ``url`` is None."""
+    """Replace the passwords of ``url`` in a text by ``***``; if ``url`` is None, the text is the URL."""
     for secret in passwords_in(text if url is None else url):
         text = text.replace(secret, "***")
     return text
 
 
 def redacted_address(url: str) -> str:
-    """Return the address in a URL for logs, without user, password and options."""
+    """Return a Redis URL for logs, without user, password and options."""
     try:
         parts = urlsplit(url)
         hosts = parts.netloc.rpartition("@")[2]
@@ -121,17 +109,14 @@ def _host(name: str, default_port: int) -> Host:
 
 
 def connect(url: str) -> redis.Redis:
-    """Return a client with its own connections. Nothing is sent yet.
+    """Return a Redis client, which connects at its first command and limits the size of replies.
 
-    The client of a cluster supports commands and pipelines whose keys have one hash tag; ``masters_of`` and
-    ``server_of`` return clients for its nodes. Commands may raise OversizedReplyError.
+    ``url`` names a server, sentinels or a cluster, with user, password, database and options as in redis-py, except
+    time-outs and protocol. The client of a cluster supports commands and pipelines whose keys have one hash tag;
+    ``masters_of`` and ``server_of`` return clients for its nodes.
 
-    Args:
-        url: The URL of a server, of sentinels or of a cluster, with user, password, database and options as in
-            redis-py, except time-outs and protocol.
-
-    Raises:
-        ConfigError: The URL is invalid. The message does not contain its password.
+    Raises ConfigError, without the password, if the URL is invalid. Commands raise OversizedReplyError if a reply is
+    larger than MAX_REPLY_BYTES.
     """
     try:
         import redis
@@ -166,7 +151,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
-    """Return the cluster address (else "") of each server that accepts writes, with a client that must not be closed.
+    """Return (cluster address or "", client) of each server that accepts writes; the clients must not be closed.
 
     Raises the client's errors if a cluster does not return its nodes.
     """
@@ -176,7 +161,7 @@ def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
 
 
 def server_of(client: redis.Redis, key: str) -> redis.Redis:
-    """Return a client of the server that has ``key``, which must not be closed."""
+    """Return a client of the server that has ``key``; the client must not be closed."""
     from ssd.replication.clients import LazyCluster
 
     return client.node_for(key) if isinstance(client, LazyCluster) else client

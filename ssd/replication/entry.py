@@ -1,6 +1,6 @@
-"""The names of keys in Redis, and the entries of a replication log, format 2.
+"""The format (version 2) of the entries of a replication log, and the names of its Redis streams.
 
-The part of a stream's key in braces selects the node of a cluster. An entry::
+An entry::
 
     offset  bytes
          0      1   format version                              all numbers little-endian
@@ -11,8 +11,8 @@ The part of a stream's key in braces selects the node of a cluster. An entry::
         27      8   xxh3-64 of bytes 0..26, of the stream's key and of the tokens as uint32
         35      -   zlib: the tokens' lowest bytes, then their second bytes, third, fourth; 4n bytes
 
-The checksum covers the key, so that an entry is valid in its own stream only. An entry that a restore, a damaged
-command or a damaged reply brings into another namespace's stream is rejected.
+The checksum covers the stream's key, so an entry is valid in its own stream only. An entry is rejected if a restore, a
+damaged command or a damaged reply brings it into another namespace's stream.
 
 The four byte planes compress better than whole tokens, because the upper two consist mostly of zeros.
 """
@@ -31,8 +31,7 @@ from ssd.retrieval.segment import Tokens
 
 FORMAT_VERSION = 2
 MAX_ENTRY_TOKENS = 4096
-LEAD_IN_TOKENS = 32
-"""The overlap of the entries into which a longer sequence is split, so that each can be searched alone."""
+LEAD_IN_TOKENS = 32  # the overlap of the parts of a long sequence, so that each part can be searched alone
 
 _HEADER = struct.Struct("<B8s16sH")
 _CHECKSUM = struct.Struct("<Q")
@@ -42,26 +41,19 @@ MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # the maximum overhead o
 
 
 class InvalidEntryError(ValueError):
-    """The bytes are not a valid entry: damaged, of another version or stream, or of another vocabulary."""
+    """The bytes are not a valid replication entry: damaged, or of another version, stream or vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a replication log.
+    """One entry of a replication log: a text that can be searched alone."""
 
-    Attributes:
-        replica_id: The writer.
-        sequence_id: A unique id.
-        tokens: int32[n], 1 <= n <= 4096, a text that can be searched alone.
-    """
-
-    replica_id: bytes
+    replica_id: bytes  # identifies the writer
     sequence_id: bytes
-    tokens: Tokens
+    tokens: Tokens  # int32[n], 1 <= n <= 4096
 
 
 def pack_entry(entry: Entry, key: str) -> bytes:
-    """Serialize an entry for the stream ``key``. O(n)."""
     tokens = np.ascontiguousarray(entry.tokens, "<u4")
     assert 1 <= len(tokens) <= MAX_ENTRY_TOKENS
     header = _HEADER.pack(FORMAT_VERSION, entry.replica_id, entry.sequence_id, len(tokens))
@@ -70,9 +62,9 @@ def pack_entry(entry: Entry, key: str) -> bytes:
 
 
 def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
-    """Verify an entry of the stream ``key`` completely, and return it. Raises InvalidEntryError.
+    """Parse and verify an entry of the Redis stream ``key``; raise InvalidEntryError if it is invalid.
 
-    ``data`` comes from anyone who can write to the Redis server. At most 16 KB are ever decompressed.
+    Anyone who can write to the Redis server may have written ``data``. At most 16 KB are ever decompressed.
     """
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES:
         raise InvalidEntryError(f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
@@ -98,7 +90,7 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
 
 
 def unverified_num_tokens(data: bytes) -> int:
-    """Return the number of tokens in an entry's header, to bound the log. An invalid entry counts as a full one."""
+    """Return the number of tokens that an entry's header states; an invalid entry counts as a full one."""
     if len(data) < _PAYLOAD or data[0] != FORMAT_VERSION:
         return MAX_ENTRY_TOKENS
     num_tokens: int = _HEADER.unpack_from(data)[3]
@@ -106,7 +98,7 @@ def unverified_num_tokens(data: bytes) -> int:
 
 
 def unverified_id(data: bytes) -> bytes | None:
-    """Return the sequence id in an entry's header, unverified; None if the data cannot be an entry."""
+    """Return the sequence id that an entry's header states; None if the data cannot be an entry."""
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES or data[0] != FORMAT_VERSION:
         return None
     sequence_id: bytes = _HEADER.unpack_from(data)[2]
@@ -126,8 +118,9 @@ KEYS_VERSION = 1
 
 
 def stream_key(fingerprint: str, namespace: str) -> str:
-    """Return the key of the stream to which replicas append their finished text.
+    """Return the key of the Redis stream through which replicas share the text of a namespace.
 
-    Replicas share text if and only if the fingerprint of the tokenizer and the namespace are equal.
+    Replicas share text if and only if the fingerprint of the tokenizer and the namespace are equal. The part of the key
+    in braces selects the node of a cluster.
     """
     return f"ssd:{KEYS_VERSION}:{{{fingerprint}:{namespace}}}"

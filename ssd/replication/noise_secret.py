@@ -1,7 +1,7 @@
 """The secret from which shared sampling noise is derived: configured, or generated once and stored with the cache.
 
-The secret, a prompt and a model determine the answers of a namespace's noise streams. It is therefore written only to
-files that their owner alone can read, and never to logs, metrics, errors or a ``repr``.
+With the secret, anyone can compute a namespace's sampled answers to a prompt. It is therefore written only to files
+that their owner alone can read, and never to logs, metrics, errors or a ``repr``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,20 @@ log = logging.getLogger(__name__)
 SECRET_BYTES: Final = 32
 
 SecretSource = Literal["secret", "seed", "directory", "memory", "replicas"]
-"""The origin of the secret: a configured secret, a seed, a file in the cache directory, this process, or replicas."""
+"""The origin of the noise secret.
+
+"secret": a configured secret. "seed": a seed. "directory": a file in the cache directory. "memory": generated for this
+process. "replicas": the secret in Redis.
+"""
 
 _FILE_CONTENT: Final = re.compile(rb"[0-9a-f]{64}")
 
 
 class NoiseSecret:
-    """The current noise secret, callable as an engine's ``noise_root``. Safe from any thread; calls never block."""
+    """The current secret of the sampling noise; an engine calls it as its ``noise_root``, from any thread."""
 
     def __init__(self, secret: bytes, source: SecretSource, path: Path | None = None) -> None:
-        """Create a secret.
-
-        Args:
-            secret: `SECRET_BYTES` bytes.
-            source: The origin of ``secret``.
-            path: The file in which the replicas' secret is stored when it is known.
-        """
+        """Create a secret of `SECRET_BYTES` bytes; if `adopt` replaces it, the new one is stored at ``path``."""
         assert len(secret) == SECRET_BYTES
         self.source: SecretSource = source
         self._secret = secret
@@ -58,12 +56,12 @@ class NoiseSecret:
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseSecret:
-        """Derive the noise secret from a seed; it is not secret and is the same in every process."""
+        """Derive the noise secret from a seed; it is not secret, but the same in every process."""
         return cls(hashlib.sha256(b"root of coupled noise of seed %d" % seed).digest(), "seed")
 
     @classmethod
     def load_or_create(cls, path: Path | None) -> NoiseSecret:
-        """Load the secret from a file, created if missing. Without a usable file, generate one for this process.
+        """Load the noise secret from a file, or create the file; if it cannot be stored, generate one for this process.
 
         Raises ConfigError if the path is not a regular file.
         """
@@ -85,7 +83,7 @@ class NoiseSecret:
         return cls(secrets.token_bytes(SECRET_BYTES), "memory")
 
     def adopt(self, secret: bytes) -> None:
-        """Use and store ``secret``, the replicas' one, from the next request on. Waits for the disk."""
+        """Replace the noise secret by the one that all replicas share, and store it; this waits for the disk."""
         if secret != self._secret:
             log.info("requests with shared noise use the noise secret of all replicas from now on")
             self._secret = secret
@@ -98,7 +96,6 @@ class NoiseSecret:
 
 
 def _read(path: Path) -> bytes:
-    """Read a secret's file. Raises OSError, and ConfigError."""
     with open_file(path) as file:
         content = file.read(2 * SECRET_BYTES + 1)
         mode = os.fstat(file.fileno()).st_mode
@@ -116,10 +113,13 @@ _CLOSE_TIMEOUT_S: Final = 3.0
 
 
 class ReplicatedSecret:
-    """Synchronizes a noise secret with the one in Redis every two seconds, on its own thread and connection."""
+    """A thread that adopts the noise secret in Redis, so that all replicas sample with the same noise."""
 
     def __init__(self, url: str, secret: NoiseSecret) -> None:
-        """Start the thread; Redis need not be up. ``secret`` is written if Redis has none. Raises ConfigError."""
+        """Start the thread; ``secret`` is written to Redis if there is none. Redis need not be up.
+
+        Raises ConfigError if the URL is invalid.
+        """
         self._client = connect(url)
         self._secret = secret
         self._is_agreed = False
@@ -128,11 +128,9 @@ class ReplicatedSecret:
         self.loop.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the first synchronization has succeeded or failed."""
         self._has_synced.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop within a few seconds. May be called twice."""
         self.loop.stop()
         self.loop.join(_CLOSE_TIMEOUT_S)
         self._client.close()
@@ -148,7 +146,7 @@ class ReplicatedSecret:
         self._is_agreed = True
 
     def _find(self) -> bytes:
-        """Return the replicas' secret. Raises StoreUnavailable if it is unusable, and Redis errors."""
+        """Return the noise secret in Redis; write ours if there is none; raise StoreUnavailable if it is invalid."""
         found = self._get()
         if not found:
             self._client.set(KEY, self._secret(), nx=True)
@@ -162,5 +160,5 @@ class ReplicatedSecret:
         return found
 
     def _get(self) -> Any:
-        """Return at most ROOT_BYTES + 1 bytes of the key, because anyone may have written it."""
+        """Return at most one byte more than a noise secret has, because any client may have written the key."""
         return self._client.getrange(KEY, 0, SECRET_BYTES)

@@ -1,18 +1,19 @@
-"""How far a replica has read a stream, in a form that survives restarts.
+"""The position up to which a replica has read a replication stream, in a form that survives restarts.
 
-After a restart, a `ReplicaOffset` tells which entries of the log are in the cache already. It is written with the
+After a restart, a `ReplicaOffset` determines which entries of the log are in the cache already. It is written with the
 cache's manifest (``NamespaceCache.set_source``), so that it never covers text that a crash has lost::
 
-    entries of others    up to the newest offset that the log still has        later entries are read
-    our own entries      by ring position, for each former incarnation         stored before it ended, or lost and read
+    other replicas' entries    known up to the offset, if the log still has it
+    our own entries            known if their ring position was in a file when their incarnation ended
 
 An *incarnation* is one opening of a namespace's cache, under its own replica id. Its entries have the ring positions of
-their text. Entries whose text reached a file are therefore known, whenever and in whatever order they were written to
-the log. The text of the others was lost with the memtable and is read back. A copy of a directory on another machine
+their text. So entries whose text reached a file are known, whenever and in whatever order they were written to the log.
+The text of other entries of ours was lost with the memtable and is read back. A copy of a directory on another machine
 knows the same former incarnations and starts another one.
 
-The *offset* is the entry read last, by stream id and sequence id. If the log has this entry, it is the log that was
-read up to there. So a Redis server that lost its newest entries or all entries, or was replaced, is detected.
+The *offset* is the entry that was read last, by stream id and sequence id. If the log has this entry, it is the log
+that was read up to there. So it is detected if a Redis server has lost its newest entries or all entries, or was
+replaced.
 
 Duplicates are possible in these cases; outputs are never affected:
 
@@ -35,42 +36,28 @@ _MAX_INCARNATIONS = 64
 
 
 class StreamOffset(NamedTuple):
-    """The entry of a stream that was read last.
+    """The entry of a replication stream that was read last, by its Redis stream id and its sequence id."""
 
-    Attributes:
-        number: The number of entries read, counted over all incarnations.
-        entry_id: The entry's stream id.
-        sequence_id: The entry's sequence id.
-    """
-
-    number: int
+    number: int  # the number of entries read, counted over all incarnations
     entry_id: bytes
     sequence_id: bytes
 
 
 class Incarnation(NamedTuple):
-    """An earlier opening of the cache.
-
-    Attributes:
-        replica_id: The replica id of its entries.
-        position: Its text before this ring position is in files, or was evicted.
-    """
+    """An opening of a namespace's cache before the last restart; it published its text under its own replica id."""
 
     replica_id: bytes
-    position: int
+    position: int  # its text before this ring position is in files, or was evicted
 
 
 class ReplicaOffset:
-    """How far one stream was read, by this incarnation and earlier ones. Has one owner.
+    """The position up to which a replica has read a replication stream, across restarts.
 
-    Attributes:
-        replica_id: The replica id of this incarnation.
-        incarnations: The earlier incarnations, oldest first.
-        last_read: The entry that was read last; None before the first.
+    It determines which entries of the stream are in the cache already. Not thread-safe.
     """
 
     def __init__(self, replica_id: bytes, checkpoint: Checkpoint | None = None) -> None:
-        """Start an incarnation with ``replica_id``; ``checkpoint`` is the cache's, from the last ``to_json``.
+        """Restore the position from the cache's ``checkpoint``, as ``to_json`` wrote it, for a new ``replica_id``.
 
         A checkpoint of another format is ignored.
         """
@@ -79,7 +66,6 @@ class ReplicaOffset:
         self._positions = dict(self.incarnations)
 
     def to_json(self) -> Mapping[str, Any]:
-        """Return the offset as JSON, for ``NamespaceCache.set_source``."""
         return {
             "replica": self.replica_id.hex(),
             "lives": [(each.replica_id.hex(), each.position) for each in self.incarnations],
@@ -87,21 +73,19 @@ class ReplicaOffset:
         }
 
     def is_stored(self, entry: Entry) -> bool:
-        """Return whether this incarnation stored the text of ``entry``, or an earlier one did and it reached a file."""
+        """Return whether the cache has the text of an entry that this replica wrote, now or before a restart."""
         if entry.replica_id == self.replica_id:
             return True
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
 
     def advance(self, entry_id: bytes, sequence_id: bytes) -> None:
-        """Record that an entry was read."""
         self.last_read = StreamOffset(self.last_read.number + 1 if self.last_read else 1, entry_id, sequence_id)
 
     def locate(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
-        """Return the id up to which entries of this log were read; None if the log is another one or is empty.
+        """Return the id of the last entry that was read from this log; None if it is another log or empty.
 
-        Args:
-            oldest_id: The id of the oldest entry; None if there is none.
-            sequence_id_at: Returns the sequence id of the entry with a stream id; None if there is no such entry.
+        ``oldest_id`` is the id of the log's oldest entry, None if there is none. ``sequence_id_at`` returns the
+        sequence id of the entry with a given stream id, None if there is no such entry.
         """
         if (last := self.last_read) is None or oldest_id is None:  # everything else is new, whatever its ids
             return None
@@ -110,17 +94,19 @@ class ReplicaOffset:
 
 
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
-    """Return 16 unique bytes: the incarnation's replica id (8 bytes) and the ring position (8, little-endian)."""
+    """Return a unique id of 16 bytes for an entry: the writer's replica id and the text's ring buffer position."""
     return replica_id + position.to_bytes(8, "little")
 
 
 def position_of(sequence_id: bytes) -> int:
-    """Return the ring position in a result of ``sequence_id_of``."""
     return int.from_bytes(sequence_id[8:], "little")
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse a checkpoint, which may be any JSON. Former versions stored more than one offset."""
+    """Parse the position in a replication stream that is stored with a cache; any other JSON gives an empty position.
+
+    Former versions stored more than one position.
+    """
     if checkpoint is None:
         return (), None
     try:

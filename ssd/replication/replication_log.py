@@ -1,4 +1,4 @@
-"""Replication through Redis. Without a connection, each replica works alone."""
+"""Replication of text between replicas through Redis streams. Without a connection, each replica works alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssd.retrieval.files import check_fingerprint
 from ssd.retrieval.namespace_cache import NamespaceCache, StoredPieces
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
-"""The default maximum number of tokens in a stream, as in a cache; about 8 to 16 MB of Redis memory."""
+"""The default maximum number of tokens in a replication stream; about 8 to 16 MB of Redis memory."""
 
 _CLOSE_TIMEOUT_S = 3.0
 _BATCH = 64
@@ -30,31 +30,26 @@ _IDLE_S = 0.5
 
 
 class PublishQueue:
-    """The unwritten entries of one stream, in order. The publisher's lock guards it."""
+    """The entries that are still to be written to one Redis stream, in order; the publisher's lock guards it."""
 
     def __init__(self, key: str) -> None:
         self.key = key
         self.entries: deque[Entry] = deque()
         self.num_tokens = 0
-        self.is_attached = True
-        """Whether more entries may come. Queued entries are written in any case."""
-        self.is_rejected = False
-        """Whether the server rejected some entries of the last batch."""
+        self.is_attached = True  # whether more entries may come
+        self.is_rejected = False  # whether the server rejected entries of the last batch
         self.backoff = Backoff()
 
     def put(self, entry: Entry) -> None:
-        """Append a new entry."""
         self.entries.append(entry)
         self.num_tokens += len(entry.tokens)
 
     def pop(self, count: int) -> list[Entry]:
-        """Remove and return the oldest entries, at most ``count``."""
         batch = [self.entries.popleft() for _ in range(min(count, len(self.entries)))]
         self.num_tokens -= sum(len(entry.tokens) for entry in batch)
         return batch
 
     def put_back(self, entries: list[Entry]) -> None:
-        """Put removed entries that were not written back to the front."""
         self.entries.extendleft(reversed(entries))
         self.num_tokens += sum(len(entry.tokens) for entry in entries)
 
@@ -62,18 +57,17 @@ class PublishQueue:
 class Publisher:
     """The writing half of the replication log: a bounded queue per stream, and the thread that writes them to Redis.
 
-    While Redis is down or rejects writes, the oldest entries of the longest queue are dropped for new ones. An entry
-    whose write was not confirmed is written again with the same sequence id, so that subscribers can detect it. A
-    rejected stream (no permission, no memory, a key of another type) is retried after a delay; the others are written.
+    While Redis is down or rejects writes, new entries displace the oldest entries of the longest queue. An entry whose
+    write was not confirmed is written again with the same sequence id, so that subscribers can detect it. A rejected
+    stream (no permission, no memory, a key of another type) is retried after a delay, while the other streams are
+    written.
     """
 
     def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
-        """Connect lazily.
+        """Create a publisher, which connects to Redis at its first write.
 
-        Args:
-            url: The Redis URL.
-            max_entries: The approximate maximum length of a stream.
-            max_queued_tokens: The bound of all queues together.
+        ``max_entries`` is the approximate maximum length of each stream; ``max_queued_tokens`` bounds all queues
+        together.
         """
         self.num_published = 0
         self.num_published_tokens = 0
@@ -89,15 +83,14 @@ class Publisher:
         self.loop = BackgroundLoop("ssd-share-writer", url, self._exchange)
 
     def attach(self, key: str) -> None:
-        """Accept entries for stream ``key`` from now on."""
         with self._lock:
             self._queues.setdefault(key, PublishQueue(key)).is_attached = True
 
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
-        """Queue ``pieces`` of replica ``replica_id`` for the stream ``key``. Never waits for Redis. O(entries).
+        """Queue new text of a replica for the Redis stream ``key``; never waits for Redis. O(entries).
 
-        The sequence id of a piece's k-th entry has the ring position of the piece plus k. This identifies the text,
-        because a piece reaches a file as a whole.
+        The k-th entry of a text gets the text's position in the ring buffer plus k in its sequence id. This identifies
+        the entry, because a text reaches a file as a whole.
         """
         entries: list[Entry] = []
         position = pieces.position
@@ -114,7 +107,7 @@ class Publisher:
         self._has_entries.set()
 
     def detach(self, key: str, *, discard: bool = False) -> None:
-        """Accept no more entries for stream ``key``; with ``discard``, also drop the queued ones. O(1)."""
+        """Accept no more entries for the Redis stream ``key``; with ``discard``, also drop its queued entries. O(1)."""
         with self._lock:
             if (queue := self._queues.get(key)) is not None:
                 queue.is_attached = False
@@ -123,24 +116,23 @@ class Publisher:
                 self._remove_if_done(queue)
 
     def delete_stream(self, key: str) -> None:
-        """Delete the stream and its queued entries. Waits for Redis; raises its errors."""
+        """Delete a Redis stream and its queued entries. Waits for Redis, and raises its errors."""
         self.detach(key, discard=True)
         self._client.delete(key)
 
     @property
     def num_queued(self) -> int:
-        """The number of entries that are not written yet."""
         with self._lock:
             return sum(len(queue.entries) for queue in self._queues.values()) + self._num_in_flight
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the server rejected the last write to some stream."""
+        """Whether the Redis server rejected the last write to any stream."""
         with self._lock:
             return any(queue.is_rejected for queue in self._queues.values())
 
     def stop(self) -> None:
-        """End the thread after a last attempt to write the queued entries."""
+        """End the publisher's thread after a last attempt to write the queued entries."""
         self.loop.stop()
         with self._lock:
             for queue in self._queues.values():
@@ -148,7 +140,7 @@ class Publisher:
         self._has_entries.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the thread and close the connection. Entries that could not be written count as dropped."""
+        """Wait for the publisher's thread and close the connection; entries that were not written count as dropped."""
         self.loop.join(timeout_s)
         if self.num_queued:  # the thread stopped before it wrote them, or while it waited for Redis
             with contextlib.suppress(Exception):
@@ -159,7 +151,6 @@ class Publisher:
         self._client.close()
 
     def _exchange(self) -> None:
-        """Write until nothing is due."""
         self._has_entries.wait(_IDLE_S)  # also wakes up regularly for retries
         self._has_entries.clear()
         while batch := self._next_batch():
@@ -173,7 +164,7 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries; return the rejected ones and the reason. Raises errors that end the connection."""
+        """Write entries to Redis, and return the rejected ones and the reason; raise errors that end the connection."""
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         values = [pack_entry(entry, queue.key) for entry in entries]
@@ -199,7 +190,7 @@ class Publisher:
             return queue, entries
 
     def _record_write(self, queue: PublishQueue, entries: list[Entry], left: list[Entry], *, is_rejected: bool) -> None:
-        """Update counters and queue after a write of ``entries``, of which ``left`` were rejected or not confirmed."""
+        """Update counters and the queue after writing ``entries``; ``left`` were rejected or not confirmed by Redis."""
         with self._lock:
             self._num_in_flight = 0
             queue.put_back(left)
@@ -232,50 +223,40 @@ class Publisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStats:
-    """The state of one namespace's stream since it was opened."""
+    """The state of the replication stream of one namespace."""
 
     lag_seconds: float = 0.0
-    """The seconds since this replica last reached the end of the stream, minus the half second that a read may block; 0
-    in normal operation. It grows while Redis is down or rejects reads, or if the stream is written faster than it is
-    read.
+    """The seconds since this replica last reached the end of the stream, minus the half second that a read may block.
+
+    It is 0 in normal operation. It grows while Redis is down or rejects reads, or if the stream is written faster than
+    it is read.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationStats:
-    """The counters since the log was opened. Entries are sequences, or parts of at most 4,096 tokens."""
+    """Counters of the replication of text through Redis. An entry is a sequence, or a part of at most 4,096 tokens."""
 
-    is_connected: bool
-    """Whether Redis answers, and rejected neither the last read nor the last write of any namespace."""
+    is_connected: bool  # Redis answers, and rejected neither the last read nor the last write of any namespace
     num_published: int = 0
     num_published_tokens: int = 0
     num_queued: int = 0
-    num_received: int = 0
-    """The number of stored entries: those of other replicas, and our own that a crash had lost."""
+    num_received: int = 0  # stored entries: of other replicas, and own ones that were lost in a crash
     num_received_tokens: int = 0
-    num_known: int = 0
-    """The number of entries read whose text is in the cache already: our own, second copies, and those from before a
-    restart.
-    """
-    num_dropped: int = 0
-    """The number of our entries that were dropped, because Redis was down, or rejected them, longer than the queue
-    could last.
-    """
-    num_invalid: int = 0
-    """The number of entries that failed verification or were too large to fetch, and were skipped."""
-    num_failures: int = 0
-    """The number of failed calls. The log gives a reason at most once a minute."""
+    num_known: int = 0  # entries whose text was in the cache already: own ones, second copies, from before a restart
+    num_dropped: int = 0  # own entries that were dropped because the queue was full while Redis did not accept them
+    num_invalid: int = 0  # entries that failed verification or were too large, and were skipped
+    num_failures: int = 0  # failed calls of Redis
     num_reconnects: int = 0
-    streams: Mapping[str, StreamStats] = field(default_factory=dict)
-    """The state of each open namespace's stream."""
+    streams: Mapping[str, StreamStats] = field(default_factory=dict)  # by namespace
 
 
 class ReplicationLog:
-    """Replicates the namespaces of one tokenizer between all replicas with the same URL.
+    """Replicates the text of caches between all replicas with the same Redis URL and tokenizer.
 
-    ``attach`` and ``detach`` fit ``on_open`` and ``on_close`` of a ``CacheManager``. One thread and connection write,
-    and one of each reads; callers never wait for either. Failures of Redis show in ``stats`` and in at most one log
-    line per minute::
+    ``attach`` and ``detach`` can be used as ``on_open`` and ``on_close`` of a ``CacheManager``. One thread with its own
+    connection writes and another one reads; callers never wait for them. Failures of Redis are visible in ``stats`` and
+    in at most one log line per minute::
 
         append -> listener -> queue (bounded) -> publisher -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
         append_replicated <- verification <- subscriber <- XREAD
@@ -290,15 +271,10 @@ class ReplicationLog:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         max_queued_tokens: int = 1 << 20,
     ) -> None:
-        """Start both threads; Redis need not be up.
+        """Start the threads that read and write; Redis need not be up.
 
-        Args:
-            url: A URL for ``connect``.
-            fingerprint: The tokenizer's fingerprint.
-            vocab_size: The size of the tokenizer's vocabulary.
-            max_tokens: The bound of each stream, except those of smaller caches. A new replica starts with that much
-                text.
-            max_queued_tokens: The bound of all queues together.
+        A stream has at most ``max_tokens`` tokens, or the size of the cache if that is smaller; a new replica starts
+        with that much text. At most ``max_queued_tokens`` wait to be written, over all streams.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -313,9 +289,9 @@ class ReplicationLog:
         self.subscriber.loop.start()
 
     def attach(self, cache: NamespaceCache) -> None:
-        """Publish new text of ``cache`` and store other replicas' text in it from now on. Returns at once.
+        """Publish new text of a cache, and add other replicas' text to the cache, from now on. Returns at once.
 
-        A cache with a directory continues where its last incarnation stopped: text that it flushed is not stored again,
+        A cache with a directory continues where it stopped before a restart: text that it flushed is not stored again,
         and published text that it lost with its memtable is read back. ``offsets`` describes this, and the cases in
         which text is stored twice.
         """
@@ -328,22 +304,21 @@ class ReplicationLog:
         self.subscriber.subscribe(key, cache, offset)
 
     def detach(self, cache: NamespaceCache) -> None:
-        """Stop reading the stream of a cache that is being closed. Its queued entries are written. O(1)."""
+        """Stop reading the stream of a cache that is being closed; its queued entries are still written. O(1)."""
         key = stream_key(self._fingerprint, cache.name)
         self.subscriber.unsubscribe(key)
         self._publisher.detach(key)
 
     def delete_stream(self, namespace: str) -> None:
-        """Delete the stream of a namespace that is not attached any more, and its queued entries.
+        """Delete the Redis stream of a namespace that is not attached any more, and its queued entries.
 
-        Waits for Redis; raises its errors. A replica that still writes there creates the stream again.
+        Waits for Redis, and raises its errors. A replica that still writes to the stream creates it again.
         """
         key = stream_key(self._fingerprint, namespace)
         self.subscriber.unsubscribe(key)
         self._publisher.delete_stream(key)
 
     def stats(self) -> ReplicationStats:
-        """Return the current counters."""
         publisher, subscriber = self._publisher, self.subscriber
         return ReplicationStats(
             is_connected=subscriber.is_connected and publisher.loop.is_connected and not publisher.is_rejected,
@@ -361,7 +336,7 @@ class ReplicationLog:
         )
 
     def close(self) -> None:
-        """Write the queued entries if Redis accepts them at once, and stop within some seconds. May be called twice."""
+        """Write the queued entries if Redis accepts them at once, and stop within seconds. May be called twice."""
         self._publisher.stop()
         self.subscriber.stop()
         self._publisher.close(_CLOSE_TIMEOUT_S)
@@ -379,23 +354,20 @@ _MOST: Final = 1 << 53
 
 
 class RedisCounters:
-    """A Redis hash of numbers, on its own connection. Values that are not numbers count as 0. Any call may raise."""
+    """Named counters in a Redis hash, shared by all replicas. Invalid values count as 0; calls raise Redis errors."""
 
     def __init__(self, url: str) -> None:
-        """Create a client; nothing is sent yet. Raises ConfigError."""
         self._client = connect(url)
 
     def read(self, names: list[str]) -> list[int]:
-        """Return the number under each name."""
         answer: Any = self._client.hmget(COUNTERS_KEY, names)
         return [_number(value) for value in answer]
 
     def add(self, name: str, amount: int) -> int:
-        """Add ``amount`` and return the new number."""
         return int(self._client.hincrby(COUNTERS_KEY, name, amount))
 
     def raise_to(self, name: str, number: int) -> int:
-        """Raise the number to at least ``number`` and return it. Concurrent calls of several replicas do not add up."""
+        """Raise a counter to at least ``number`` and return its value; repeated calls do not add up."""
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
             found: Any = pipeline.hget(COUNTERS_KEY, name)
@@ -407,7 +379,6 @@ class RedisCounters:
         return number
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
 

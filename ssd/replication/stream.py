@@ -1,10 +1,10 @@
-"""One Redis stream: appending entries, and reading pages of them.
+"""Reading and writing of one Redis stream.
 
 A stream assigns growing ids, and any writer may choose one. After the largest possible id, a stream accepts no entry
 any more, and is replaced by a new stream under the same key. Replicas do so without coordination: each deletes the
-stream only in a transaction that fails if another client has modified it since it was found to be full; then all append
-to the new stream. Replicas that had not read the old stream's entries lose them. The new ids start at the server's
-clock again; the regular comparison in ``subscriber`` detects that they are smaller than those read before.
+stream in a transaction that fails if another client has modified it since it was found to be full; then all append to
+the new stream. Replicas that had not read the old stream's entries lose them. The ids of the new stream start at the
+server's clock again; ``subscriber`` regularly checks the log and detects that they are smaller than those read before.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 FIELD = b"e"
-"""The only field of a stream entry; its value is the output of ``pack_entry``."""
+"""The only field of an entry in a Redis stream; its value is the output of ``pack_entry``."""
 
 
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append an entry for each of ``values``; return None for each written one, and the server's error for the others.
+    """Append values to a Redis stream; return for each value None, or the server's error if it was not written.
 
     ``max_entries`` is the approximate maximum length of the stream. Raises errors that end the connection; then any of
-    the entries may have been written.
+    the values may have been written.
     """
     answers = _append(client, key, values, max_entries)
     if not any(_is_full(answer) for answer in answers):
@@ -40,14 +40,14 @@ def append_entries(
 
 
 def is_cluster(client: redis.Redis) -> bool:
-    """Return whether the client is that of a cluster, in which a failure may concern some keys only."""
+    """Return whether a client is that of a Redis cluster, in which a failure may concern only some keys."""
     from redis.cluster import RedisCluster
 
     return isinstance(client, RedisCluster)
 
 
 def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
-    """Append in one exchange, or in a cluster one by one, because its pipeline retries each failed command."""
+    """Append values in one pipeline; in a cluster one by one, because its pipeline retries each failed command."""
     from redis.exceptions import ClusterDownError, ResponseError
 
     # Subscribers enforce the bound in tokens. This bound applies even without a subscriber.
@@ -77,7 +77,7 @@ def _is_full(answer: Exception | None) -> bool:
 
 
 def _delete_full(client: redis.Redis, key: str) -> None:
-    """Delete the stream, unless it accepts entries again or another client is doing the same."""
+    """Delete a stream that has reached the largest id, unless another client has changed it meanwhile."""
     from redis.exceptions import ResponseError, WatchError
 
     with client.pipeline(transaction=True) as transaction:
@@ -97,25 +97,24 @@ def _delete_full(client: redis.Redis, key: str) -> None:
             return
 
 
-BEGINNING = b"0-0"
-"""The id before all entries."""
+BEGINNING = b"0-0"  # before all entry ids
 
 _LARGEST = (1 << 64) - 1
 
 MAX_REPLY_BYTES = 8 << 20
-"""The maximum size of a reply, as counted by ``clients.BoundedParser``: eight times a page of full entries."""
+"""The maximum size of a Redis reply: eight times the size of a page of full entries."""
 
 _AT_ONCE = 256
 
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
-"""The id and the fields of an entry. The fields are None if they were too large to fetch, or were deleted meanwhile."""
+"""The id and the fields of a stream entry; the fields are None if they were too large to transfer or were deleted."""
 
 
 class OversizedReplyError(Exception):
-    """A reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
+    """A Redis reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
 
     Attributes:
-        unfinished: The unfinished arrays, the outermost first, each with its complete elements.
+        unfinished: The arrays in which the reply was cut, the outermost first, each with its complete elements.
     """
 
     def __init__(self, unfinished: list[list[Any]]) -> None:
@@ -124,38 +123,28 @@ class OversizedReplyError(Exception):
 
 
 class WrongReplyError(Exception):
-    """The reply does not fit the request, and must not be used."""
+    """A Redis reply that does not fit the request and must not be used."""
 
 
 class EntryPage(NamedTuple):
-    """A page of entries.
-
-    Attributes:
-        entries: The entries in the requested order.
-        is_last: Whether there are no more entries now.
-        was_cut: Whether the rest of the page was too large to fetch.
-    """
-
     entries: list[RawEntry]
-    is_last: bool
-    was_cut: bool = False
+    is_last: bool  # whether there are no more entries now
+    was_cut: bool = False  # whether the rest of the page was too large to fetch
 
 
 def is_entry_id(text: bytes) -> bool:
-    """Return whether the text is a stream id in the form of Redis."""
     return re.fullmatch(rb"\d{1,20}-\d{1,20}", text) is not None and max(id_key(text)) <= _LARGEST
 
 
 def id_key(entry_id: bytes) -> tuple[int, int]:
-    """Return the sort key of a stream id."""
     milliseconds, number = entry_id.split(b"-")
     return int(milliseconds), int(number)
 
 
 def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
-    """Raise WrongReplyError unless the entries have growing ids, the first larger than ``after``.
+    """Raise WrongReplyError unless the entries of a reply have growing ids larger than ``after``.
 
-    A subscriber that took another value for its position would never recover.
+    A subscriber with a wrong position in the stream would never recover.
     """
     last = id_key(after)
     for entry in entries:
@@ -170,14 +159,14 @@ def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
 
 
 def entries_after(client: redis.Redis, key: str, entry_id: bytes, count: int) -> EntryPage:
-    """Return at most ``count`` entries with larger ids, oldest first."""
+    """Return at most ``count`` entries of a Redis stream with ids larger than ``entry_id``, oldest first."""
     if id_key(entry_id) == (_LARGEST, _LARGEST):
         return EntryPage([], is_last=True)
     return _page(client, count, "XRANGE", key, b"(" + entry_id, b"+")
 
 
 def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
-    """Yield every entry, oldest first, one page at a time. Raises WrongReplyError."""
+    """Yield every entry of a Redis stream, oldest first, fetched in pages. Raises WrongReplyError."""
     last, count = BEGINNING, _AT_ONCE
     while True:
         page = entries_after(client, key, last, count)
@@ -189,14 +178,14 @@ def all_entries(client: redis.Redis, key: str) -> Iterator[RawEntry]:
 
 
 def newest_entries(client: redis.Redis, key: str, count: int) -> list[RawEntry]:
-    """Return at most ``count`` entries, newest first. Raises WrongReplyError."""
+    """Return at most ``count`` entries of a Redis stream, newest first. Raises WrongReplyError."""
     entries = _page(client, count, "XREVRANGE", key, b"+", b"-").entries
     check_entries(entries[::-1], after=BEGINNING)
     return entries
 
 
 def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
-    """Return the entry with this id; None if the stream does not have it. Raises WrongReplyError."""
+    """Return the entry with an id, or None if the Redis stream does not have it. Raises WrongReplyError."""
     entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
     if entries and entries[0][0] != entry_id:
         raise WrongReplyError("an entry that was not requested")
@@ -204,7 +193,10 @@ def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
 
 
 def _page(client: redis.Redis, count: int, *command: str | bytes) -> EntryPage:
-    """Return the complete entries before one that is too large, or only that one without fields if it is first."""
+    """Run a range command and return its entries up to one that is too large to transfer.
+
+    If already the first entry is too large, it is returned without fields.
+    """
     try:
         entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]
         return EntryPage(entries, is_last=len(entries) < count)
@@ -222,6 +214,6 @@ def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
 
 
 def value_of(raw: RawEntry) -> bytes:
-    """Return the value of an entry; empty if it does not have our field."""
+    """Return the value of a stream entry; empty if the entry does not have our field."""
     data = (raw[1] or {}).get(FIELD)
     return data if isinstance(data, bytes) else b""

@@ -1,4 +1,4 @@
-"""The subscriber: it reads other replicas' text from the replication log into the caches."""
+"""The reading half of the replication log: adds other replicas' text to the caches."""
 
 from __future__ import annotations
 
@@ -36,16 +36,13 @@ from ssd.replication.stream import (
 from ssd.retrieval.namespace_cache import NamespaceCache
 from ssd.retrieval.segment import Tokens
 
-PAGE = 64
-"""The number of entries per page if none is too large; a page takes at most 1 MB."""
+PAGE = 64  # entries per page, at most 1 MB
 
 _CHECK_S = 2.0
 _CHECK_EACH_S = 0.01  # many streams are checked less often, as each takes a reply of one entry
 _SLOW_S = 0.25
 _SLOW_PAUSE_S = 0.1
-GATHER_S = 0.05
-"""How long the subscriber waits after new entries, so that the next reply has many. Many small replies load the server.
-"""
+GATHER_S = 0.05  # waits after new entries, because many small replies load the server
 _STORE_TOKENS = 4096  # tokens per call: the cost is mostly per call, but long calls delay the cache
 _MAX_BATCH = 7 * PAGE  # the number of entries of all streams that fits in one reply in any case
 _MIN_BATCH = 8  # entries per stream if there are very many streams: few have so many new entries
@@ -55,65 +52,48 @@ _MIN_LOG_TOKENS = 1 << 16  # the minimum bound of a log, however small its cache
 
 
 class SubscribedStream:
-    """One stream and the position up to which it was read. Only the subscriber's thread changes it.
+    """The state of one replication stream, above all the position up to which it was read.
 
-    Attributes:
-        offset: The part of the stream that is in the cache, across restarts.
-        last_id: Entries after this id are to be read; None until the known part of the log has been determined.
-        entries: (id, number of tokens) of the log's entries, oldest first, to keep the log within its bounds.
+    Only the subscriber's thread changes it.
     """
 
     def __init__(self, key: str, cache: NamespaceCache, offset: ReplicaOffset, max_tokens: int) -> None:
-        """Create the state of a stream; ``max_tokens`` is the log's bound."""
         self.key = key
         self.max_tokens, self.max_entries = max_tokens, max_entries_of(max_tokens)
         self.name = cache.name
         self.cache = weakref.ref(cache)
-        self.offset = offset
-        self.page = PAGE
-        """The number of entries to request at once: 1 after an entry was too large, because the server builds a whole
-        reply.
-        """
-        self.has_more = False
-        """Whether the last page, if requested for this stream alone, did not reach the end of the log."""
-        self.is_rejected = False
-        """Whether the server rejected the last command for this stream."""
-        self.is_disconnected = False
-        """Whether the stream's cluster node did not answer, although others may."""
-        self.backoff = Backoff()
-        """The delay after a rejected command."""
-        self.slow_until = 0.0
-        """The time until which the stream is skipped because its cache was slow, so that others are served. Always a
-        short time, because every page is slow on a busy machine.
-        """
+        self.offset = offset  # what is in the cache already, across restarts
+        self.page = PAGE  # 1 after an entry was too large, because the server builds a whole reply
+        self.has_more = False  # whether the last page did not reach the end of the log
+        self.is_rejected = False  # whether the server rejected the last command for this stream
+        self.is_disconnected = False  # whether the stream's cluster node did not answer
+        self.backoff = Backoff()  # after a rejected command
+        self.slow_until = 0.0  # skipped until then, because its cache was slow
         self.check_at = 0.0
-        self.caught_up_at = time.monotonic()
-        """The last time at which nothing was left to read."""
+        self.caught_up_at = time.monotonic()  # when the end of the log was last reached
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._max_seen = max(_MIN_SEEN, self.max_entries)
-        """The number of sequence ids that are remembered to detect second copies."""
+        self._max_seen = max(_MIN_SEEN, self.max_entries)  # sequence ids remembered to detect second copies
         self.reset()
 
     def reset(self) -> None:
-        """Reset the position, because the log is not the one that was read. Its known part must be determined again."""
+        """Forget the position, because the stream was emptied or replaced."""
         self.last_id: bytes | None = None
-        self.anchor: bytes | None = None
-        """The newest fetched entry, which exists as long as the log is the one that was read."""
+        self.anchor: bytes | None = None  # the newest entry that was read; missing if the log was replaced
         self._known: tuple[int, int] | None = None
         self.entries: deque[tuple[bytes, int]] = deque()
         self.num_tokens = 0
 
     def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
-        """Start reading at ``oldest``, the first entry. Entries up to ``known_id`` are in the cache already."""
+        """Start to read at the stream's oldest entry; entries up to ``known_id`` are in the cache already."""
         self.last_id, self.anchor = BEGINNING, oldest
         self._known = None if known_id is None else id_key(known_id)
 
     def is_known(self, entry_id: bytes) -> bool:
-        """Return whether the offset is past this entry."""
+        """Return whether the text of an entry was in the cache before the replica began to read the stream."""
         return self._known is not None and id_key(entry_id) <= self._known
 
     def record(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
-        """Record that entry ``entry_id`` of the log was read, or was too large to be read."""
+        """Advance the position past an entry that was read, or skipped because it was too large."""
         self.last_id = entry_id
         if was_fetched or self.anchor is None:
             self.anchor = entry_id
@@ -131,40 +111,41 @@ class SubscribedStream:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the stream must not be read now."""
+        """Whether the stream is not read at present, after an error or because its cache is slow."""
         return self.backoff.is_paused or time.monotonic() < self.slow_until
 
     @property
     def lag_s(self) -> float:
-        """The seconds since the end of the log was last reached, minus the time that a read may block."""
+        """The seconds since the end of the stream was last reached, minus the time that a read may block."""
         return max(0.0, time.monotonic() - self.caught_up_at - BLOCK_MS / 1000)
 
     def mark_ok(self) -> None:
-        """Reset the state after a success."""
         self.is_rejected = False
         self.backoff.reset()
 
 
 class Subscriber:
-    """The reading half of the replication log: reads and trims any number of streams, on one thread and one connection.
+    """The reading half of the replication log: one thread and connection that read and trim all replication streams.
 
-    A log is read from its beginning, and entries that the offset does not cover are stored, oldest first. Entries that
-    were trimmed before are lost. Known entries are read for their sizes, which bound the log, and for their sequence
-    ids, which identify second copies.
+    A stream is read from its beginning, and entries that are not in the cache are stored, oldest first. Entries that
+    were trimmed before are lost. Known entries are read too: their sizes are needed to bound the stream, and their
+    sequence ids to detect second copies.
 
-    Nothing in a stream is trusted. Every two seconds, the subscriber checks that each log still has the entry read
-    last. If not, the log was emptied or replaced, and is read from its beginning. So no forged id can stop this replica
-    from reading, and no clock matters. An entry too large to fetch is skipped by its id. A stream that is rejected, or
-    whose cache is slow, is paused while the others are read.
+    Nothing in a stream is trusted. Every two seconds, the subscriber checks that each stream still has the entry that
+    was read last. If not, the stream was emptied or replaced, and is read from its beginning. So no forged id can stop
+    this replica from reading, and no clock matters. An entry that is too large to transfer is skipped by its id. A
+    stream that is rejected, or whose cache is slow, is paused while the others are read.
     """
 
     def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
-        """Connect lazily; ``max_tokens`` bounds each stream, except those of smaller caches."""
+        """Create a subscriber, which connects at its first read.
+
+        ``max_tokens`` bounds each stream, unless its cache is smaller.
+        """
         self.num_received = 0
         self.num_received_tokens = 0
         self.num_known = 0
-        self.num_invalid = 0
-        """The number of entries that failed verification."""
+        self.num_invalid = 0  # entries that failed verification
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._client = connect(url)
@@ -176,9 +157,10 @@ class Subscriber:
         self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
     def subscribe(self, key: str, cache: NamespaceCache, offset: ReplicaOffset) -> None:
-        """Store the entries of stream ``key`` in ``cache`` as long as that object exists. Owns ``offset`` from now on.
+        """Add the entries of the Redis stream ``key`` to a cache as long as the cache object exists.
 
-        Writes the offset into the cache as it advances. The log is bounded to about the size of the cache.
+        ``offset`` is updated and stored with the cache as reading advances. The stream is trimmed to about the cache's
+        size.
         """
         max_tokens = min(self._max_tokens, max(_MIN_LOG_TOKENS, cache.capacity_tokens))
         with self._lock:
@@ -186,12 +168,10 @@ class Subscriber:
         self._has_changed.set()
 
     def unsubscribe(self, key: str) -> None:
-        """Stop reading stream ``key``, if it is read. O(1)."""
         with self._lock:
             self._streams.pop(key, None)
 
     def streams(self) -> list[SubscribedStream]:
-        """Return the streams whose caches exist."""
         with self._lock:
             for key in [key for key, stream in self._streams.items() if stream.cache() is None]:
                 del self._streams[key]
@@ -199,21 +179,19 @@ class Subscriber:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the server answers, and rejected no stream's last command."""
         return self.loop.is_connected and not any(stream.is_rejected for stream in self.streams())
 
     def stop(self) -> None:
-        """End the thread within the time that a read may block."""
+        """End the subscriber's thread within the time that a read may block."""
         self.loop.stop()
         self._has_changed.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the thread and close the connection."""
         self.loop.join(timeout_s)
         self._client.close()
 
     def _exchange(self) -> None:
-        """Read a page of each stream that has more, or wait until one has."""
+        """Read a page of each stream that has more entries, or wait until there are some."""
         streams, began = self.streams(), time.monotonic()
         if not streams:
             self._wait(BLOCK_MS / 1000)
@@ -245,7 +223,7 @@ class Subscriber:
         self._has_changed.clear()
 
     def _attempt(self, stream: SubscribedStream, step: Callable[[SubscribedStream], object]) -> None:
-        """Run one step for one stream. Only a lost connection affects other streams."""
+        """Run a function for one stream; an error pauses only this stream unless the connection is lost."""
         from redis.exceptions import ConnectionError, TimeoutError
 
         if self.loop.is_stopping or stream.is_paused:
@@ -267,7 +245,7 @@ class Subscriber:
             self.loop.num_reconnects += 1
 
     def _check_log(self, stream: SubscribedStream) -> None:
-        """Check every few seconds, and after an interruption, that the log is the one that was read."""
+        """Check every few seconds, and after an interruption, that the stream was not emptied or replaced."""
         now = time.monotonic()
         if self.loop.is_connected and now < stream.check_at:
             return
@@ -276,7 +254,7 @@ class Subscriber:
             stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
 
     def _begin(self, stream: SubscribedStream) -> None:
-        """Determine the known part of the log, before it is read from its beginning."""
+        """Determine which entries of a stream are in the cache already, before it is read from its beginning."""
         from redis.exceptions import ResponseError
 
         try:
@@ -296,7 +274,7 @@ class Subscriber:
             return None
 
     def _read_all(self, streams: Sequence[SubscribedStream], *, block: int | None) -> None:
-        """Read a page of each stream, or the entries that one of them gets within ``block`` milliseconds."""
+        """Read a page of each stream with one XREAD, which waits up to ``block`` milliseconds for entries."""
         from redis.exceptions import ResponseError
 
         by_key = {stream.key: stream for stream in streams}
@@ -334,7 +312,7 @@ class Subscriber:
             stream.caught_up_at = time.monotonic()
 
     def _receive_all(self, stream: SubscribedStream, entries: Sequence[RawEntry]) -> None:
-        """Process entries of the log in order. If the cache is slow, the rest is read again later."""
+        """Process entries of a stream in order; if the cache is slow, the rest is read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
         arrived: list[Tokens] = []
         num_tokens = 0
@@ -354,7 +332,7 @@ class Subscriber:
         self._trim(stream)
 
     def _receive(self, stream: SubscribedStream, raw: RawEntry, arrived: list[Tokens]) -> int:
-        """Process the next entry of the log; add its text to ``arrived`` if new. Returns the number of tokens added."""
+        """Add the text of the next stream entry to ``arrived`` if it is new, and return the number of tokens added."""
         data = value_of(raw)
         stream.record(raw[0], unverified_num_tokens(data), was_fetched=raw[1] is not None)
         if stream.is_known(raw[0]) and (sequence_id := unverified_id(data)) is not None:  # it was verified before
@@ -377,7 +355,7 @@ class Subscriber:
         return len(entry.tokens)
 
     def _store(self, stream: SubscribedStream, arrived: Sequence[Tokens]) -> None:
-        """Store the arrived text, with the new offset."""
+        """Add the received text to the cache, together with the new position in the stream."""
         cache = stream.cache()
         if cache is None:
             return
@@ -392,7 +370,7 @@ class Subscriber:
         return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)
 
     def _trim(self, stream: SubscribedStream) -> None:
-        """Trim a log that exceeds its bounds. Every replica does so, because trimming twice is harmless."""
+        """Trim a stream that exceeds its bounds; every replica does so, because trimming twice is harmless."""
         from redis.exceptions import ResponseError
 
         if stream.num_tokens <= stream.max_tokens and len(stream.entries) <= stream.max_entries:

@@ -1,1 +1,1 @@
-"""Convert between text and token ids: ``codec`` for complete texts, ``stream`` for text that is being generated."""
+"""Conversion between text and token ids: ``codec`` for complete texts, ``stream`` for text that is being generated."""

@@ -1,4 +1,4 @@
-"""Equivalent forms of tool calls and their results, for chat templates that refuse or drop the usual form."""
+"""Equivalent rewritings of tool calls and results, for chat templates that refuse or drop the usual form."""
 
 from __future__ import annotations
 
@@ -9,28 +9,23 @@ from typing import Any, NamedTuple
 from ssd.text.messages import Message, equivalent_forms, hermes_calls
 
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Writes function calls, each with ``name`` and ``arguments``, in the model's own format."""
+"""A function that writes tool calls, each with ``name`` and ``arguments``, as text in the model's own format."""
 
 
 class Variant(NamedTuple):
-    """An equivalent conversation.
-
-    Attributes:
-        messages: The messages.
-        one_call_each: Whether no message has more than one call.
-    """
+    """A conversation with the same meaning as the client's, but written in another way."""
 
     messages: list[Message]
-    one_call_each: bool = False
+    one_call_each: bool = False  # whether each message has at most one tool call
 
 
 def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Variant]:
-    """Yield the conversation, then equivalent conversations, the least changed first and each one once.
+    """Yield a conversation and its equivalent rewritings, the least changed first, until a chat template accepts one.
 
-    The changes are, in order: the text beside a call becomes a message before it; each call becomes a message of its
-    own, followed by its result; results become user messages; calls become text. Arguments that are not an object are
-    wrapped in one with the key "arguments". Each of these is combined with every one of
-    `equivalent_forms`. The order and the number of variants depend only on the roles and on which parts exist.
+    The changes are, in order: text next to a tool call becomes a message before it; each call becomes a message of its
+    own, followed by its result; results become user messages; calls become text. Arguments that are not a JSON object
+    are wrapped in one with the key "arguments". Each change is combined with every form of `equivalent_forms`. The
+    order and the number of rewritings depend only on the roles and on which parts the messages have.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -43,7 +38,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
-    """Yield each arrangement of the messages, with whether each message has at most one call. Evaluated lazily."""
+    """Yield the rewritings of a conversation, each with whether every message has at most one tool call."""
     yield messages, False
     yield _text_apart(messages), False
     yield _one_call_each(messages), True
@@ -56,18 +51,18 @@ def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[
 
 
 def functions_of(message: Message) -> list[Mapping[str, Any]]:
-    """Return the functions that a message calls, without malformed calls."""
+    """Return the functions that a message calls; malformed calls are left out."""
     functions = [call.get("function") for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function, Mapping)]
 
 
 def has_object_arguments(function: Mapping[str, Any]) -> bool:
-    """Return whether a call's arguments are a JSON object or missing, as the API defines."""
+    """Return whether the arguments of a tool call are a JSON object or missing, as the API requires."""
     return isinstance(function.get("arguments", {}), Mapping)
 
 
 def _text_apart(messages: Sequence[Message]) -> list[Message]:
-    """Move the text beside calls to a message of its own before them."""
+    """Move text next to tool calls to a message of its own before them."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
@@ -78,7 +73,10 @@ def _text_apart(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Write one message per call, each followed by its result: the result with its id, or else the next one."""
+    """Write each tool call as a message of its own, followed by its result.
+
+    The result is the one with the id of the call, or else the next one.
+    """
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -110,7 +108,7 @@ def _results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
-    """Append calls as text to the content; with ``beside_text`` only to messages that have other content."""
+    """Append tool calls as text to the content of their messages; ``beside_text``: only if there is other content."""
     found: list[Message] = []
     for message in messages:
         functions = functions_of(message)
@@ -140,5 +138,4 @@ def _with_object_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def write_hermes_calls(functions: Sequence[Mapping[str, Any]]) -> str:
-    """Write calls in the Hermes format, as `ssd.text.messages.describe_tools_in_words` does."""
     return "\n".join(hermes_calls(functions))

@@ -1,8 +1,9 @@
-"""A chat template, with tests that find which parts of a conversation it leaves out of the prompt.
+"""A chat template, with tests that detect which parts of a conversation the template leaves out of the prompt.
 
-A template is a program. Its source does not show whether it writes a role, a list of parts or a second tool call; it
-may mention a role only in a comment. So the template is rendered with unique marks as contents and arguments, once for
-each shape of conversation. Conversations of that shape use the first variant whose output contains all marks.
+A template is a program. Its source does not show whether it writes a role, a list of content parts or a second tool
+call; it may mention a role only in a comment. So it is rendered with unique marks as contents and arguments, once for
+each shape (roles and parts) of a conversation. Conversations of that shape then use the first rewriting of
+`variants` with all marks in the output.
 """
 
 from __future__ import annotations
@@ -17,30 +18,27 @@ from typing import Any, NamedTuple
 from ssd.text.call_variants import WriteCalls, functions_of, has_object_arguments, variants
 from ssd.text.messages import Message, mentions_tools
 
-_MOST_SHAPES = 512
-"""The maximum number of shapes that are remembered for one template."""
-_REPEATED = re.compile(r"(?s:(.{1,6}?)\1{2,})")
-"""A sequence of messages, one character each, that occurs at least three times in a row."""
+_MOST_SHAPES = 512  # results remembered for one template
+_REPEATED = re.compile(r"(?s:(.{1,6}?)\1{2,})")  # three or more times in a row
 _LONGEST_VALUE = 64
 
 SAMPLE_NAME = "get_weather_0f6ac8"
 SAMPLE_ARGUMENTS: Mapping[str, str] = {"city": "Oslo 0f6ac8"}
 SAMPLE_SCHEMA: Mapping[str, Any] = {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
 _SAMPLE_TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": SAMPLE_NAME, "description": "Weather.", "parameters": SAMPLE_SCHEMA}}
 ]
+# Kimi's template reads the function's name from the id, Mistral's requires nine characters.
 _SAMPLE_IDS = (f"functions.{SAMPLE_NAME}:0", "a1b2c3d4e")
-"""Call ids that templates accept: Kimi's template reads the function's name from it, Mistral's requires nine
-characters.
-"""
-_MISSING = {"description": "", "parameters": {"type": "object", "properties": {}}}
-"""The fields of functions that some templates require, although the API does not."""
+_MISSING = {"description": "", "parameters": {"type": "object", "properties": {}}}  # required by some templates
 
 
 class Loss(NamedTuple):
-    """A part of a conversation that the template leaves out: a message's content, or one of its calls."""
+    """A part of a conversation that a chat template leaves out: the content of a message, or one of its tool calls."""
 
     message: int
     call: int | None = None
@@ -50,41 +48,24 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The variant to use for conversations of one shape.
+    """The rewriting of a conversation, see `variants`, that a chat template renders most completely."""
 
-    Attributes:
-        number: The variant's number in `variants`. None: the template refuses all variants.
-        losses: The parts that the variant leaves out.
-        one_call_each: Whether each message of the variant has at most one call.
-    """
-
-    number: int | None
-    losses: tuple[Loss, ...] = ()
-    one_call_each: bool = False
+    number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
+    losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
+    one_call_each: bool = False  # whether each message of the variant has at most one tool call
 
 
 class CallSample(NamedTuple):
-    """How a template writes one call of ``SAMPLE_NAME`` with ``SAMPLE_ARGUMENTS``.
+    """The text that a chat template writes for a call of ``SAMPLE_NAME``; it shows the model's format of tool calls."""
 
-    Attributes:
-        prompt: The generation prompt before the assistant's message.
-        texts: The assistant's message, once for each plausible end of the message's header.
-    """
-
-    prompt: str
-    texts: tuple[str, ...]
+    prompt: str  # the generation prompt before the assistant's message
+    texts: tuple[str, ...]  # the message, once for each plausible end of its header
 
 
 class ChatTemplate:
-    """The source of a chat template, rendered by a tokenizer. Thread-safe."""
+    """A chat template with the function of a tokenizer that renders it. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
-        """Create a template.
-
-        Args:
-            source: The template's source.
-            apply: A tokenizer's ``apply_chat_template``.
-        """
         self.source = source
         self._apply = apply
         self._choices: dict[object, VariantChoice] = {}
@@ -92,7 +73,7 @@ class ChatTemplate:
         self._needs_missing: dict[frozenset[str], bool] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return the prompt. Raises whatever the template raises."""
+        """Return the prompt text for a conversation; exceptions of the template are passed on."""
         messages = [_in_parts(each) if self._parts_alone(each["role"]) else each for each in messages]
         return self._apply(messages, chat_template=self.source, tokenize=False, **options)
 
@@ -112,7 +93,6 @@ class ChatTemplate:
 
     @cached_property
     def takes_several_calls(self) -> bool:
-        """Whether a message may have several calls; False if it may have only one."""
         results = [
             {"role": "tool", "tool_call_id": id, "name": SAMPLE_NAME, "content": "5"}
             for id in ("a1b2c3d4e", "a1b2c3d4f")
@@ -123,13 +103,13 @@ class ChatTemplate:
         return not found.one_call_each
 
     def with_roles(self, messages: list[Message]) -> list[Message]:
-        """Replace the role "developer" by "system" if the template does not support it."""
+        """Replace the role "developer" by "system" if the template does not support "developer"."""
         if all(message["role"] != "developer" for message in messages) or self._takes_developer:
             return messages
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def with_fields(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the fields of functions, or the empty list of tools, that the template requires."""
+        """Add tool fields that the template requires but the API does not, e.g. empty descriptions."""
         tools = variables.get("tools")
         if not tools:
             return {**variables, "tools": []} if tools is None and self._needs_tools else dict(variables)
@@ -141,17 +121,19 @@ class ChatTemplate:
             self._needs_missing[missing] = refused and self._try([_turn("user")], tools=_SAMPLE_TOOLS) is not None
         if not missing or not self._needs_missing[missing]:
             return dict(variables)
-        return {**variables, "tools": [
+        completed = [
             {**tool, "function": {**function, **{k: v for k, v in _MISSING.items() if k not in function}}}
             for tool, function in zip(tools, functions, strict=True)
-        ]}  # fmt: skip
+        ]
+        return {**variables, "tools": completed}
 
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
     ) -> VariantChoice:
-        """Return the first variant of `variants` that the template writes completely, else the one with fewest losses.
+        """Return the first rewriting of a conversation that the template writes completely, see `variants`.
 
-        Conversations of the same shape, without repetitions, are tested once. O(variants x renderings).
+        If there is none, return the one with the fewest losses. Conversations with the same roles and parts, apart from
+        repetitions, are tested once. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -180,12 +162,12 @@ class ChatTemplate:
         return best
 
     def refuses_tools(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether the template refuses a conversation because of its tools."""
+        """Return whether the template raises an exception only because of the conversation's tools."""
         user, without = [_turn("user")], {name: value for name, value in variables.items() if name != "tools"}
         return bool(variables.get("tools")) and self._try(user, **variables) is None != self._try(user, **without)
 
     def sample_call(self) -> CallSample | None:
-        """Return how the template writes a call; None if it refuses or drops calls."""
+        """Render a sample tool call to show the model's format; None if the template refuses or drops tool calls."""
         options = {"tools": _SAMPLE_TOOLS}
         for as_text, id in product((False, True), _SAMPLE_IDS):
             call = _sample_call(id, as_text=as_text)
@@ -214,9 +196,9 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template reads the content of ``role`` as a list of parts and drops a string."""
+        """Return whether the template reads contents of ``role`` only as a list of parts and not as a string."""
         if (found := self._reads_parts_alone.get(role)) is None:
-            self._reads_parts_alone[role] = False  # as it is rendered meanwhile
+            self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []
             messages = [*before, _turn(role), *([_turn("user", 2)] if role != "user" else [])]
             in_parts = [_in_parts(message) for message in messages]
@@ -230,7 +212,7 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Message], **options: Any) -> str | None:
         try:
             return self.render(messages, **options)
-        except Exception:  # a template is a program that refuses messages by raising whatever it likes
+        except Exception:  # a template is code that may raise anything
             return None
 
 
@@ -256,7 +238,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """Return for each part of a conversation its mark, the unique text that is rendered in its place."""
+    """Return the unique text that replaces each part of a conversation when a template is tested."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():
@@ -268,7 +250,7 @@ def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation of the same shape, with marks as contents and arguments."""
+    """Replace all contents and tool-call arguments of a conversation by unique marks, to test a template with it."""
 
     def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function, mark = call.get("function"), _mark(number, place)
@@ -287,14 +269,14 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _kind(function: Mapping[str, Any]) -> str:
-    """Return a letter for the type of a call's arguments: an object, text, or another value."""
+    """Return "c" if the arguments of a tool call are an object, "x" if they are text, else "l"."""
     if has_object_arguments(function):
         return "c"
     return "x" if isinstance(function["arguments"], str) else "l"
 
 
 def _sign(message: Message) -> str:
-    """Return a message's shape: the role and which parts exist."""
+    """Return the shape of a message as text: its role and which parts it has."""
     calls = ""
     if "tool_calls" in message:
         calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
@@ -303,7 +285,10 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """Return the positions of ``signs`` without those of the third and later repetitions in a row."""
+    """Return the indices of a list without the third and later repetitions of a sequence of up to 6 items.
+
+    A long conversation then has the shape of a shorter one, whose test result can be reused.
+    """
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))
     letters = {sign: chr(number) for number, sign in enumerate(dict.fromkeys(signs))}
@@ -317,7 +302,7 @@ def _without_repetition(signs: Sequence[str]) -> list[int]:
 
 
 def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return the names of the variables with their short values; long values only count as present."""
+    """Return a cache key for template variables: names with short values; long values count only as non-empty."""
 
     def outline(value: object) -> object:
         is_short = isinstance(value, str | bool | int | float) and len(str(value)) < _LONGEST_VALUE

@@ -1,4 +1,4 @@
-"""Conversion of text to token ids, shared by the server and ``ssd-cache build``."""
+"""Conversion of text and chat messages to token ids, shared by the server and ``ssd-cache build``."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ssd.text.messages import Message, describe_tools_in_words, equivalent_forms
 from ssd.text.special_tokens import Marks, SpecialTokens, replace_lone_surrogates
 
 _RESERVED_TEMPLATE_KWARGS = frozenset(
-    {
-        "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-        "return_assistant_tokens_mask", "tokenizer_kwargs",
-    }
-)  # fmt: skip
+    (
+        *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
 
 
 class Example(NamedTuple):
-    """A sequence for the cache; ``token_ids[:prompt_length]`` is the prompt that a server would have received."""
+    """A token sequence to add to the cache; its first ``prompt_length`` tokens are the prompt."""
 
     token_ids: list[int]
     prompt_length: int
@@ -39,8 +39,8 @@ class Example(NamedTuple):
 class TextCodec:
     """A tokenizer with its chat template. Thread-safe.
 
-    The first ``load`` of a process imports torch if it is installed, because transformers does. A program that never
-    runs a model calls ``ssd.text.load_tokenizer.hide_torch`` first.
+    The first ``load`` in a process imports torch if it is installed, because transformers imports it. A program that
+    never runs a model calls ``ssd.text.load_tokenizer.hide_torch`` before.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
@@ -48,29 +48,29 @@ class TextCodec:
 
         Args:
             tokenizer: A transformers tokenizer.
-            eos_token_ids: The ids that end an output, the tokenizer's own first.
+            eos_token_ids: The token ids that end an output, the tokenizer's own first.
         """
         self._tokenizer = tokenizer
         self._rust_decode = _rust_decode(tokenizer)
-        # Those written in Rust work on several texts at once; of others nobody says so.
+        # Tokenizers written in Rust are thread-safe. Others are not documented to be.
         self._lock: AbstractContextManager[object] = (
             nullcontext() if hasattr(tokenizer, "backend_tokenizer") else threading.Lock()
         )
-        # Encoding once settles the padding and truncation settings, which the Rust tokenizer must not change while
+        # Encoding once sets the padding and truncation options, which the Rust tokenizer must not change while
         # another thread decodes ("Already borrowed").
         tokenizer.encode("", add_special_tokens=False)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        # Including added tokens; logits may be padded beyond it.
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        """The greatest token id plus one, including added tokens. A model's logits may be padded beyond it."""
         self.eos_token_ids = eos_token_ids
         self.eos_token_id: int | None = eos_token_ids[0] if eos_token_ids else None
         self.bos_token_id: int | None = tokenizer.bos_token_id
         added = tokenizer.added_tokens_decoder
         self._added_ids = frozenset(added)
+        # ``TextStream`` leaves these tokens out of the text.
         self.special_ids = frozenset(
             {id for id, token in added.items() if token.special} | {*tokenizer.all_special_ids}
         )
-        """The ids of special tokens, which ``TextStream`` leaves out of the text."""
         self._special_tokens = SpecialTokens(tokenizer, self.special_ids | {*eos_token_ids})
         self._template = lru_cache(maxsize=8)(partial(ChatTemplate, apply=tokenizer.apply_chat_template))
 
@@ -87,10 +87,10 @@ class TextCodec:
         """Load the tokenizer of a model directory, a Hugging Face model id, or a single ``tokenizer.json``.
 
         Args:
-            name_or_path: The tokenizer.
-            hub: How an id is fetched.
-            model: The served model, if it is a different one; its files name the ids that end an output.
-            model_hub: How ``model`` is fetched.
+            name_or_path: The directory, id or file of the tokenizer.
+            hub: How the tokenizer is downloaded from the Hub.
+            model: The served model, if it is a different one; its files name the token ids that end an output.
+            model_hub: How files of ``model`` are downloaded from the Hub.
             chat_template: A chat template that replaces the tokenizer's own.
 
         Raises:
@@ -104,7 +104,7 @@ class TextCodec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary: xxh3-128 over all (id, token) pairs by id, as 32 hexadecimal characters.
+        """A hash of the vocabulary, by which caches check that token ids mean the same text: xxh3-128 in hexadecimal.
 
         Two tokenizers with the same fingerprint may split text differently, but each id means the same text in both.
         """
@@ -124,12 +124,11 @@ class TextCodec:
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text prompt, with the special tokens that the tokenizer adds (often a beginning-of-text token).
 
-        Special tokens spelled out in the text become these tokens, because a prompt is the model's raw input.
+        Special tokens spelled out in the text become special tokens, because a prompt is the model's raw input.
         """
         return self._encode(text, add_special_tokens=True)
 
     def encode_completion(self, text: str) -> list[int]:
-        """Encode text without adding special tokens."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(
@@ -149,15 +148,15 @@ class TextCodec:
         If the template refuses or drops a part of the conversation, equivalent messages are tried, see `variants`.
 
         Args:
-            messages: OpenAI's messages with text content.
-            add_generation_prompt: Whether the assistant's header is appended.
+            messages: Messages in OpenAI's format with text content.
+            add_generation_prompt: Whether the header of the assistant's next message is appended.
             continue_final_message: Whether the last message is left open, so that the model continues it.
             template_kwargs: Additional variables of the template, among them ``tools``.
             chat_template: A template that replaces the tokenizer's own.
-            allow_special_tokens: Whether special tokens spelled out in messages and variables become these tokens. By
+            allow_special_tokens: Whether special tokens spelled out in messages and variables become special tokens. By
                 default they are encoded as text, see `SpecialTokens`.
             tools_in_words: Whether the tools are described in words, because the template ignores tools.
-            write_calls: Writes calls in the model's format, for a template that drops calls.
+            write_calls: Writes tool calls as text in the model's format, for a template that drops them.
 
         Raises:
             RequestError: The template refuses the conversation or drops a part of it. ``param`` is "messages", "tools",
@@ -200,7 +199,7 @@ class TextCodec:
                 text = _render(template, said, choice.number, write_calls, {**kwargs, **options})
             except RequestError:
                 raise
-            except Exception as error:  # whatever a template raises: it is code, and the messages are its input
+            except Exception as error:  # a template is code that may raise anything
                 reason = (str(error) if marks is None else marks.without(str(error))) or type(error).__name__
                 if template.refuses_tools(kwargs):
                     raise RequestError(
@@ -216,7 +215,7 @@ class TextCodec:
             return self._special_tokens.encode(replace_lone_surrogates(text), marks)
 
     def chat_template(self, given: str | None = None, *, with_tools: bool = False) -> str | None:
-        """Return the source of the template that `encode_chat` uses; None without one.
+        """Return the source of the chat template that `encode_chat` uses, or None if there is no template.
 
         Args:
             given: A template that replaces the tokenizer's own.
@@ -231,7 +230,6 @@ class TextCodec:
         return template
 
     def template(self, *, with_tools: bool = False) -> ChatTemplate | None:
-        """Return the tokenizer's template as a `ChatTemplate`; None without one."""
         source = self.chat_template(with_tools=with_tools)
         return None if source is None else self._template(source)
 
@@ -244,15 +242,15 @@ class TextCodec:
     # Examples for the cache
 
     def encode_text_example(self, text: str) -> Example:
-        """Encode a document as a prompt that ends with end-of-text."""
+        """Encode a document for the cache, followed by the end-of-text token."""
         return Example(self._close(self.encode_prompt(text)), 0)
 
     def encode_completion_example(self, prompt: str, completion: str) -> Example:
-        """Encode a prompt as ``/v1/completions`` does, and the completion after it."""
+        """Encode a prompt for the cache as ``/v1/completions`` does, followed by a completion."""
         return self.encode_answer_example(self.encode_prompt(prompt), completion)
 
     def encode_answer_example(self, prompt_ids: list[int], completion: str) -> Example:
-        """Encode a completion after the token ids of its prompt."""
+        """Encode a completion for the cache and append it to the token ids of its prompt."""
         return Example(self._close(prompt_ids + self.encode_completion(completion)), len(prompt_ids))
 
     def _close(self, token_ids: list[int]) -> list[int]:
@@ -263,12 +261,12 @@ class TextCodec:
     # Single tokens
 
     def piece(self, token_id: int) -> str | None:
-        """Return a token in the tokenizer's own spelling, which may not be its text; None for an id without a token."""
+        """Return a token as the vocabulary spells it, which may differ from its text; None for an unused id."""
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
         return found
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether the token is an added token, whose spelling is its text."""
+        """Return whether a token is an added token; the vocabulary spells these as their text."""
         return token_id in self._added_ids
 
     @cached_property
@@ -278,7 +276,7 @@ class TextCodec:
         return {piece: token_id for token_id, piece in pieces.items() if piece}
 
     def to_json(self) -> str:
-        """Return the text of ``tokenizer.json``. Raises ValueError for a tokenizer that is not implemented in Rust."""
+        """Return the text of ``tokenizer.json``; raise ValueError if the tokenizer is not implemented in Rust."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"the tokenizer is a {type(self._tokenizer).__name__}, which has no tokenizer.json")
@@ -290,13 +288,13 @@ class TextCodec:
 
     @cached_property
     def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
-        """A cache of `TextStream`: the text that a token adds after another token, and its text alone."""
+        """A cache for `TextStream`: (previous token, token) -> (text that the token adds, text of the token alone)."""
         return {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ``token_ids``, each within [0, 2^31).
+        """Return the text of token ids below 2^31.
 
-        Ids without a token give no text. Bytes that are not UTF-8 become U+FFFD.
+        Ids without a token add no text. Bytes that are not UTF-8 become U+FFFD.
         """
         if self._rust_decode is not None:
             return self._rust_decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -313,10 +311,10 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """Render the variant ``number``; if it is refused or None, the first accepted one of `equivalent_forms`."""
+    """Render the given variant of a conversation; if it fails or is None, the first form that the template accepts."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
-        with suppress(Exception):  # one that the marks did not cause
+        with suppress(Exception):  # the test with marks succeeded, but the real contents may fail
             return template.render(chosen.messages, **options)
     refusals: list[Exception] = []
     for way in equivalent_forms(messages):
@@ -328,12 +326,13 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """Return for each message of `describe_tools_in_words` the number of the original message that it begins with."""
+    """Return for each message of `describe_tools_in_words` the index of the original message with which it begins."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
-        number for number, (message, before) in enumerate(follows)
+        number
+        for number, (message, before) in enumerate(follows)
         if not message["role"] == before.get("role") == "tool"
-    ]  # fmt: skip
+    ]
     return [0] * (len(told) - len(numbers)) + numbers
 
 
@@ -347,7 +346,7 @@ def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
 
 
 def _without_object(messages: Sequence[Message]) -> str:
-    """Name the first call whose arguments are not an object, which many templates refuse."""
+    """Return a note for an error message that names the first tool call whose arguments are not a JSON object."""
     for number, message in enumerate(messages):
         for place, call in enumerate(message.get("tool_calls", ())):
             function = call.get("function")
@@ -357,7 +356,7 @@ def _without_object(messages: Sequence[Message]) -> str:
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
-    """Return the Rust tokenizer's faster ``decode`` if transformers adds nothing to it; None otherwise."""
+    """Return the faster ``decode`` of the tokenizer's Rust implementation; None if it would give other texts."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -373,24 +372,23 @@ _SPACE_MARK = "\u2581"
 
 
 class TokenTexts:
-    """The bytes and the text of single tokens; those of an output, joined, are its text with special tokens.
+    """Returns the bytes and the text of single tokens, such that the bytes of an output's tokens join to its full text.
 
-    Tokenizers that spell bytes as characters (GPT-2), or that mark spaces and spell unknown characters by bytes
-    (sentencepiece), are read token by token. Other tokenizers decode each token alone.
+    Bytes are decoded from the spelling of tokens in the vocabularies of GPT-2 (bytes as characters) and sentencepiece
+    (space marks, byte tokens). Other tokenizers decode each token alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._spells_bytes, self._marks_spaces = _spelling(codec)
-        self.bytes_of = lru_cache(maxsize=1 << 16)(self._bytes_of)
-        """Returns the bytes of a token id; empty for an id without a token."""
+        self.bytes_of = lru_cache(maxsize=1 << 16)(self._bytes_of)  # empty for an id without a token
 
     def text_of(self, token_id: int) -> str:
-        """Return the token as text; bytes of incomplete characters become U+FFFD."""
+        """Return a token as text; bytes of incomplete characters become U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
     def is_shown(self, token_id: int) -> bool:
-        """Return whether the text of an output contains the token; it leaves out special tokens."""
+        """Return whether the text of an output contains a token; special tokens are left out."""
         return token_id not in self._codec.special_ids
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -407,7 +405,7 @@ class TokenTexts:
 
 
 def _spelling(codec: TextCodec) -> tuple[bool, bool]:
-    """Return whether the tokenizer spells bytes as characters, and whether it marks spaces."""
+    """Return whether the vocabulary writes bytes as characters (GPT-2), and whether it marks spaces (sentencepiece)."""
     try:
         decoder: Any = json.loads(codec.to_json())["decoder"] or {}
     except ValueError:  # not one of Rust's: tokens are decoded alone
@@ -418,7 +416,7 @@ def _spelling(codec: TextCodec) -> tuple[bool, bool]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the characters for bytes in GPT-2's vocabulary: printable Latin-1, and others from U+0100 on."""
+    """Return the byte of each character in GPT-2's vocabulary: printable Latin-1, and U+0100 on for other bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -427,22 +425,22 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 MAX_BAD_WORDS = 1000
-"""The maximum number of bad words in a request; each is compared at each position."""
+"""The maximum number of bad words in a request, because each of them is compared at every position."""
 
 
 def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode each word as at the beginning of a text and as after a space, as vLLM does.
+    """Encode each bad word as at the beginning of a text and as after a space, as vLLM does.
 
-    Other spellings of the word by other tokens are not found, so a word may still occur in unusual tokens.
-    Raises RequestError for a word without a token, and for too many words.
+    The output may still contain a word that is spelled by unusual tokens. Raises RequestError for a word without a
+    token and for too many words.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which is no token: give words", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which has no token: give words", param="bad_words")
         found[alone] = None
-        # Where the space is a token of its own the word alone is found behind it.
+        # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
             found[spaced] = None
     if len(found) > MAX_BAD_WORDS:

@@ -1,4 +1,4 @@
-"""Write schemas with numbers that 64-bit floats cannot represent as Lark rules, in which these numbers are text.
+"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, in which such numbers are text.
 
 Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """
@@ -14,19 +14,17 @@ from ssd.text.schema import Schema, SchemaError, children, escape, is_beyond_exa
 
 _BOUNDS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
 _CONSTRAINTS = _BOUNDS | {
-    "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items", "maxItems",
-    "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf", "oneOf", "pattern",
-    "patternProperties", "prefixItems", "properties", "required", "type",
-}  # fmt: skip
+    *("$ref", "allOf", "anyOf", "const", "enum", "format", "multipleOf", "oneOf", "pattern", "type"),
+    *("additionalItems", "items", "maxItems", "maxLength", "minItems", "minLength", "prefixItems"),
+    *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required"),
+}
 
 
 def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = None) -> bool:
-    """Return whether an enum or const contains a number that 64-bit floats cannot represent.
+    """Return whether an enum or const in a schema contains a number that 64-bit floats cannot represent.
 
-    Args:
-        root: The whole schema, in which references are resolved.
-        node: The part of ``root`` that is searched, with everything it refers to.
-        seen: The parts that were searched already.
+    ``root`` is the whole schema, in which references are resolved; ``node`` is the part that is searched, with
+    everything that it refers to; ``seen`` are the ids of parts that were searched already.
     """
     seen = set() if seen is None else seen
     if not isinstance(node, dict) or id(node) in seen:
@@ -39,15 +37,12 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """The Lark rules of one prepared schema."""
+    """The Lark rules of one JSON schema, which write its large numbers with all digits."""
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """Start without rules.
+        """Compile ``root``, the result of `prepare_schema`; the names of the rules begin with ``prefix``.
 
-        Args:
-            root: The prepared schema.
-            prefix: The prefix of the rules' names.
-            options: llguidance's options for JSON, such as separators.
+        ``options`` are llguidance's options for JSON, such as separators.
         """
         self._root, self._prefix, self._options = root, prefix, options
         self._comma, self._colon = (f"/{options[name]}/" for name in ("item_separator", "key_separator"))
@@ -56,7 +51,10 @@ class ExactRules:
         self.rule(root, "")
 
     def rule(self, node: Schema, at: str) -> str:
-        """Return the name of a schema's rule. Raises SchemaError if a number cannot be represented."""
+        """Return the name of the rule for a subschema at the JSON pointer ``at``, which is compiled at its first use.
+
+        Raises SchemaError if a number cannot be represented.
+        """
         if id(node) not in self._names:
             name = self._names[id(node)] = f"{self._prefix}{len(self._names)}"
             self.rules[name] = self._body(node, at)
@@ -73,7 +71,7 @@ class ExactRules:
             allowed = [value for value in values if _is_within(node, value)]
             if allowed:
                 return " | ".join(map(self._literal, allowed))
-            raise SchemaError(f"no value of the enum at {at or '/'} satisfies the keywords beside it")
+            raise SchemaError(f"no value of the enum at {at or '/'} satisfies the other keywords there")
         if keys <= {"anyOf"}:
             return " | ".join(self.rule(each, f"{at}/anyOf/{number}") for number, each in enumerate(node["anyOf"]))
         kind = types_of(node)
@@ -82,7 +80,7 @@ class ExactRules:
         if kind == {"array"} and keys <= {"type", "items", "minItems", "maxItems"}:
             return self._array(node, at)
         names = ", ".join(sorted(keys - {"type"}))
-        raise SchemaError(f"the schema at {at or '/'} has numbers beyond 2^53, which cannot be held beside {names}")
+        raise SchemaError(f"the schema at {at or '/'} has numbers beyond 2^53, which cannot be combined with {names}")
 
     def _object(self, node: dict[str, Any], at: str) -> str:
         properties, required = node.get("properties", {}), node.get("required", [])
@@ -101,7 +99,7 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Write items in order, separated by commas; each item says whether it is required."""
+        """Return a rule for items separated by commas, in order; each item is given with whether it is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]
@@ -121,7 +119,7 @@ class ExactRules:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _literal(self, value: Any) -> str:
-        """Write a value as JSON with all digits of its numbers."""
+        """Return a rule for one JSON value, with all digits of its numbers."""
         if isinstance(value, dict):
             items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
@@ -130,7 +128,7 @@ class ExactRules:
         return _quoted(value)
 
     def _rule_of(self, body: str) -> str:
-        """Return the name of a rule with this body, for a part that is not a schema."""
+        """Add a rule for a part that is not a schema, and return its name."""
         name = f"{self._prefix}{len(self._names)}"
         self._names[-len(self._names)] = name
         self.rules[name] = body
@@ -138,12 +136,11 @@ class ExactRules:
 
 
 def _quoted(value: Any) -> str:
-    """Write the JSON of a value as a Lark string."""
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
 
 def _is_within(node: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a value satisfies the type and the bounds of a schema. Integers are compared exactly."""
+    """Return whether a value satisfies the type and the bounds of a schema; integers are compared exactly."""
     if not (types_of({"const": value}) or set()) <= (types_of(node) or set()):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):

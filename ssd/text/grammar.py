@@ -1,8 +1,8 @@
-"""Token masks that keep a text within a grammar, computed by llguidance for all positions of a draft.
+"""Token masks for structured output, computed by llguidance on threads for all positions of a draft.
 
 llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer based on derivatives under an Earley
-parser along the vocabulary's trie. Most masks take less than a tenth of a millisecond, some take half a second. They
-are computed on threads, and only the request with the grammar waits for a late mask.
+parser along the vocabulary's trie. Most masks take less than a tenth of a millisecond, some take half a second. Only
+the request with the grammar waits for a late mask.
 """
 
 from __future__ import annotations
@@ -28,26 +28,24 @@ from ssd.text.grammar_memory import GrammarReservation, allocated_bytes
 Mask = npt.NDArray[np.bool_]
 
 PATIENCE_S = 0.02
-"""The time in seconds that a verification pass waits for masks that have not been late before, far more than usual
-masks take. A mask that takes longer by itself, and not only because the processors were busy, is costly: many costly
-masks at once would take the processors from the forward passes.
+"""The seconds that a forward pass waits for masks of requests whose masks have not been late before.
+
+Usual masks are far faster. A mask that needs more processor time than this is costly: many costly masks at once would
+take the processors from the forward passes.
 """
 
 
-_YIELDS = 4
-"""A costly mask lets shorter ones go first for this multiple of its own time."""
+_YIELDS = 4  # in multiples of its own time, a costly mask lets shorter ones go first
 _MOST_REMEMBERED = 1024
-_QUICK_S, _MOST_GROWTH = 1e-4, 1 << 30
-"""Seconds of a mask that adds next to nothing to a grammar's automaton; bytes that a slower one adds in a second:
-44 to 110 MB are usual, but tables double now and then, so this is the most."""
+_QUICK_S = 1e-4  # a faster mask adds next to nothing to a grammar's automaton
+_MOST_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The position at which llguidance cannot continue."""
+    """The position in a draft at which llguidance cannot continue, and the reason."""
 
-    at: int
-    """The number of draft tokens before it."""
+    at: int  # the number of draft tokens before the failure
     reason: str
 
 
@@ -59,7 +57,7 @@ _DEAD_END = (
 
 
 class _Trial:
-    """The masks along one draft, computed by one thread and read by another as they become available."""
+    """The masks along one draft; one thread computes them while another one reads those that are ready."""
 
     def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
         self.draft = draft
@@ -68,21 +66,20 @@ class _Trial:
         self.failure = failure
         self.may_stop = False
         self.is_abandoned = False
-        self.taken: list[Mask] | None = None
-        """The masks that the pass uses."""
+        self.taken: list[Mask] | None = None  # the masks that were ready in time for the forward pass
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is a mask for each position that can be reached."""
+        """Whether all masks are computed, up to the end of the draft or to a token that is not allowed."""
         at = len(self.masks) - 1
         return at >= len(self.draft) or (at >= 0 and not self.masks[at][self.draft[at]])
 
 
 class GrammarState:
-    """A grammar and the output so far. Owned by one thread; other threads compute its masks.
+    """The structured-output state of one request: a grammar, the tokens generated so far, and the next masks.
 
-    After an end-of-text token only end-of-text tokens may follow. A grammar may become too complex, or reach a dead
-    end; this depends only on the output and not on the drafts that were tried.
+    One thread owns it; other threads compute the masks. After an end-of-text token only end-of-text tokens are allowed.
+    If the grammar becomes too complex or reaches a dead end, this depends only on the output and not on drafts.
     """
 
     def __init__(
@@ -94,16 +91,11 @@ class GrammarState:
         threads: MaskThreads,
         tenant: str | None,
     ) -> None:
-        """Start without output.
+        """Create the state before the first token.
 
-        Args:
-            open_it: Reserves the memory of the compiled grammar. Returns None if there is none left and it may be
-                refused.
-            eos_token_ids: The ids that end a text.
-            vocab_size: The number of logits.
-            param: The client's name of the grammar, for messages.
-            threads: The threads that compute masks.
-            tenant: The tenant, between which costly masks take turns.
+        ``open_it`` reserves memory for the compiled grammar; with True, it may return None if there is no memory.
+        ``param`` is the client's name of the constraint for error messages. Tenants take turns with masks that are
+        costly to compute.
         """
         self._open_it = open_it
         self._open: GrammarReservation | None = None
@@ -118,9 +110,8 @@ class GrammarState:
         self._threads = threads
         self._trial: _Trial | None = None
         self._made: Future[None] | None = None
-        self.was_late = False
-        """Whether the last pass ran without all of its masks."""
-        # Of the thread that makes masks, while one does.
+        self.was_late = False  # whether the last forward pass ran without some of its masks
+        # While a thread computes masks, the following attributes belong to it.
         self._matcher: Any = None
         self._num_followed = 0
         self._costs_s = 0.0
@@ -128,13 +119,13 @@ class GrammarState:
 
     @property
     def is_busy(self) -> bool:
-        """Whether masks are being computed."""
         return self._made is not None and not self._made.done()
 
     def is_ready(self) -> bool:
-        """Return whether a pass may include this row, and start the computation of missing masks.
+        """Return whether a forward pass may include this sequence; if its first mask is missing, start computing it.
 
-        It may not while masks are computed. A row that was late, or is not opened yet, needs its first mask before.
+        A sequence whose masks were late, or whose grammar is not in memory yet, must have its first mask before the
+        pass.
         """
         if self.is_busy:
             return False
@@ -149,7 +140,7 @@ class GrammarState:
         return True
 
     def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Start the computation of the masks along a draft. None may be running."""
+        """Start to compute the masks along a draft; no other computation of this state may be running."""
         self._try(draft, self._run)
 
     def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
@@ -158,7 +149,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def settle(self) -> int:
-        """Take the masks that are available, and return their number. All others are too late for this pass."""
+        """Return the number of masks that are ready for the forward pass to use; later masks are too late for it."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
@@ -167,12 +158,12 @@ class GrammarState:
         return len(trial.taken)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
-        """Return the allowed tokens at each position: bool[V] for the first draft token, the one after it, and so on.
+        """Return the allowed tokens (bool[V]) at each position: for the first draft token, the next one, and so on.
 
-        k tokens give k + 1 masks or fewer. There is none after a token that its own mask refuses, because later tokens
-        are never accepted, and none that was too late, see `settle`. A mask allows at least one token: end-of-text if
-        nothing else may follow, or if the grammar is too complex or at a dead end, which `advance` reports once it is
-        generated. Masks that were not started are computed here. Raises the errors of the computation.
+        For k draft tokens there are k + 1 masks or fewer: none after a draft token that is not allowed, because it is
+        rejected, and none that was too late, see `settle`. A mask allows at least one token; that is end-of-text if
+        nothing else may follow, or if the grammar is too complex or at a dead end, which `advance` reports. Masks that
+        were not started are computed here. Exceptions of the computation are raised here.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -188,9 +179,9 @@ class GrammarState:
         return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Append generated tokens, each of which was allowed.
+        """Append generated tokens, all of which were allowed.
 
-        Raises RequestError if the output ends only because the grammar became too complex or reached a dead end.
+        Raises RequestError if the output has to end because the grammar became too complex or reached a dead end.
         """
         trial, self._trial = self._trial, None
         for number, token in enumerate(token_ids):
@@ -207,7 +198,7 @@ class GrammarState:
             self._token_ids.append(token)
 
     def release_memory(self) -> None:
-        """Release the memory that can be recreated, because the output has ended or waits."""
+        """Release the compiled grammar, because the sequence has ended or lost its slot; it can be compiled again."""
         if self._trial is not None:
             self._trial.may_stop = self._trial.is_abandoned = True
         if not self.is_busy:
@@ -218,7 +209,7 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Compute the masks along a draft, reusing those of another draft of the same output."""
+        """Compute the masks along a draft, and reuse those computed for another draft after the same output."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -232,16 +223,16 @@ class GrammarState:
             self._made = run(self._make, trial)
         return trial
 
-    # -- on the thread that makes masks ------------------------------------------------------------------------------
+    # -- on a mask thread --------------------------------------------------------------------------------------------
 
     def _make(self, trial: _Trial) -> None:
-        if trial.is_abandoned:  # before it was begun: who leaves is not worked for
+        if trial.is_abandoned:  # the request has ended before this began
             self._trial = self._matcher = self._open = None
             return
         started, num_known, self._allocated = time.thread_time(), len(trial.masks), allocated_bytes()
         try:
             self._follow(trial)
-        except BaseException:  # a panic, say: where the matcher stands is not known
+        except BaseException:  # e.g. a panic: the position of the matcher is unknown
             self._matcher = None
             raise
         finally:
@@ -251,7 +242,7 @@ class GrammarState:
                 self._matcher = self._open = None
 
     def _count_growth(self, num_masks: int) -> None:
-        """Count the memory that this many masks have added to the grammar.
+        """Count the memory that computing masks has added to the grammar, estimated from the process's allocations.
 
         Other threads allocate too, so only slow masks count, each with at most the maximum growth for its time.
         """
@@ -261,10 +252,10 @@ class GrammarState:
             self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
-        """Compute the masks along a draft; the matcher itself stays at the end of the output.
+        """Compute the masks along a draft; llguidance's matcher itself stays at the end of the output.
 
-        A copy of the matcher (1 us) follows the draft, because after llguidance's own rollback the masks of another
-        draft could be those of this one.
+        A copy of the matcher (1 us) follows the draft, because llguidance's own rollback could leave masks of another
+        draft.
         """
         if self._matcher is None:
             self._begin_again(trial, [])
@@ -295,7 +286,7 @@ class GrammarState:
             self._matcher = at_output
 
     def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
-        """Move a new matcher to the end of the output and the tokens after it."""
+        """Create a new llguidance matcher, and advance it over the output and the draft tokens ``tried``."""
         if self._open is None:
             self._open = self._open_it(False)
         assert self._open is not None
@@ -305,8 +296,8 @@ class GrammarState:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
     def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
-        """Return the tokens that may follow the output and the ``tried`` tokens, at which the matcher is."""
-        if self._matcher.is_error():  # perhaps by what was tried before, of which a new one knows nothing
+        """Return the tokens that may follow the output and the draft tokens ``tried``, where the matcher stands."""
+        if self._matcher.is_error():  # perhaps caused by an earlier draft, which a new matcher has not seen
             self._begin_again(trial, tried)
         if not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -314,16 +305,16 @@ class GrammarState:
             if mask.any() and not self._matcher.is_error():
                 return mask
         if self._matcher.is_error() or not self._matcher.is_accepting():
-            complaint = self._matcher.get_error()  # nothing, where no token is allowed
+            complaint = self._matcher.get_error()  # empty if no token is allowed
             is_dead_end = not complaint or re.match("NoExtension|.*doesn't satisfy the grammar", complaint)
             trial.failure = _Failure(len(tried), _DEAD_END if is_dead_end else _TOO_COMPLEX)
         return self._only_end
 
 
 def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
-    """Return for each row of a finished pass the number of positions whose tokens can be chosen.
+    """Return for each sequence of a forward pass the number of positions for which the grammar mask is ready.
 
-    Waits for a short time, but not for rows that were late before, unless there are no others.
+    Waits at most `PATIENCE_S`, but not for sequences whose masks were late before, unless there are no others.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
@@ -333,7 +324,7 @@ def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[n
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
-    """Wait for a short time until the masks of one of the states are computed."""
+    """Wait at most `PATIENCE_S` until the token masks of one of several sequences are computed."""
     wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
@@ -342,10 +333,10 @@ def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
 
 
 class MaskThreads:
-    """The threads that compute masks, one for each row with missing masks, so that no row waits for another.
+    """The threads that compute token masks, one for each sequence, so that none waits for another.
 
-    Costly masks are computed one after the other, on a thread of low priority: tenants take turns, each with its
-    shortest mask first.
+    Costly masks are computed one at a time on a thread of low priority. Tenants take turns, each with its shortest mask
+    first.
     """
 
     def __init__(self) -> None:
@@ -356,7 +347,10 @@ class MaskThreads:
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
-        """Queue a mask with its expected time. A queued mask precedes shorter ones that arrive much later."""
+        """Queue the computation of a costly mask with its expected seconds.
+
+        A queued mask is computed before shorter ones that arrive much later.
+        """
         costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:
             self._waiting.append(costly)
@@ -384,7 +378,7 @@ class _Costly:
 
 
 def _lower_priority(by: int) -> None:
-    """Lower the priority of this thread below that of forward passes, if the system allows it."""
+    """Lower the priority of the current thread below that of forward passes, if the system allows it."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 

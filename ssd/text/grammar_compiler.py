@@ -1,7 +1,7 @@
-"""Compilation of the grammars of requests, with limits on their size and a shared memory budget.
+"""Compilation of structured-output constraints to grammars, with limits on their size and a shared memory budget.
 
 llguidance does not report the memory of a grammar. It is estimated as the growth of the C library's allocations during
-the compilation. Allocations of other threads count too, so the estimate is kept between two multiples of the
+the compilation. Allocations of other threads count too, so the estimate is clamped to a range proportional to the
 compilation's processor time: ten sources of all kinds grew by 5 to 330 MB per second.
 """
 
@@ -36,25 +36,24 @@ from ssd.text.schema import children, error_reason, prepare_schema, quote_patter
 
 INSTALL = "pip install 'ssd-serving[structured]'"
 
-# That a source compiles is remembered in some 200 bytes.
+# The number of accepted sources that are remembered, with about 200 bytes each.
 _MAX_TRIED = 1 << 14
-# Bytes of any grammar, and a second of compiling, least and most: see above.
+# The minimum bytes of a grammar, and the minimum and maximum per second of its compilation, see the module docstring.
 _LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 512 << 20
-# Half a second and 50 MB for the worst of short sources: what is out of all proportion is refused.
+# Sources beyond these limits are refused: half a second and 50 MB for the worst short source.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
-# States of the parser at one place of the output. A place costs about as many times those before it: an ambiguous
-# grammar, x: x x | "a", took 170 ms a token after 800 tokens where 2,000 were allowed, and everybody waited for it.
-# The other kinds are made by us and have few, or one for each of many choices.
+# The maximum number of parser states at one position of the output, by kind of constraint. With 2,000 states, the
+# ambiguous grammar x: x x | "a" took 170 ms per token after 800 tokens, and all requests waited for it. For the other
+# kinds our own grammars have few states, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
 _MOST_PARSER_STATES = 2000
 
 
-_LARGE_COST = 1 << 12
-"""A source with a higher expected cost may take megabytes."""
+_LARGE_COST = 1 << 12  # above it, a source may take megabytes
 
 
 def expected_cost(output: StructuredOutput) -> int:
-    """Estimate the compilation time in characters of usual sources, about 10 us each.
+    """Estimate the time to compile a constraint, in units of about 10 us (a character of a usual source).
 
     The estimate depends only on the source's length and the repetitions in regular expressions; few sources take far
     longer.
@@ -71,18 +70,14 @@ _MOST_LOOKED_AT = 64
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests and caches the latest. Thread-safe."""
+    """Compiles the structured-output constraints of requests, and caches the latest ones. Thread-safe."""
 
     def __init__(
         self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
     ) -> None:
-        """Create a compiler.
+        """Create a compiler for a tokenizer and a model with ``vocab_size`` logits.
 
-        Args:
-            codec: The tokenizer.
-            vocab_size: The number of logits, at least the tokenizer's vocabulary.
-            eos_token_ids: The ids that end a text.
-            max_bytes: The maximum memory of all compiled grammars, see `GrammarMemory`.
+        All compiled grammars together take at most ``max_bytes``, see `GrammarMemory`.
         """
         self._codec = codec
         self._vocab_size = vocab_size
@@ -92,19 +87,19 @@ class GrammarCompiler:
         self._token_names: dict[str, str] = {}
         self.memory = GrammarMemory(max_bytes)
         self._threads = MaskThreads()
+        # Of the grammars that compiled, by digest, the latest last.
         self._tried: OrderedDict[bytes, GrammarCost] = OrderedDict()
-        """The weights of the grammars that compiled, by digest, the latest last."""
 
     def knows(self, output: StructuredOutput, tenant: str | None) -> bool:
-        """Return whether `compile` would not have to compile anything."""
+        """Return whether `compile` has accepted this constraint for this tenant before, which makes it fast."""
         with self._lock:
             return _digest(output, tenant) in self._tried
 
     def compile(self, output: StructuredOutput, tenant: str | None = None) -> GrammarState:
-        """Return the state at the beginning of a text. The first time for a tenant takes milliseconds to a second.
+        """Validate a constraint, and return the object that computes the token masks of a request with this constraint.
 
-        The state holds only the source until its first mask is needed; then the compiled grammar is taken from the
-        cache or compiled again.
+        The first call for a constraint takes milliseconds to a second. The compiled grammar is fetched from the cache,
+        or compiled again, when the first mask is needed.
 
         Args:
             output: The constraint.
@@ -133,7 +128,7 @@ class GrammarCompiler:
 
     def _compile(self, output: StructuredOutput, tenant: str | None) -> Compiled:
         kept = self.memory.find(tenant, output)
-        if kept is None:  # outside any lock, so that nobody waits for another's grammar
+        if kept is None:  # without a lock, so that no request waits for another one's grammar
             before = allocated_bytes()
             try:
                 start, seconds = self._matcher(output)
@@ -147,7 +142,7 @@ class GrammarCompiler:
         return kept
 
     def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
-        """Return a matcher at the beginning of a text, and the processor time of the compilation in seconds."""
+        """Return an llguidance matcher before the first token, and the processor seconds of the compilation."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -181,7 +176,7 @@ class GrammarCompiler:
 
 
 def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
-    """Rename special tokens so that no text spells them; returns the tokenizer and the new names by the old ones.
+    """Rename special tokens in a ``tokenizer.json`` to random names; returns the new file and the names by old names.
 
     If a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows only the resulting
     tokens. With names that text can spell, such as <|endoftext|>, this text would become a control token.
@@ -208,7 +203,7 @@ def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
 
 
 def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[str, str]) -> tuple[Any, float]:
-    """Compile a matcher. Raises ValueError if the source cannot be used."""
+    """Compile a constraint; return an llguidance matcher and the processor seconds, or raise ValueError."""
     from llguidance import LLMatcher, LLParserLimits
 
     began = time.thread_time()
@@ -222,14 +217,14 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
     grammars = _grammars_of(output, token_names)
     matcher = LLMatcher(tokenizer, json.dumps({"grammars": grammars}), log_level=0, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # much is compiled only now, and may be too complex
+        matcher.compute_bitmask()  # llguidance compiles much only now, and may find it too complex
     if matcher.is_error():
         raise ValueError(_locate_error(output, grammars, matcher.get_error()))
     return matcher, time.thread_time() - began
 
 
 def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return llguidance's list of grammars, the main one first. Raises ValueError for a malformed source."""
+    """Return llguidance's list of grammars for a constraint, the main one first; ValueError if it is malformed."""
     from llguidance import LLMatcher
 
     if output.kind == "parts":
@@ -257,25 +252,24 @@ def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> li
     return [{"lark_grammar": _prepared_lark(output.source, token_names)}]
 
 
-# At most one space behind a comma or a colon, as `json.dumps` and most training data have it: where white space was
-# free, small models wrote a 15-token object in 51 to 137 tokens.
+# At most one space after a comma or a colon, as in `json.dumps` and most training data. With arbitrary white space,
+# small models wrote a 15-token object in 51 to 137 tokens.
 JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
 
 _CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 
 
 def json_options(schema: Any) -> dict[str, Any]:
-    """Return llguidance's options for the JSON of a prepared schema.
+    r"""Return llguidance's options for generating JSON under a schema.
 
-    Escapes would spell an existing key in a second way, so they are disabled except for schemas that require control
-    characters.
+    Escapes like \u0041 are disabled, because they would spell an existing key in a second way. The exception is a
+    schema that requires control characters.
     """
     escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
     return {**JSON_OPTIONS, "json_allowed_escapes": escapes}
 
 
 def _json_entry(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a prepared schema as an entry of llguidance's list."""
     options = json_options(schema)
     if has_inexact_constants(schema, schema):
         rules = ExactRules(schema, "value_", options).rules
@@ -283,14 +277,14 @@ def _json_entry(schema: dict[str, Any]) -> dict[str, Any]:
     return {"json_schema": {**schema, "x-guidance": options}}
 
 
-# The texts of a Lark grammar, whose contents are not looked into, and what is: JSON schemas and names of tokens.
+# Matches the JSON schemas and token names in a Lark grammar, and strings, comments and patterns to skip them.
 _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json\s*(?=[{\[])|<[^<>\s]*>')
 
 
 def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
-    """Prepare the JSON schemas in a Lark grammar. Raises ValueError for a schema that cannot be enforced.
+    """Rewrite the JSON schemas in a Lark grammar with `prepare_schema`, and replace special tokens by ``token_names``.
 
-    Invalid JSON is left to llguidance. ``token_names`` is as in `_rename_special_tokens`.
+    Raises ValueError for a schema that cannot be enforced. Invalid JSON is left to llguidance.
     """
     made: list[str] = []
     more: dict[str, str] = {}
@@ -319,14 +313,13 @@ def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
     return "".join([*made, source[at:], *(f"\n{name}: {body}" for name, body in more.items())])
 
 
-# -- where in a schema a complaint is from
+# -- the location of an error in a schema
 
-_MOST_LOOKED_THROUGH = 1 << 22
-"""The maximum number of characters of schemas that are compiled to find the faulty one."""
+_MOST_LOOKED_THROUGH = 1 << 22  # characters of schemas compiled to find the faulty one
 
 
 def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
-    """Return the reason in an llguidance error, with the keyword and the JSON pointer if it is about a schema."""
+    """Return the reason of an llguidance error, with the keyword and JSON pointer if it is about a schema."""
     from llguidance import LLMatcher
 
     if output.kind == "regex":
@@ -364,15 +357,18 @@ def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]
 
 _DEFINITION = re.compile("^/(?:[$]defs|definitions)/")
 _COMPLAINTS = {
-    "$ref": "Pointer|Resource|circular", "oneOf": "oneOf", "pattern": "Regex is empty", "format": "Regex is empty",
-    "patternProperties": "patternProperty", "minProperties": "min/max|minProperties",
+    "$ref": "Pointer|Resource|circular",
+    "oneOf": "oneOf",
+    **dict.fromkeys(("pattern", "format"), "Regex is empty"),
+    "patternProperties": "patternProperty",
+    "minProperties": "min/max|minProperties",
     "maxProperties": "min/max|maxProperties",
-}  # fmt: skip
-"""Keywords that llguidance's errors do not name, with patterns of those errors."""
+}
+"""Patterns of llguidance errors that do not name the JSON schema keyword at fault, by keyword."""
 
 
 def _is_about(complaint: str, key: str) -> bool:
-    if key == "properties":  # which others mention
+    if key == "properties":  # other errors mention this word
         return False
     return re.search(_COMPLAINTS.get(key, rf"\b{re.escape(key)}\b"), complaint.partition("\n")[0]) is not None
 
@@ -391,13 +387,12 @@ def _schemas_in(grammars: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any
 
 T = TypeVar("T")
 
-_STACK_BYTES = 512 << 20
-"""The size of the stack in bytes of address space; unused parts take no memory."""
+_STACK_BYTES = 512 << 20  # address space; unused parts take no memory
 _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """Return or raise what ``call`` does, on a thread with a stack of 512 MB; takes 0.1 ms more."""
+    """Call a function on a thread with a stack of 512 MB, for deep recursion; takes 0.1 ms more."""
     returned: list[T] = []
     raised: list[BaseException] = []
 
@@ -408,7 +403,7 @@ def on_deep_stack(call: Callable[[], T]) -> T:
             raised.append(error)
 
     thread = threading.Thread(target=run, name="deep stack")
-    with _one_at_a_time:  # the size is a setting of the process, for threads that start
+    with _one_at_a_time:  # the stack size of new threads is a setting of the process
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()

@@ -1,4 +1,4 @@
-"""The memory of compiled grammars: all cached and used grammars share a budget, and tenants share the cached part."""
+"""Memory budget of compiled grammars: cached and used grammars share it, and tenants share the cached part equally."""
 
 from __future__ import annotations
 
@@ -17,27 +17,22 @@ from ssd.config import StructuredOutput
 
 MOST_GRAMMAR_BYTES: Final = 512 << 20
 _MOST_KEPT: Final = 256
-_SMALL_PARTS: Final = 128
-"""A grammar of at most this fraction of the budget never waits for memory."""
-_COPY_PARTS: Final = 8
-"""A request's own copy of a grammar takes at most this fraction of it: 1.5 to 4 MB of 43 MB were measured."""
-_TRIM_AFTER_S: Final = 0.1
-"""The time in seconds after which freed memory is returned to the system, together with what is freed meanwhile. It
-takes 2 to 12 ms.
-"""
+_SMALL_PARTS: Final = 128  # a grammar of at most 1/128 of the budget never waits for memory
+_COPY_PARTS: Final = 8  # a request's copy adds at most 1/8 of a grammar's memory: 1.5 to 4 MB of 43 MB were measured
+_TRIM_AFTER_S: Final = 0.1  # seconds; returning freed memory to the system takes 2 to 12 ms
 _LARGE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarCost:
-    """The memory of a compiled grammar, and the processor time of its compilation."""
+    """The memory of a compiled grammar, and the processor seconds of its compilation."""
 
     num_bytes: int
     seconds: float
 
 
 class Compiled:
-    """A matcher that must stay at the beginning of a text. Its copies share the compiled grammar and add to it."""
+    """A compiled grammar: an llguidance matcher before the first token. Each request uses a copy of it."""
 
     def __init__(self, start: Any, weight: GrammarCost) -> None:
         self.start, self.weight = start, weight
@@ -49,7 +44,7 @@ class Compiled:
 
 
 class GrammarReservation:
-    """One request's reservation of memory, released when the object is garbage collected."""
+    """The memory that one request reserves for its grammar, released when the object is garbage collected."""
 
     def __init__(
         self,
@@ -65,28 +60,27 @@ class GrammarReservation:
 
     @property
     def costs_s(self) -> float:
-        """The processor time in seconds until the matcher is ready."""
+        """The processor seconds until a matcher is ready: those of a compilation, or 0 if the grammar is cached."""
         return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
-        """Return a matcher at the beginning of a text, compiled again if the grammar is not cached."""
+        """Return an llguidance matcher before the first token; compile the grammar again if it is not cached."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()
 
     def grow(self, num_bytes: int) -> None:
-        """See `GrammarMemory.grow`."""
         if self.compiled is not None:
             self._grow(self.compiled, num_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """The memory in addition to the compiled grammar, which other requests may share."""
+        """The memory of this request's copy, in addition to the compiled grammar that requests share."""
         return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
 
 
 class GrammarMemory:
-    """Counts the memory of grammars. Thread-safe."""
+    """A cache of compiled grammars that keeps cached grammars and those in use within a memory budget. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -97,12 +91,10 @@ class GrammarMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all cached and used grammars."""
         with self._lock:
             return self._used()
 
     def find(self, tenant: str | None, output: StructuredOutput) -> Compiled | None:
-        """Return a tenant's cached grammar, or None."""
         with self._lock:
             kept = self._kept.get(tenant, OrderedDict())
             if output in kept:
@@ -110,7 +102,7 @@ class GrammarMemory:
             return kept.get(output)
 
     def keep(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
-        """Cache a grammar if there is room: half of the budget for grammars that no request uses."""
+        """Cache a compiled grammar; cached grammars that no request uses may take half of the memory budget."""
         with self._lock:
             self._compiled.add(compiled)
             self._kept.setdefault(tenant, OrderedDict())[output] = compiled
@@ -124,12 +116,8 @@ class GrammarMemory:
     ) -> GrammarReservation | None:
         """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
-        Args:
-            weight: The memory of the grammar.
-            compiled: The grammar, if it is cached.
-            compile_it: Compiles the grammar.
-            may_refuse: Whether None may be returned if used grammars leave no room. A small grammar, or the only used
-                one, is never refused.
+        ``compiled`` is the grammar if it is cached; otherwise ``compile_it`` compiles it. If ``may_refuse``, None is
+        returned if grammars in use leave no room; but a small grammar, or the only one in use, is never refused.
         """
         opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:
@@ -142,7 +130,7 @@ class GrammarMemory:
             return opened
 
     def grow(self, compiled: Compiled, num_bytes: int) -> None:
-        """Count the memory that masks have added to a grammar, evicting cached grammars if needed."""
+        """Add bytes that computing masks has added to a compiled grammar, evicting cached grammars if needed."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             while self._used() > self._most and self._kept:
@@ -153,12 +141,11 @@ class GrammarMemory:
         return sum(each.num_bytes for each in list(self._compiled)) + sum(each.num_bytes for each in opened)
 
     def _weights(self) -> Counter[str | None]:
-        """Return the memory that each tenant has cached."""
         kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
 
     def _evict_one(self) -> None:
-        """Evict the least recently used grammar of the tenant that caches most, so that shares stay equal."""
+        """Evict the least recently used grammar of the tenant with the most cached bytes, so that shares stay equal."""
         tenant = self._weights().most_common(1)[0][0]
         self._kept[tenant].popitem(last=False)
         if not self._kept[tenant]:
@@ -174,7 +161,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Any:
-    """Return glibc's allocation statistics; None with another C library."""
+    """Return glibc's function ``mallinfo2`` for allocation statistics; None with another C library."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if found is not None:
         found.restype = _Mallinfo2
@@ -182,7 +169,7 @@ def _mallinfo() -> Any:
 
 
 def allocated_bytes() -> int:
-    """Return the number of bytes that the allocator has given to all threads; 0 if it is unknown."""
+    """Return the number of bytes that this process has allocated from the C library; 0 if unknown."""
     if (mallinfo := _mallinfo()) is None:
         return 0
     info = mallinfo()
@@ -193,7 +180,7 @@ _trim: threading.Timer | None = None
 
 
 def trim_soon() -> None:
-    """Return free memory to the system a moment later, which glibc would keep. Takes no lock, never raises."""
+    """Let glibc return freed memory to the system a moment later. Takes no lock and never raises an exception."""
     global _trim
     if _trim is None and _mallinfo() is not None:
         timer = threading.Timer(_TRIM_AFTER_S, _trim_now)

@@ -1,4 +1,4 @@
-"""Load a tokenizer, and find the token ids that end its model's output."""
+"""Loads a tokenizer, and finds the token ids that end its model's output."""
 
 from __future__ import annotations
 
@@ -23,17 +23,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ssd.errors import ModelError, first_line
 
-_PATIENCE_S = 3.0
-"""The timeout of the first connection to the hub in seconds. The hub's own clients retry for most of a minute."""
+_PATIENCE_S = 3.0  # for the first connection; the hub's own clients retry for most of a minute
 
 
 def is_offline() -> bool:
-    """Return whether the environment forbids access to the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def go_offline_without_a_hub() -> str | None:
-    """Switch this process to offline mode if the hub cannot be reached. Returns the reason, or None if it can."""
+    """Set HF_HUB_OFFLINE for this process if the Hugging Face Hub cannot be reached, and return the reason."""
     if is_offline():
         return None
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -52,7 +50,7 @@ def go_offline_without_a_hub() -> str | None:
 
 
 def _failure_to_connect(host: str, port: int) -> str | None:
-    """Return why no connection could be made within ``_PATIENCE_S``, or None if one was made."""
+    """Return why no TCP connection could be made within ``_PATIENCE_S``, or None if one was made."""
     failures: list[str | None] = ["no answer"]
 
     def connect() -> None:
@@ -62,7 +60,7 @@ def _failure_to_connect(host: str, port: int) -> str | None:
         except OSError as error:
             failures[0] = error.strerror or str(error)
 
-    # On a thread: asking for an address may take longer, and cannot be given up.
+    # On a thread, because resolving the host name may take longer and cannot be cancelled.
     thread = threading.Thread(target=connect, name="hub", daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
@@ -71,21 +69,17 @@ def _failure_to_connect(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """How files are fetched from the Hugging Face hub. Local directories are read directly."""
+    """How files are downloaded from the Hugging Face Hub; local directories are read directly."""
 
-    revision: str | None = None
-    """Branch, tag or commit. None: main."""
-    cache_dir: Path | None = None
-    """The directory of downloaded files. None: the hub's own cache."""
+    revision: str | None = None  # a branch, tag or commit; None: main
+    cache_dir: Path | None = None  # None: the hub's own cache
+    # Whether Python code that comes with the model is run, with all rights of this process.
     trust_remote_code: bool = False
-    """Whether Python code that comes with the model is run, with all rights of this process."""
 
     def file_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for the hub's function that fetches a file."""
         return {"revision": self.revision, "cache_dir": None if self.cache_dir is None else str(self.cache_dir)}
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``from_pretrained``."""
         return {**self.file_arguments(), "trust_remote_code": self.trust_remote_code}
 
 
@@ -94,7 +88,7 @@ ROPE_MODULE = "transformers.modeling_rope_utils"
 
 @contextmanager
 def errors_only(module: str) -> Iterator[None]:
-    """Suppress the warnings of a transformers module about problems that `load_model` reports itself."""
+    """Suppress the warnings of a transformers module in a ``with`` block; `load_model` reports the problem itself."""
     logger = logging.getLogger(module)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -105,15 +99,15 @@ def errors_only(module: str) -> Iterator[None]:
 
 
 _END_OF_TEXT_NAMES = (
-    "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]",
-)  # fmt: skip
+    *("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|return|>"),
+    *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[EOS]"),
+)
 _BEGIN_OF_TEXT_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>")
 _CONFIGS = ("tokenizer_config.json", "config.json")
 
 
 def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
-    """Load a transformers tokenizer. Imports transformers. Raises ModelError."""
+    """Load a transformers tokenizer from a directory, a file or the Hub; raise ModelError if that fails."""
     hub = hub or HubOptions()
     path = Path(name_or_path)
     lone_file = path if path.is_file() else path / "tokenizer.json"
@@ -127,7 +121,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
 
         with errors_only(ROPE_MODULE):
             return _bounded(AutoTokenizer.from_pretrained(name_or_path, **hub.arguments()))
-    except Exception as error:  # whatever a library finds wrong with a file; there is no narrower common base
+    except Exception as error:  # the libraries' errors have no narrower common base
         if not path.exists():
             raise ModelError(
                 f"no tokenizer for {name_or_path!r}: it is neither a directory here nor a model id that can be "
@@ -140,7 +134,7 @@ _MOST_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
-    """Return the tokenizer. Raises ValueError if its rules would turn a short text into gigabytes."""
+    """Return the tokenizer; raise ValueError if its rules would turn a short text into gigabytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "post_processor"):
         if (rules := getattr(backend, name, None)) is None:
@@ -162,7 +156,7 @@ def _load_lone_file(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-    # Special ones only: "</s>" is also an HTML tag, and an ordinary token of tokenizers trained on the web.
+    # Only special tokens: "</s>" is also an HTML tag, and an ordinary token of tokenizers trained on web pages.
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     named = {
         "eos_token": next((name for name in _END_OF_TEXT_NAMES if name in special), None),
@@ -175,7 +169,7 @@ def _load_lone_file(path: Path) -> Any:
 
 
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
-    """Return the ids that end an output: the tokenizer's own first, then those in the model's files.
+    """Return the token ids that end a model's output: the tokenizer's own first, then those in the model's files.
 
     The ids of ``generation_config.json`` are used; if it has none, those of ``config.json``.
     """
@@ -193,7 +187,6 @@ def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) 
 
 
 def find_generation_config(name_or_path: str, hub: HubOptions) -> Path | None:
-    """Return the path of a model's ``generation_config.json``, local or fetched from the hub; None if it has none."""
     return _find_file(name_or_path, "generation_config.json", hub)
 
 
@@ -206,7 +199,7 @@ def _find_file(name_or_path: str, name: str, hub: HubOptions) -> Path | None:
 
     try:
         return Path(hf_hub_download(name_or_path, name, **hub.file_arguments()))
-    except Exception:  # not there, not in the cache, or whatever a network may do
+    except Exception:  # the file is missing, or the network fails
         return None
 
 
@@ -221,12 +214,11 @@ def _read_json(found: Path | None) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """The tag ``{% generation %} ... {% endgeneration %}``, with which some templates mark the assistant's text."""
+    """The Jinja tag ``{% generation %} ... {% endgeneration %}``, by which chat templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the content of the tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -240,11 +232,11 @@ def parse_template(text: str) -> None:
 
 
 def hide_torch() -> bool:
-    """Make ``import torch`` fail in this process, so that transformers starts without it.
+    """Make ``import torch`` fail in this process, so that transformers starts without it; return whether it is hidden.
 
     transformers imports torch if it is installed, which costs a program that only tokenizes a second and about 200 MB.
-    For the entry point of a program only: torch cannot be used in this process afterwards. Does nothing if torch or
-    transformers is already loaded. Returns whether torch is hidden.
+    Call it only at the entry point of a program: torch cannot be used in this process afterwards. Has no effect if
+    torch or transformers is already loaded.
     """
     if sys.modules.get("torch") is not None or "transformers" in sys.modules:
         return "torch" in sys.modules and sys.modules["torch"] is None

@@ -1,7 +1,7 @@
-"""Convert chat messages from the form of clients to the form that chat templates read.
+"""Converts chat messages from the forms that clients send to the form that chat templates read.
 
 For templates without support for tools, the tools, calls and results are written as text in the format of Nous
-Research's Hermes and of Qwen, which the parser "hermes" reads.
+Research's Hermes and of Qwen, which the tool parser "hermes" reads.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SYSTEM_ROLES = ("system", "developer")
 
+# By the type of a content part, the field with its text.
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The types of content parts, each with the field that holds its text."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return copies of ``messages`` with ``content`` as one string and tool-call arguments as objects.
+    """Return copies of chat messages with ``content`` as one string and tool-call arguments as objects.
 
     Text parts are joined by a line feed, as in vLLM. OpenAI's older ``function_call`` and the role "function" become
     tool calls and the role "tool". Reasoning is stored under both names that templates read. Other keys are kept unless
-    they are null; the template decides what they mean.
-    Raises RequestError (``param="messages"``) that names the faulty message.
+    they are null. Raises RequestError with ``param="messages"``, which names the faulty message.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _wrong(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -57,13 +56,15 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
             del normalized["function_call"]
             tool_calls = [{"type": "function", "function": older}]
         _name_reasoning(normalized)
-    if tool_calls is not None and (calls := _tool_calls(tool_calls, where)):  # some templates look for the key alone
+    if tool_calls is not None and (
+        calls := _tool_calls(tool_calls, where)
+    ):  # some templates only test whether the key exists
         normalized["tool_calls"] = calls
     return normalized
 
 
 def _name_reasoning(message: Message) -> None:
-    """Store the reasoning under each name that templates read: Qwen's, and gpt-oss's, which excludes content."""
+    """Store reasoning under the names that templates read: Qwen's ``reasoning_content``, gpt-oss's ``thinking``."""
     thought = message.get("reasoning_content", message.get("reasoning"))
     if isinstance(thought, str) and thought:
         message.setdefault("reasoning_content", thought)
@@ -90,9 +91,10 @@ def _text_of(content: object, where: str) -> str:
 
 
 def convert_to_text_part(part: object) -> object:
-    """Convert a part of a tool's result to a text part, because clients cannot take back other parts.
+    """Convert a content part of a tool result, such as a document or an image, to a text part.
 
-    Text documents and search results become their text. For any other part, a line says that it was left out.
+    Text documents and search results become their text. For any other part, the text says that the part was left out,
+    since a client cannot remove it from a tool's result.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _said_by(part, kind)}
@@ -114,7 +116,7 @@ def _said_by(part: Any, kind: str) -> str:
 
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:
-    """Parse the ``arguments`` of calls, because templates need the object and not OpenAI's JSON string."""
+    """Parse the JSON ``arguments`` of tool calls, because chat templates need objects instead of strings."""
     if not isinstance(tool_calls, list) or not all(isinstance(call, Mapping) for call in tool_calls):
         raise _wrong(f"{where}.tool_calls must be a list of objects")
     normalized = []
@@ -124,7 +126,7 @@ def _tool_calls(tool_calls: object, where: str) -> list[Any]:
             try:
                 arguments = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError):
-                arguments = function["arguments"]  # what a model wrote need not be JSON; the template sees it as it is
+                arguments = function["arguments"]  # a model may write invalid JSON
             call = {**call, "function": {**function, "arguments": arguments}}
         normalized.append(call)
     return normalized
@@ -134,18 +136,14 @@ _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
 
 def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield the conversation, then equivalent forms for a template that refuses it, the least changed first.
+    """Yield a conversation and its equivalent forms, the least changed first, to find one that a template accepts.
 
     The forms are, in order: consecutive messages of one role are joined; the system messages at the beginning are
-    joined and later ones become user messages; both of these; in addition, a user message after a tool result is
-    appended to it; and the system message becomes a user message. Each form has the arguments of calls first as objects
-    and then as JSON text, which a few templates concatenate.
+    joined and later ones become user messages; both changes; in addition, a user message after a tool result is
+    appended to it; and the system message becomes a user message. Each form has the arguments of tool calls first as
+    objects and then as JSON text, which a few templates concatenate. ``messages`` must be normalized. O(characters).
 
-    A form changes as little as possible, so a longer conversation begins with the same text as before and its prefix is
-    found in the prefix cache. O(characters).
-
-    Args:
-        messages: Normalized messages.
+    The changes are small, so a longer conversation begins with the same text as before and hits the prefix cache.
     """
     said = [messages]
     yield messages
@@ -172,7 +170,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join consecutive messages whose roles are one of ``pairs``, except after tool calls. The first role is kept."""
+    """Join consecutive messages whose roles are a pair in ``pairs``, keeping the first role; not after tool calls."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
@@ -219,22 +217,16 @@ _KNOWS_TOOLS = re.compile(r"\btools\b")
 
 
 def mentions_tools(template: str) -> bool:
-    """Return whether the source of a chat template mentions tools."""
     return _KNOWS_TOOLS.search(template) is not None
 
 
 def describe_tools_in_words(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, has_system: bool
 ) -> list[Message]:
-    """Write a conversation with tools in the roles that every template supports.
+    """Rewrite a conversation with tools as plain messages, for a chat template without support for tools.
 
-    Args:
-        messages: Normalized messages.
-        tools: The tools in OpenAI's format.
-        has_system: Whether the template supports a system message. Otherwise the tools are described at the beginning
-            of the first message.
-
-    O(characters).
+    ``messages`` are normalized, ``tools`` are in OpenAI's format. If ``has_system`` is False, the template supports no
+    system message, and the tools are described in the first message. O(characters).
     """
     told: list[Message] = []
     before = None
@@ -242,7 +234,7 @@ def describe_tools_in_words(
         role = message["role"]
         if role == "tool":
             answer = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if before == "tool":  # one message for all: some templates want turns
+            if before == "tool":  # one message for all results: some templates require alternating roles
                 told[-1]["content"] += f"\n{answer}"
             else:
                 told.append({"role": "user", "content": answer})
@@ -270,7 +262,6 @@ def _called(message: Mapping[str, Any]) -> str:
 
 
 def hermes_calls(functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write each call in the Hermes format."""
     return [
         f"<tool_call>\n{_json({'name': call.get('name'), 'arguments': call.get('arguments', {})})}\n</tool_call>"
         for call in functions

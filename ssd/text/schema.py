@@ -1,4 +1,4 @@
-"""Prepare JSON schemas for llguidance, so that every text that its grammar accepts is valid under the schema.
+"""Rewrites JSON schemas for llguidance, so that every text that its grammar accepts is valid under the schema.
 
 Every schema passes `prepare_schema` before it becomes a grammar. llguidance computes with 64-bit floats, treats some
 exclusive bounds as inclusive, and refuses formats and keywords without their location. The preparation normalizes a
@@ -23,24 +23,23 @@ from ssd.errors import quote_value
 Schema = Any
 """A parsed JSON schema: a dict or a bool."""
 
-MOST_EXACT: Final = 2**53
-"""The largest integer up to which 64-bit floats represent all integers."""
+MOST_EXACT: Final = 2**53  # up to it, 64-bit floats represent all integers
 
 _MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
 _MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
-_MOST_LOOKED_AT = 10_000  # schemas within one, to see that a value of it ends
-_MOST_NAMES = 64  # property names that are listed in place of the pattern that matches them
+_MOST_LOOKED_AT = 10_000  # subschemas visited to check that a schema has a finite value
+_MOST_NAMES = 64  # property names that may replace a pattern
 
 # Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
 # their shortest decimal forms, of which llguidance makes its expressions.
 _STEP: Final = 2**11 * 5**4
 _MOST_BOUND: Final = (2**63 - 1) // _STEP * _STEP
-_OPEN_BOUND: Final = 10**17  # above it llguidance cannot write a range that is open to one side
-_LEAST_GAP: Final = 1e-12  # between an exclusive bound that is whole and the first number beyond it
+_OPEN_BOUND: Final = 10**17  # above it, llguidance needs both bounds of a range
+_LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusive bound that replaces it
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced. The message names the keyword and its JSON pointer."""
+    """A JSON schema that cannot be enforced; the message names the keyword and its JSON pointer."""
 
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -62,36 +61,41 @@ FORMATS: Final[Mapping[str, str | None]] = {
     "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
     **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
 }
-"""The string formats that are enforced, each with its pattern, or None if llguidance implements it. Other formats are
-annotations.
+"""The JSON schema string formats that are enforced, each with its pattern, or None if llguidance implements it.
+
+Other formats are annotations.
 """
 
 UNSUPPORTED: Final = (
-    "$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if",
-    "maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+    *(
+        "$dynamicRef",
+        "$recursiveRef",
+        "contains",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "else",
+        "if",
+    ),
+    *("maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
     "uniqueItems",
-)  # fmt: skip
-"""The keywords that are refused unless they have no effect or can be rewritten."""
+)
+"""The JSON schema keywords that are refused unless they have no effect or can be rewritten."""
 
 _INSTEAD = {
     "propertyNames": ", or give an object without properties names of an enum, a const, a pattern or a length",
     "uniqueItems": ", or allow at most one item by maxItems",
 }
 
-_ANNOTATIONS = frozenset({
-    "$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly",
-})  # fmt: skip
+_ANNOTATIONS = frozenset(
+    ("$comment", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly")
+)
 _TYPE_OF_KEYWORD = {
     **dict.fromkeys(("format", "pattern"), "string"),
     **dict.fromkeys(("contains", "maxContains", "minContains", "unevaluatedItems", "uniqueItems"), "array"),
-    **dict.fromkeys(
-        (
-            "dependencies", "dependentRequired", "dependentSchemas", "maxProperties", "minProperties", "propertyNames",
-            "unevaluatedProperties",
-        ),
-        "object",
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas", "maxProperties"), "object"),
+    **dict.fromkeys(("minProperties", "propertyNames", "unevaluatedProperties"), "object"),
+}
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _ONE = ("additionalItems", "additionalProperties", "items")
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
@@ -105,14 +109,14 @@ _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
         ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), ("an integer", int)
     ),
 }
-"""The valid values of each keyword, in words and as Python types."""
-# A schema with these constrains one object in several places: none of them knows all of its keys.
+"""The valid values of each JSON schema keyword, in words and as Python types."""
+# A schema with these keywords constrains one object in several places, none of which lists all of its keys.
 _SEVERAL = frozenset({"allOf", "oneOf"})
 _BESIDE = ("$ref", "anyOf", "patternProperties")
 
 
 def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
-    """Return a schema that llguidance enforces exactly, and whose values are all valid under ``schema``.
+    """Return a JSON schema that llguidance enforces exactly, and whose values are all valid under ``schema``.
 
     If ``schema`` does not say whether an object may have additional keys, the object has none, see `close_objects`.
     Preparing a prepared schema changes nothing. O(schema).
@@ -144,7 +148,7 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
 
 
 def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
-    """Yield the direct subschemas of ``node`` with their JSON pointers. ``at`` is the pointer of ``node``."""
+    """Yield the direct subschemas of a JSON schema with their JSON pointers; ``at`` is the pointer of ``node``."""
     for key in _ONE:
         if isinstance(node.get(key), (dict, bool)):
             yield node[key], f"{at}/{key}"
@@ -157,7 +161,7 @@ def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
 
 
 def resolve(root: Schema, reference: object) -> Schema | None:
-    """Return the schema to which a JSON pointer within ``root`` refers; None for any other reference."""
+    """Return the subschema to which a ``$ref`` within ``root`` points; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     found = root
@@ -173,7 +177,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
 
 
 def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the schema at a JSON pointer with everything that it may refer to. O(schema)."""
+    """Return the subschema at a JSON pointer as a schema of its own, with everything that it refers to. O(schema)."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -192,7 +196,7 @@ def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def error_reason(complaint: str) -> str:
-    """Return the reason in an llguidance error message, on one line."""
+    """Return the reason in an llguidance error message, in one line of plain words."""
     if re.search("look-?around", complaint):
         return "look-around is not supported"
     if complaint.startswith("NoExtension"):
@@ -213,7 +217,7 @@ def error_reason(complaint: str) -> str:
 
 
 def is_beyond_exact(value: Any) -> bool:
-    """Return whether a value is or contains a number that 64-bit floats cannot represent."""
+    """Return whether a JSON value contains a number of 2^53 or more, which 64-bit floats may not represent."""
     if isinstance(value, dict):
         return any(map(is_beyond_exact, value.values()))
     if isinstance(value, list):
@@ -230,7 +234,7 @@ def _accepts_all(schema: Schema) -> bool:
 
 
 class _Preparation:
-    """The preparation of one schema, which is modified in place so that references into it stay valid."""
+    """The rewriting of one JSON schema; the schema is modified in place so that references into it stay valid."""
 
     def __init__(self, root: dict[str, Any], strict: bool) -> None:
         self._root = root
@@ -245,7 +249,7 @@ class _Preparation:
         self._multiples: set[Decimal] = set()
 
     def prepare(self, node: Schema, at: str) -> None:
-        """Prepare a schema and everything it refers to. ``at`` is its JSON pointer."""
+        """Rewrite the subschema at the JSON pointer ``at``, and everything to which it refers, for llguidance."""
         if isinstance(node, bool) or id(node) in self._seen:
             return
         if not isinstance(node, dict):
@@ -266,7 +270,7 @@ class _Preparation:
         self._with_branches.append(node)
 
     def finish(self) -> None:
-        """Prepare the parts that depend on the rest of the schema, which must be prepared already."""
+        """Rewrite constraints that depend on other parts of the schema, after all parts have been rewritten."""
         for node, at in self._references:
             self._require_progress(node, at, frozenset())
             self._num_looked_at = 0
@@ -276,13 +280,13 @@ class _Preparation:
             self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
-        """Raise SchemaError, or remove the keyword if the preparation is not strict."""
+        """Raise SchemaError for a keyword that cannot be enforced, or remove it if the preparation is not strict."""
         if self._strict:
             raise SchemaError(f"{keyword or key} at {at}/{escape(key)} {reason}")
         del node[key]
 
     def _resolved(self, node: Schema) -> Schema:
-        """Follow a chain of references; returns the reference itself if it has other constraints."""
+        """Follow a chain of ``$ref`` to its last schema; stop at a schema with other constraints next to ``$ref``."""
         seen = set()
         while isinstance(node, dict) and "$ref" in node and node.keys() - {"$ref"} <= _ANNOTATIONS:
             target = resolve(self._root, node["$ref"])
@@ -293,7 +297,7 @@ class _Preparation:
         return node
 
     def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
-        """Raise SchemaError if a schema refers to itself for the same value."""
+        """Raise SchemaError if a schema refers back to itself without going into a value, which no value satisfies."""
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
@@ -304,7 +308,7 @@ class _Preparation:
         self._progressing.add(id(node))
 
     def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
-        """Return whether each value of a schema must contain another value of a schema in ``begun``."""
+        """Return whether every value of a schema must contain a value of a schema in ``begun``, without an end."""
         if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
             return False
         if id(node) in begun:
@@ -325,7 +329,7 @@ class _Preparation:
         return False
 
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Raise SchemaError for invalid keyword values, and remove keywords of types that no value has."""
+        """Raise SchemaError for invalid values of keywords, and remove keywords for types that are not allowed."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)
@@ -352,7 +356,7 @@ class _Preparation:
     # -- objects
 
     def _list_names(self, node: dict[str, Any], at: str) -> None:
-        """List the keys that propertyNames allows, or their pattern."""
+        """Rewrite ``propertyNames``, which llguidance does not support, as ``properties`` or ``patternProperties``."""
         if "propertyNames" not in node:
             return
         self.prepare(node["propertyNames"], f"{at}/propertyNames")
@@ -378,20 +382,20 @@ class _Preparation:
             self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
     def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
-        """Require that the value of each key in ``names`` is valid under ``schema``, in addition to its own schema."""
+        """Require that the values of these keys are valid under ``schema``, in addition to their own schemas."""
         properties = node.setdefault("properties", {})
         for name in names:
             known = properties.get(name, True)
             if known is True or schema is False:
                 properties[name] = schema
-                if isinstance(schema, dict) and len(schema) > 1:  # written once
+                if isinstance(schema, dict) and len(schema) > 1:  # the schema is written once
                     schema = {"$ref": "#" + quote(f"{at}/properties/{escape(name)}")}
             elif isinstance(known, dict) and schema is not True:
                 self.prepare(known, f"{at}/properties/{escape(name)}")
                 known["allOf"] = [*known.get("allOf", []), schema]
 
     def _list_patterns(self, node: dict[str, Any], at: str) -> None:
-        """List the keys that patterns match if there are few, so that no key occurs twice."""
+        """Replace ``patternProperties`` that match few keys by these keys, so that no key occurs twice in an object."""
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):
@@ -401,7 +405,7 @@ class _Preparation:
         if not patterns:
             node.pop("patternProperties", None)
         elif all(any(re.search(pattern, probe) for pattern in map(_for_python, patterns)) for probe in _PROBES):
-            node["additionalProperties"] = False  # no key is left for it: a dead end behind a comma
+            node["additionalProperties"] = False  # no other key is left, and a comma would lead to a dead end
 
     def _count_properties(self, node: dict[str, Any], at: str) -> None:
         if "minProperties" not in node and "maxProperties" not in node:
@@ -419,7 +423,7 @@ class _Preparation:
                 node["required"] = [name for name, schema in properties.items() if schema is not False]
                 del node["minProperties"]
             elif not is_closed and least > num_required + 1:
-                reason = f"{least} counts different keys, and keys that properties does not name may repeat: name them"
+                reason = f"{least} counts different keys, but keys outside properties may repeat: list them there"
                 self._refuse(node, "minProperties", at, reason)
         if is_closed and node.get("maxProperties", -1) >= num_names:
             del node["maxProperties"]
@@ -451,19 +455,20 @@ class _Preparation:
             if multiple <= 0:
                 self._refuse(node, "multipleOf", at, f"must be a number above 0, got {quote_value(multiple)}")
             elif _digits(multiple) > _MOST_MULTIPLE:
-                reason = f"{quote_value(multiple)} has too many digits to be counted up to: leave it out"
+                reason = f"{quote_value(multiple)} has too many digits to be enforced: leave it out"
                 self._refuse(node, "multipleOf", at, reason)
             else:
                 self._multiples.add(Decimal(repr(multiple)))
                 scale = 10 ** -min(0, *(int(each.normalize().as_tuple().exponent) for each in self._multiples), 0)
                 largest = sorted(each * scale for each in self._multiples)[-2:]
                 if len(largest) == 2 and largest[0] * largest[1] >= 2**32:  # llguidance multiplies them
-                    self._refuse(node, "multipleOf", at, f"{quote_value(multiple)} is too far from another multipleOf")
+                    reason = f"{quote_value(multiple)} has too many digits in combination with another multipleOf"
+                    self._refuse(node, "multipleOf", at, reason)
 
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
     ) -> None:
-        """Move a bound inwards to the next one that llguidance represents exactly."""
+        """Move a numeric bound inwards to the next number that llguidance represents exactly."""
         if exclusive in node and _is_whole(node[exclusive]):
             limit = int(node.pop(exclusive))
             if node.get("type") == "integer" or abs(limit) >= MOST_EXACT:
@@ -477,7 +482,7 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MOST_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Refuse bounds without a number between them, and close a range that llguidance requires to be closed."""
+        """Raise SchemaError if no number is within the bounds; add a bound if llguidance needs a closed range."""
         if node.get("minimum", 0) >= _OPEN_BOUND:
             node.setdefault("maximum", _MOST_BOUND)
         if node.get("maximum", 0) <= -_OPEN_BOUND:
@@ -486,7 +491,7 @@ class _Preparation:
             return
         if beyond := [key for key in _BOUNDS if abs(sent.get(key, 0)) > MOST_EXACT]:
             if self._strict:
-                reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be held exactly"
+                reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be enforced exactly"
                 raise SchemaError(f"{beyond[0]} at {at}/{beyond[0]} {reason}")
             for key in _BOUNDS:
                 node.pop(key, None)
@@ -494,7 +499,7 @@ class _Preparation:
     # -- branches
 
     def _prepare_branches(self, node: dict[str, Any]) -> None:
-        """Turn branches that exclude each other into alternatives, and require OpenAPI's discriminator."""
+        """Turn ``oneOf`` into ``anyOf`` if its branches exclude each other, and require OpenAPI's discriminator."""
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
             raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
@@ -510,7 +515,7 @@ class _Preparation:
             node["anyOf"] = node.pop("oneOf")
 
     def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
-        """Return whether types and constants show that no value is valid under both schemas."""
+        """Return whether types and constants prove that no value is valid under both schemas."""
         one, other = self._resolved(one), self._resolved(other)
         if one is False or other is False:
             return True
@@ -541,7 +546,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "n
 
 
 def types_of(node: Mapping[str, Any]) -> set[str] | None:
-    """Return the types that the keywords type, const and enum allow; None: all types. Integers are numbers."""
+    """Return the types that the keywords type, const and enum allow, with integers as "number"; None: all types."""
     given = node.get("type")
     found: set[str] | None = None
     if isinstance(given, (str, list)):
@@ -555,7 +560,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum allows, as JSON in which 1 and 1.0 are equal; None without them."""
+    """Return the values that const or enum allows as JSON, in which 1 and 1.0 are equal; None if there is neither."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None
@@ -566,7 +571,7 @@ def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def _says_nothing(node: Mapping[str, Any], key: str) -> bool:
-    """Return whether an unsupported keyword has no effect in this schema."""
+    """Return whether an unsupported JSON schema keyword has no effect in this schema, so that it can be removed."""
     value = node[key]
     if key == "uniqueItems":
         most = len(node.get("prefixItems", [])) if node.get("items") is False else node.get("maxItems", 2)
@@ -588,7 +593,7 @@ def _only_says_string(schema: Mapping[str, Any]) -> bool:
 
 
 def _digits(number: int | float) -> int:
-    """Return the significant digits as one number: 12 for 1200 and for 0.012."""
+    """Return the significant decimal digits of a number as an integer, e.g. 12 for 1200 and for 0.012."""
     return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)) or 0)
 
 
@@ -603,7 +608,7 @@ def _for_python(pattern: str) -> str:
 
 
 def _pattern_complaint(pattern: str) -> str:
-    """Return why a pattern cannot be used; empty if it can."""
+    """Return why llguidance cannot use a regular expression; empty if it can."""
     try:
         from llguidance import LLMatcher
     except ImportError:  # then no grammar is made
@@ -611,18 +616,18 @@ def _pattern_complaint(pattern: str) -> str:
     found = LLMatcher.validate_grammar(
         LLMatcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
     )
-    if not found or found.startswith("Unsatisfiable"):  # which depends on the rest of the schema
+    if not found or found.startswith("Unsatisfiable"):  # this depends on the rest of the schema
         return ""
     return f"cannot be used: {quote_pattern(pattern)}: {error_reason(found)}"
 
 
 def quote_pattern(pattern: str) -> str:
-    """Return a regular expression as an error message quotes it, without doubled backslashes."""
+    """Return a regular expression in quotes for an error message, without doubled backslashes."""
     return f"'{pattern}'" if pattern.isprintable() and len(pattern) <= 120 else quote_value(pattern)
 
 
 def _names_matched_by(pattern: str) -> list[str] | None:
-    """Return all strings that a pattern matches; None if there are many or if it is hard to tell."""
+    """Return all strings that a regular expression matches; None if there are many or if that is hard to tell."""
     try:
         items = list(importlib.import_module("re._parser").parse(pattern))
     except (re.error, OverflowError, RecursionError, ImportError):
@@ -634,7 +639,10 @@ def _names_matched_by(pattern: str) -> list[str] | None:
 
 
 def _expanded(items: Iterable[Any]) -> list[str] | None:
-    """Return the strings of a parsed pattern of texts and choices; None for others or more than `_MOST_NAMES`."""
+    """Return the strings that a parsed regular expression matches; None if there are more than `_MOST_NAMES`.
+
+    It also returns None if the expression consists of anything but texts, choices and short repetitions.
+    """
     found = [""]
     for kind, argument in items:
         if str(kind) == "LITERAL":
@@ -652,12 +660,12 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
         elif str(kind) == "SUBPATTERN" and not argument[1] and not argument[2]:
             parts = _expanded(argument[3])
         elif str(kind) == "MAX_REPEAT" and argument[1] <= 4:
-            once = _expanded(argument[2])
-            parts = None if once is None else [
-                "".join(texts)
-                for times in range(argument[0], argument[1] + 1)
-                for texts in itertools.islice(itertools.product(once, repeat=times), _MOST_NAMES + 1)
-            ]  # fmt: skip
+            if (once := _expanded(argument[2])) is None:
+                return None
+            parts = []
+            for times in range(argument[0], argument[1] + 1):
+                repeated = itertools.product(once, repeat=times)
+                parts += map("".join, itertools.islice(repeated, _MOST_NAMES + 1))
         else:
             return None
         if parts is None or len(found) * len(parts) > _MOST_NAMES:
@@ -666,15 +674,15 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
     return found
 
 
-# -- keys that nobody asked for
+# -- additional keys
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Forbid additional keys in each object of which the schema does not say whether they are allowed.
+    """Set additionalProperties to false for each object whose schema does not say whether other keys are allowed.
 
-    The resulting JSON is also valid under the original schema, under which a weak model invented keys, one of them five
-    times. Objects without named keys stay open. The schema is returned unchanged if several parts constrain one object
-    together, or if it is nested too deeply for Python. O(schema).
+    Otherwise a weak model invented keys, one of them five times. All JSON values of the result are also valid under the
+    original schema. Objects without named keys stay open. The schema is returned unchanged if several parts constrain
+    one object together, or if it is nested too deeply for Python. O(schema).
     """
     try:
         return _closed(schema)

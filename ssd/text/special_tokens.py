@@ -1,4 +1,7 @@
-"""Encode special tokens that messages spell out as text, and those that the chat template writes as control tokens."""
+"""Prevents injection of control tokens: special tokens spelled out in messages are encoded as text.
+
+Only those that the chat template itself writes become control tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,29 @@ from typing import Any, NamedTuple
 
 from ssd.errors import ModelError, RequestError
 
-_PRIVATE = range(0xE000, 0xF900)
-"""Code points of private use, from which marks are chosen."""
-_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")
-"""The spelling of these code points by a template that writes ASCII JSON."""
-_SENTINELS = 0x100000
-"""The first of the code points for the numbers of tokens. The 2^16 code points before it hold random bits."""
+_PRIVATE = range(0xE000, 0xF900)  # private-use code points
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})")  # a private-use character in ASCII JSON
+_SENTINELS = 0x100000  # code points for token numbers; the 2^16 before it hold random bits
 
 
 class Marks(NamedTuple):
-    """Two characters that do not occur in the request and that enclose the special tokens it spells out."""
+    """A pair of unused characters that enclose each special token spelled out in a request, to encode it as text."""
 
     begin: str
     end: str
 
     def without(self, text: str) -> str:
-        """Return ``text`` without the marks."""
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """Return ``text`` with unescaped marks, if a template has written them as ASCII JSON."""
+        """Unescape the two mark characters in a text, since a chat template may have written them as ASCII JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _Kept(NamedTuple):
-    """The tokens that are kept apart, and all their prefixes."""
+    """The special tokens that are to be marked in a text, and all their prefixes."""
 
     tokens: frozenset[str]
     beginnings: frozenset[str]
@@ -46,29 +45,24 @@ class _Kept(NamedTuple):
 
 
 class SpecialTokens:
-    """Distinguishes the special tokens of a chat template from those that a request's strings spell out. Thread-safe.
+    """Encodes a rendered chat prompt such that only the template's own special tokens become control tokens.
 
-    The strings' special tokens are enclosed in marks before the template is rendered. In the output, marked text is
-    text. Unmarked text that spells an added token is that token, and is replaced by an unguessable string. The result
-    is encoded by a copy of the tokenizer that knows those strings in place of the added tokens. So marked text is split
-    as if it had never been special, and everything else as usual. The end of a string is also marked if a special token
-    begins there, so that it does not combine with the template's next characters.
+    Special tokens in the client's strings are enclosed in marks before the template is rendered. In the rendered
+    prompt, marked text is text. Unmarked text that spells an added token is that token, and is replaced by an
+    unguessable string (sentinel). The result is encoded by a copy of the tokenizer that knows the sentinels in place of
+    the added tokens. So marked text is tokenized as if it were not special. The end of a string is also marked if a
+    special token could begin there, so that it does not combine with the template's next characters.
 
-    Other tokens that the template writes, such as "<tool_call>", are distinguished as well, but not in assistant
-    messages, because the model itself generates them.
+    Other tokens that the template writes, such as "<tool_call>", are handled alike, but not in assistant messages,
+    because the model itself generates them. Thread-safe.
     """
 
     def __init__(self, tokenizer: Any, special_ids: Collection[int]) -> None:
-        """Prepare a tokenizer.
-
-        Args:
-            tokenizer: A transformers tokenizer.
-            special_ids: The tokens that are distinguished in all messages.
-        """
+        """Prepare a transformers tokenizer; ``special_ids`` are the tokens that are marked in all messages."""
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
-        # What stands for unknown text is made of text, and "!" pads some vocabularies: neither directs anything.
+        # Text may contain the unknown token and, in some vocabularies, the padding token ("!"). Both have no effect.
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
         self._kept = lru_cache(maxsize=8)(self._find_kept)
@@ -77,28 +71,16 @@ class SpecialTokens:
                 f"the tokenizer has {len(self._ids)} special tokens, at most {0x110000 - _SENTINELS} can be used"
             )
         secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
+        # 128 random bits and a number for each added token; drawn here because threads may race for the first use.
         self._sentinels = {content: secret + chr(_SENTINELS + number) for number, content in enumerate(self._ids)}
-        """A string of 128 random bits and a number for every added token. Drawn here because threads may race for the
-        first use.
-        """
 
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Mark the special tokens in messages and variables.
+        """Mark the special tokens in the strings of normalized messages and of template variables.
 
-        Args:
-            messages: Normalized messages.
-            variables: The variables of the template.
-            template: The template's source.
-
-        Returns:
-            The messages and the variables for the template, and the marks; None if nothing was marked.
-
-        Raises:
-            RequestError: The text cannot be encoded unambiguously.
-
-        O(characters).
+        ``template`` is the source of the chat template, which tells the special tokens that it writes itself. The marks
+        in the result are None if nothing was marked. Raises RequestError if the text cannot be encoded unambiguously.
         """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
@@ -114,13 +96,13 @@ class SpecialTokens:
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered text. Raises RequestError if the tokenizer would make control tokens of plain text."""
+        """Encode a rendered prompt with marks; raise RequestError if plain text would become control tokens."""
         if self._twin is None:
             return self._encode_unmarked(marks.plain(text), marks)
         parts: list[str] = []
         num_tokens = 0
         begin, end = marks
-        # Between marks that a template has torn apart nothing can become a token with what is outside.
+        # If a template has separated two marks, the text between them cannot form a token with text outside.
         for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.plain(text)):
             if piece is None:
                 continue
@@ -141,7 +123,10 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode without the copy of the tokenizer. Only ends of strings may be marked, and no mark within a token."""
+        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so that it cannot be modified.
+
+        With such a tokenizer, strings must not spell special tokens. Marks may only be at the end of strings.
+        """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
         if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
@@ -156,7 +141,6 @@ class SpecialTokens:
         return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
 
     def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
-        """Return the ranges of ``text`` that have to be marked."""
         text = replace_lone_surrogates(text)
         spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
         if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
@@ -173,7 +157,7 @@ class SpecialTokens:
         return "".join(parts) + whole[done:]
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the ranges in which ``text`` spells added tokens, the longest at each position. O(characters)."""
+        """Return the ranges in which a text spells added tokens, the longest at each position. O(characters)."""
         if not self._ids:
             return []
         found = self._finder.encode(text, add_special_tokens=False)
@@ -181,19 +165,19 @@ class SpecialTokens:
 
     @cached_property
     def _finder(self) -> Any:
-        """A tokenizer that matches added tokens as the real one does, and encodes everything else as token 0."""
+        """A tokenizer that only finds added tokens in a text; everything else becomes token 0."""
         from tokenizers import AddedToken, Tokenizer, models
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
         added = self._tokenizer.added_tokens_decoder.values()
-        finder.add_special_tokens([
-            AddedToken(token.content, single_word=token.single_word, normalized=False) for token in added
-        ])  # fmt: skip
+        finder.add_special_tokens(
+            [AddedToken(token.content, single_word=token.single_word, normalized=False) for token in added]
+        )
         return finder
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer with sentinels as added tokens; None if it is not implemented in Rust."""
+        """A copy of the tokenizer with unguessable strings in place of the added tokens; None if it is not in Rust."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -211,12 +195,12 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """Maps the copy's ids of the sentinels to the ids of the added tokens."""
+        """The original id of each added token, by its id in the copy of the tokenizer."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
 def replace_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates, which JSON can spell, by U+FFFD."""
+    """Replace lone UTF-16 surrogates, which JSON can spell but UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -225,7 +209,7 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, including keys."""
+    """Yield every string in a JSON value, including object keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -238,7 +222,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with every string changed, including keys."""
+    """Return a copy of a JSON value with ``change`` applied to every string, including object keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -249,7 +233,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(*texts: str) -> Marks:
-    """Return marks that occur in none of the texts, either as characters or escaped."""
+    """Return two mark characters that occur in none of the texts, neither as characters nor escaped."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:

@@ -14,15 +14,14 @@ _MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the t
 
 
 class TextStream:
-    """Incremental detokenization of one output. Not thread-safe; decodes O(1) tokens per pushed token.
+    """Incremental detokenizer of one output, which also finds stop strings. Not thread-safe.
 
-    The texts that ``push_token`` and ``finish`` return, joined, are ``decode`` of the pushed ids without invisible
-    tokens, up to the first stop string; with ``before``, they are what follows that text. If a tokenizer spells unknown
-    characters by bytes (as sentencepiece does) and the bytes are not UTF-8, the number of U+FFFD may differ, because
-    the full decoder sees the whole run of bytes.
+    The returned texts, joined, are the decoded output without special tokens, up to the first stop string. Only the
+    number of U+FFFD may differ, if a sentencepiece-like tokenizer spells characters by bytes and the bytes are not
+    UTF-8.
 
     Whether a token begins with a space depends on the token before it, and several tokens may spell one character. So a
-    short window is decoded, which begins at the beginning of a returned text::
+    window of the last tokens is decoded for each new token, which takes O(1)::
 
         window = [ context: text was returned | pending: not yet ]
     """
@@ -37,18 +36,11 @@ class TextStream:
         shown_special_ids: Collection[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        """Start a text.
+        """Start a text, which continues the text of the token ids ``before``.
 
-        Args:
-            codec: The tokenizer.
-            stop: Non-empty strings, each of which ends the text.
-            include_stop: Whether the stop string is returned as well.
-            skip_special_tokens: Whether special tokens give no text.
-            shown_special_ids: Special tokens that give text even so.
-            before: The token ids of a text that this one continues.
+        Each string in ``stop`` ends the text. Special tokens are left out, except ``shown_special_ids``.
         """
-        self.stop_hit: str | None = None
-        """The stop string that ended the text. No more text is returned after it."""
+        self.stop_hit: str | None = None  # the stop string that ended the text
         self._codec = codec
         self._stop = stop
         self._include_stop = include_stop
@@ -64,7 +56,7 @@ class TextStream:
     def following(
         cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
     ) -> TextStream:
-        """Create the stream for one output of a request. Without ``stops``, stop strings are ignored."""
+        """Create the detokenizer for one output of a request; ``stops``: whether stop strings are searched."""
         return cls(
             codec,
             stop=sampling.stop if stops else (),
@@ -76,22 +68,21 @@ class TextStream:
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop strings, so that the text of each token matters."""
         return bool(self._stop)
 
     def is_silent(self, token_id: int) -> bool:
-        """Return whether a token gives no text because it is special."""
+        """Return whether a token adds no text because it is special."""
         return token_id in self._silent
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Push tokens and return the new text that is safe to send; equal to ``push_token`` of each, but faster."""
+        """Add tokens, and return the new text that is safe to send; faster than ``push_token`` for each token."""
         if len(token_ids) < 2:
             return self.push_token(token_ids[0]) if token_ids else ""
         together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
-        """Push a token and return the new text that is safe to send. Check ``stop_hit`` afterwards."""
+        """Add a token, and return the new text that is safe to send. Check ``stop_hit`` afterwards."""
         codec, window = self._codec, self._window
         pair = (window[0], token_id) if self._num_context == len(window) == 1 else None
         known = None if pair is None else codec.pieces.get(pair)
@@ -104,7 +95,7 @@ class TextStream:
         self._window.append(token_id)
         text = codec.decode(self._window)
         if text == self._context_text and not codec.decode([token_id] * _MAX_INCOMPLETE_TOKENS):
-            self._window.pop()  # it is no text anywhere, as ids in a hole of the vocabulary are: the window would grow
+            self._window.pop()  # an unused id has no text in any context: the window would grow
             return ""
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._context_text):
             if len(self._window) - self._num_context <= _MAX_INCOMPLETE_TOKENS:
@@ -125,14 +116,13 @@ class TextStream:
         return self._send(piece)
 
     def _is_known(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the text that each of the tokens adds is cached."""
         pieces = self._codec.pieces
         return self._num_context == len(self._window) == 1 and all(
             pair in pieces for pair in pairwise([self._window[0], *token_ids])
         )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
-        """Push tokens at once; returns None and pushes nothing if a stop or an incomplete character is possible."""
+        """Decode several tokens at once; None, and no change, if a stop or an incomplete character is possible."""
         codec, silent = self._codec, self._silent
         if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
@@ -144,7 +134,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the remaining text, with incomplete characters as U+FFFD. It may complete a stop string."""
+        """Return the remaining text, with incomplete characters as U+FFFD; it may complete a stop string."""
         if self.stop_hit is not None:
             return ""
         sent = self._send(self._new_text(self._codec.decode(self._window), len(self._window)))
@@ -154,13 +144,15 @@ class TextStream:
         return sent
 
     def _new_text(self, text: str, stop: int) -> str:
-        """Return the part of ``text``, the window up to token ``stop``, that follows the context's text."""
+        """Return the new text of the recent tokens; ``text`` is their whole text up to the token index ``stop``."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
-        return self._codec.decode(self._window[self._num_context : stop])  # bytes that broke the run they joined
+        return self._codec.decode(
+            self._window[self._num_context : stop]
+        )  # bytes that changed the text of the tokens before them
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Return the window's text up to the last complete character, and the number of tokens after it."""
+        """Return the text of the recent tokens up to the last complete character, and the number of tokens after it."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
@@ -168,12 +160,12 @@ class TextStream:
         return text, 0
 
     def _send(self, piece: str) -> str:
-        """Return ``piece`` without an end that may become a stop string. Sets ``stop_hit``."""
+        """Return text that is safe to send, without a suffix that may become a stop string; set ``stop_hit``."""
         if not self._stop:
             return piece
         text = self._unsent + piece
         hits = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if hits:  # the one complete first, as if characters came one by one; of those the longest
+        if hits:  # the stop string that is complete first; if several are, the longest
             end, at, self.stop_hit = min(hits)
             self._unsent = ""
             return text[: end if self._include_stop else at]
@@ -183,7 +175,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the last token with the tokens before it that spell the same character; empty for a broken one."""
+    """Return the last token with the tokens before it that spell the same character; empty if it is incomplete."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:
