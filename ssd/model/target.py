@@ -26,7 +26,9 @@ Integers = Sequence[int] | Int64s
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Whether the logits of a position are bit-identical in every forward pass; set by `verify_batch_invariance`.
+    """Whether a position's logits are bit-identical in every forward pass, and the evidence for it.
+
+    `verify_batch_invariance` sets it.
 
     Attributes:
         holds: Whether the logits are bit-identical.
@@ -88,26 +90,25 @@ class Target(ABC):
         return False
 
     def length(self, slot: int) -> int:
-        """Return the number of tokens that a slot holds."""
         return int(self._lengths[slot])
 
     def lengths_of(self, slots: Integers) -> Int64s:
-        """Return the number of tokens that each slot holds, int64[B]."""
+        """Return the number of tokens in each KV cache slot, int64[B]."""
         return self._lengths[np.asarray(slots, np.int64)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
-        """Truncate a slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
+        """Truncate a KV cache slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
-        """Truncate each slot's KV cache to the given length, if it is longer."""
+        """Truncate each KV cache slot to the given length, if it is longer."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
                 self.rollback(int(slot), int(length))
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Copy the first ``length`` tokens of ``source`` to ``slot`` without computing them.
+        """Copy the KV cache of the first ``length`` tokens of the slot ``source`` to ``slot``.
 
         The tokens that ``slot`` already holds must be a prefix of the same text. Requires ``can_copy_prefixes``.
         """
@@ -118,7 +119,7 @@ class Target(ABC):
         self._token_ids[slot, start:length] = self._token_ids[source, start:length]
 
     def cached_tokens(self, slot: int) -> npt.NDArray[np.int32]:
-        """Return the tokens that a slot's KV cache was computed from: a view, int32[length(slot)]."""
+        """Return the tokens from which a slot's KV cache was computed: a view, int32[length(slot)]."""
         return self._token_ids[slot, : self.length(slot)]
 
     def _append_tokens(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
@@ -130,12 +131,15 @@ class Target(ABC):
         return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Append the positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
+        """Copy the KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
         raise NotImplementedError(f"the runner {self.backend!r} cannot copy prefixes between slots")
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Append ``counts[b]`` tokens, which are already recorded, to each slot; returns logits [B, T or fewer, V]."""
+        """Run a forward pass over ``counts[b]`` new tokens of each slot; returns logits [B, T or fewer, V].
+
+        The tokens are already recorded.
+        """
 
     @torch.inference_mode()
     def forward(
@@ -146,7 +150,7 @@ class Target(ABC):
         noise: Noise | None = None,
         parents: TokenMatrix | None = None,
     ) -> PassOutput:
-        """Append tokens to slots and score every position in one forward pass.
+        """Append tokens to KV cache slots and compute the logits of every position in one forward pass.
 
         Args:
             slots: B distinct slots.
@@ -178,11 +182,11 @@ class Target(ABC):
         raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
 
     def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
-        """Record the tokens, int64[B, 1], that `run_ahead` wrote at the positions ``starts`` of the slots."""
+        """Record the token ids, int64[B, 1], that `run_ahead` appended to the slots at the positions ``starts``."""
         _record_tokens(self._token_ids, slots, starts, tokens, np.ones(len(slots), np.int64))
 
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Keep only the accepted path of each row of the last pass, as if only these tokens had been appended.
+        """Keep only the accepted path of each draft tree of the last pass, as if only its tokens had been appended.
 
         Args:
             slots: The slots of the last pass.
@@ -192,18 +196,18 @@ class Target(ABC):
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
     def warm_up(self) -> None:
-        """Do the work that the first forward passes would otherwise wait for."""
+        """Do the work that the first forward passes would otherwise wait for, for example capture CUDA graphs."""
         prepare_linears(self.model)
 
     @torch.inference_mode()
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
-        """Append tokens to slots without scoring them."""
+        """Append tokens to KV cache slots without returning their logits."""
         self._append_tokens(slots, tokens, counts, **self._last_logits_only)
 
 
 @kernel
 def _record_tokens(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
-    """Record the token ids of new positions; positions beyond the array are never text and are skipped."""
+    """Write the token ids of new positions to ``fed``; positions beyond the array are padding and are skipped."""
     for b in range(len(slots)):
         for t in range(min(counts[b], fed.shape[1] - starts[b])):
             fed[slots[b], starts[b] + t] = tokens[b, t]

@@ -25,8 +25,7 @@ from ssd.jit.simd import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
 from ssd.jit.simd_functions import exp_and_sum, from_float32, highest_of, run_parallel, soft_cap, to_float32
 from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, Pair, SlotRows
 
-_QUERIES = 16
-"""The number of queries of a task; they share the keys and values that are read."""
+_QUERIES = 16  # the number of queries that are computed together and share the keys and values that are read
 
 _wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
 _column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
@@ -36,9 +35,10 @@ _HUGE = 1 << 62
 def cpu_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Implement `AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+    """Compute attention over the KV cache slots on a CPU, for float32, bfloat16 and float16, with float32 sums.
 
-    The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys visible) per query.
+    Implements `AttentionKernel`. The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys
+    visible) per query.
     """
     scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
@@ -73,9 +73,9 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """Compute ``c += a @ b`` with a float32[rows, n], b [n, 16 * vectors] of a dtype, and c float32.
+    """Compute the matrix product ``c += a @ b`` with a float32[rows, n], b [n, 16 * vectors] of a dtype, and c float32.
 
-    All arrays are given by addresses, and by the bytes between their rows.
+    All arrays are given by their addresses and by the bytes between their rows.
     """
     step = 2 if kind else 4
     row = 0
@@ -107,9 +107,10 @@ def _attend(  # pragma: no cover - compiled
     batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
     scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
 ) -> None:  # fmt: skip
-    """Compute every ``step``-th task from ``first_task`` on. A task is some queries of one row and key head.
+    """Compute the attention of every ``step``-th task from ``first_task`` on, so that threads can share the tasks.
 
-    Query q of a row and key head is position q // groups of the q % groups-th head. Strides are in bytes.
+    A task consists of up to 16 queries of one row and key head. Its query q is that of position q // groups and of the
+    (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
     """
     size = 2 if kind else 4
     slot_of, start_of = int64_array(slots, batch), int64_array(starts, batch)
@@ -226,7 +227,10 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
+    """Move the attention scores of a draft tree's path together, in the order of depth, from ``first`` on.
+
+    ``sees`` is the address of the query's row of the tree mask, ``width`` bytes.
+    """
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):
@@ -237,9 +241,8 @@ def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: i
 
 ATTENTION_NAME = "ssd_slots"
 
+# The attention kernel for each type of device; other devices use torch's attention, unless a pass has its own kernel.
 KERNELS: Final[dict[str, AttentionKernel]] = {"cpu": cpu_attention}
-"""The attention kernel for each type of device, unless the rows of a pass have their own; torch's attention elsewhere.
-"""
 
 
 def slot_attention(
@@ -255,9 +258,10 @@ def slot_attention(
     slot_rows: SlotRows | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from T new positions of B rows to all positions in their slots.
+    """Compute attention of T new positions of B sequences over all positions in their KV cache slots.
 
-    Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and window.
+    This is the attention function that transformers' layers call. Raises TypeError if a layer does not pass
+    ``slot_rows`` on, or has a mask beyond position and window.
 
     Args:
         module: The attention layer.
@@ -290,7 +294,10 @@ def slot_attention(
 
 
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
-    """Return the attention of queries, [B, num_heads, T, head_dim], over a layer: [B, T, num_heads, value_dim]."""
+    """Compute the attention of new queries, [B, num_heads, T, head_dim], over one layer's KV cache.
+
+    Returns [B, T, num_heads, value_dim]. ``stored`` are the layer's keys and values of all slots.
+    """
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         return kernel(query, *stored, rows, rules)
@@ -318,7 +325,7 @@ def _explicit(
     groups: int,
     width: int,
 ) -> torch.Tensor:
-    """Compute attention step by step, for features that the fused kernel lacks: soft caps and sinks."""
+    """Compute attention step by step, with soft caps and attention sinks, which torch's fused kernel lacks."""
     scale, _window, _chunk, softcap, s_aux = rules
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
@@ -339,7 +346,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def chunk_size(module: torch.nn.Module) -> int | None:
-    """Return the chunk size of a layer with chunked attention; None if the layer has none."""
+    """Return the chunk size of a layer with chunked attention, as in Llama 4; None for other layers."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     layer_types = getattr(config, "layer_types", None)
@@ -349,11 +356,11 @@ def chunk_size(module: torch.nn.Module) -> int | None:
 
 
 def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the missing factor of queries at ``positions``, int64[B, T], as float32[B, 1, T, 1]; None if it is 1.
+    """Return the factor that corrects the attention temperature of queries, float32[B, 1, T, 1]; None if it is 1.
 
-    A layer with attention temperature counts positions from the length of transformers' cache. There is none here, so
-    the layer has scaled the queries as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) /
-    floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
+    A layer with attention temperature counts positions from the length of transformers' cache. This cache is not used
+    here, so the layer has scaled the queries as if their ``positions``, int64[B, T], were 0..T-1. The scale is 1 +
+    attn_scale * log(1 + floor((position + 1) / floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return None

@@ -1,4 +1,4 @@
-"""Decoder layers and models on a CPU that call their parts directly, without the library's code in between.
+"""Decoder layers and models on a CPU that call their parts directly, without transformers' code in between.
 
 In a pass of few positions of a small model most of the time is spent in that code: modules that call modules, views of
 views, attribute look-ups. The parts are those that have replaced the library's, so the results are bit-identical.
@@ -24,12 +24,12 @@ from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, tur
 
 _KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
+# The model classes of transformers whose decoder layers compute the formula of `FlatLayer`.
 _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
-"""Classes of transformers whose computation is known."""
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of decoder layers of known kinds by `CpuLayer`; yields each replacement.
+    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields each replacement.
 
     Call this after all other replacements. Layers whose parts have not been replaced stay unchanged.
     """
@@ -40,7 +40,10 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Return the layers of kinds whose computation is known, and whose ``forward`` is the library's."""
+    """Return a model's decoder layers of known classes of transformers, whose formula `FlatLayer` computes.
+
+    Layers whose ``forward`` has been replaced are left out.
+    """
     return [
         module
         for module in model.modules()
@@ -51,10 +54,13 @@ def known_layers(model: nn.Module) -> list[Any]:
 
 
 class FlatLayer(ABC):
-    """A Llama-style layer: attention and a gated feed-forward network, each with a norm and a residual connection."""
+    """A Llama-style decoder layer that computes attention and feed-forward network without transformers' code.
+
+    The attention and the gated feed-forward network each have a norm and a residual connection. ``norm`` is the class
+    that replaces the layer's norms.
+    """
 
     def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
-        """Wrap ``layer``; ``norm`` is the class that replaces the layer's norms."""
         self._plain = type(layer).forward
         self._norms: tuple[Any, Any] = layer.input_layernorm, layer.post_attention_layernorm
         self._attention, self._network = layer.self_attn, layer.mlp
@@ -72,25 +78,22 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether all parts have been replaced by ours at this time; adapters may replace them later."""
+        """Return whether all parts of the decoder layer are our replacements now; adapters may replace them later."""
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether a pass can be computed by this layer."""
+        """Return whether this layer supports a forward pass; if it does not, transformers' code computes the pass."""
         return True
 
     @abstractmethod
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Compute the layer's output.
+        """Compute the decoder layer's output from ``hidden_states``, [B, T, hidden size].
 
-        Args:
-            hidden_states: [B, T, hidden size].
-            angles: Cosines and sines of the rotary positions, [B, T, dim].
-            stored: The layer's keys and values of all slots.
-            rows: The rows of the pass.
+        ``angles`` are cosines and sines of the rotary positions, [B, T, dim]; ``stored`` are the layer's keys and
+        values of all slots.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer for new positions of slots, [B, T, hidden size], or call the library's ``forward``."""
+        """Compute the decoder layer for new tokens, [B, T, hidden size], or call transformers' ``forward``."""
         rows: SlotRows | None = kwargs.get("slot_rows")
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
@@ -106,15 +109,16 @@ class FlatLayer(ABC):
         return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
-        """Return the layer's attention parameters; these kinds have no chunks, soft caps or sinks."""
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
 
 
 class FlatModel:
-    """A model of such layers that also bypasses the library's code around them."""
+    """A model of `FlatLayer`s that also bypasses transformers' code around the decoder layers.
+
+    ``model`` must fulfil `is_flat`.
+    """
 
     def __init__(self, model: Any) -> None:
-        """Wrap ``model``, which must be `is_flat`."""
         self._inner, self._output = model.model, model.lm_head
 
     def logits(
@@ -127,11 +131,11 @@ class FlatModel:
         layers: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the logits [B, T, V] of new tokens.
+        """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
         Args:
-            tokens: int64[B, T].
-            positions: int64[B, T].
+            tokens: The new tokens.
+            positions: Their positions in the text.
             rows: The rows of the pass.
             logits_to_keep: The number of last tokens to compute logits of; 0 is all.
             layers: The layers whose hidden states are read, numbered as in `FeatureSpec`.
@@ -152,7 +156,7 @@ class FlatModel:
 
 
 def is_flat(model: Any) -> bool:
-    """Return whether all layers are fused and no forward hooks are installed."""
+    """Return whether `FlatModel` can compute a model: all its layers are `FlatLayer`s without forward hooks."""
     if type(model).__name__ not in _MODEL_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return False
     inner = model.model
@@ -164,13 +168,12 @@ def is_flat(model: Any) -> bool:
 
 
 class CpuLayer(FlatLayer):
-    """A decoder layer on a CPU, for few positions; bit-identical to its parts."""
+    """A Llama-style decoder layer on a CPU for few tokens, bit-identical to the layer's parts."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
 
     def is_usable(self) -> bool:
-        """Implement `FlatLayer.is_usable`."""
         attention, network = self._attention._modules, self._network._modules
         return (
             self._is_known
@@ -180,11 +183,10 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the pass is small enough for one core and has no attention kernel of its own."""
+        """Return whether the forward pass is small enough for one core and has no attention kernel of its own."""
         return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Implement `FlatLayer.compute`."""
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
         attended = self._attend(read, angles, stored, rows)
@@ -195,9 +197,9 @@ class CpuLayer(FlatLayer):
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim], from concatenated queries, keys and values.
+        """Compute the attention output, [B, T, query heads * dim], from the layer's projections and its KV cache.
 
-        These are [B, T, heads * dim], side by side.
+        ``read`` has the queries, keys and values of each token side by side, [B, T, all heads * dim].
         """
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
@@ -224,9 +226,9 @@ def _place(  # pragma: no cover - compiled
     keys: int, key_slot: int, key_head: int, key_number: int,
     values: int, value_slot: int, value_head: int, value_place: int,
 ) -> None:  # fmt: skip
-    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the cache.
+    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
-    Arrays are given by addresses; strides are in numbers.
+    Arrays are given by their addresses; strides are in numbers, not in bytes.
     """
     size = 2 if kind else 4
     heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
@@ -252,7 +254,7 @@ def _place(  # pragma: no cover - compiled
 
 @inlined
 def _copy(size: int, source: int, target: int, stride: int, count: int) -> None:
-    """Copy ``count`` numbers of ``size`` bytes to a target with ``stride`` numbers between them."""
+    """Copy ``count`` numbers of ``size`` bytes each to a target in which they are ``stride`` numbers apart."""
     end = (count - 1) * stride + 1
     if size == 4:
         wide, wide_target = float32_array(source, count), float32_array(target, end)

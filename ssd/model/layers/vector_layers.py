@@ -1,4 +1,4 @@
-"""Batch-invariant activations, norms and rotary positions on a CPU.
+"""Batch-invariant activations, RMS norms and rotary positions on a CPU.
 
 Their bits depend only on the number, the row or the pair. torch computes most numbers by vectors and the remaining
 numbers at the end of a row, or of a thread's part, one by one with other rounding.
@@ -27,21 +27,21 @@ from ssd.jit.simd_functions import (
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
 
 _NAMES: Final = tuple(FUNCTIONS)
-_WORK = 20
-"""The cost of a number, in multiplications."""
+_WORK = 20  # the cost of computing one number, in multiplications
 
 
 class Activation(nn.Module):
-    """An element-wise function of float32, bfloat16 or float16, computed in float32."""
+    """A batch-invariant activation function on a CPU for float32, bfloat16 or float16, computed in float32.
+
+    ``name`` is a key of `FUNCTIONS`.
+    """
 
     def __init__(self, name: str) -> None:
-        """Create the function with a ``name`` of `FUNCTIONS`."""
         super().__init__()
         self.name = name
         self._number = _NAMES.index(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the function to x, [..., n], whose rows may be parts of wider rows; returns the same shape."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
@@ -56,14 +56,14 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Replace modules by an `Activation` that computes the same on a few numbers; yields each replacement."""
+    """Replace activation modules by an `Activation` that computes the same on test inputs; yields each replacement."""
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
 
 @torch.inference_mode()
 def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
-    """Return an activation that computes the same as ``module``, if it is a known function without weights."""
+    """Return an `Activation` that computes the same as ``module``; None if its function is unknown."""
     has_parts = next(module.children(), None) is not None or bool(module.state_dict())
     if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
         return None
@@ -80,35 +80,29 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 def _apply(  # pragma: no cover - compiled
     number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
 ) -> None:
-    """Apply a function to arrays of dtype ``kind``, [num_rows, size], given by addresses.
+    """Apply an activation function to arrays of dtype ``kind``, [num_rows, size], given by their addresses.
 
-    The input rows are ``row_bytes`` apart; the output is contiguous.
+    The input rows are ``row_bytes`` apart; the output is contiguous. The rows are every ``step``-th row from ``first``
+    on.
     """
     for row in range(first, num_rows, step):
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
 
-_PROBE_SCALES = (1.0, 30.0, 1e-3)
-"""The scales of the test inputs; with the last one eps has a visible effect."""
+_PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the last one eps has a visible effect
 
 
 class FusedNorm(nn.Module):
-    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
+    """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
-    Input and output have the weight's dtype, float32, bfloat16 or float16; computed in float32.
+    Input and output have the weight's dtype, float32, bfloat16 or float16; the norm is computed in float32. ``offset``
+    is the number that the model adds to the weight, [n].
 
     Attributes:
-        row_rule: For `normalise`: the weight's address, whether numbers are rounded before the product, and eps.
+        row_rule: The arguments of `normalise`: the weight's address, whether x is rounded before the product, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
-        """Create a norm.
-
-        Args:
-            weight: [n].
-            eps: The number added to the mean square.
-            offset: The number that the model adds to the weight.
-        """
         super().__init__()
         self._offset = offset
         self._kept = (weight.detach().float() + offset).contiguous()  # memory that the loop reads by address
@@ -117,7 +111,6 @@ class FusedNorm(nn.Module):
         self.row_rule = self._kept.data_ptr(), offset == 0.0, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x, [..., n]; returns the same shape."""
         if x.dtype != self.weight.dtype:
             return nn.functional.rms_norm(x.float(), self._kept.shape, self._kept, self.eps).to(x.dtype)
         x = x.contiguous()
@@ -131,13 +124,13 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weight, without offset, by another of the same size."""
+        """Replace the weight of the norm, without the offset, by another of the same size."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
 
+# Returns norms for a weight and eps that differ in when they round, and in whether 1 is added to the weight.
 MakeNorms = Callable[[nn.Parameter, float], Iterable[nn.Module]]
-"""Returns norms for weight and eps that differ in when they round, and in whether 1 is added to the weight."""
 
 
 def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
@@ -145,7 +138,7 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Replace norms by the most accurate of the norms that ``make`` returns, if it computes the same on a few numbers.
+    """Replace RMS norms by the most accurate norm of ``make`` that computes the same on test inputs.
 
     Yields each replacement.
     """
@@ -185,7 +178,7 @@ def normalise(  # pragma: no cover - compiled
     kind: int, rounds_first: bool, x: int, weight: int, out: int,
     num_rows: int, size: int, eps: float, first: int, step: int,
 ) -> None:  # fmt: skip
-    """Normalise every ``step``-th row from ``first`` on; arrays are given by addresses.
+    """Compute the RMS norm of every ``step``-th row from ``first`` on; arrays are given by their addresses.
 
     Input and output are [num_rows, size] of dtype ``kind``, and may be the same; the weight is float32[size].
     """
@@ -197,8 +190,10 @@ def normalise(  # pragma: no cover - compiled
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Rotates q and k, [B, heads, T, dim], by cos and sin, [B, T, dim]: each pair of numbers ``dim / 2`` apart by its angle
-(Su et al. 2021, section 3.4.2). Both products and their sum are rounded as libraries do.
+"""A function that applies rotary positions to queries and keys, [B, heads, T, dim], with cos and sin, [B, T, dim].
+
+Each pair of numbers ``dim / 2`` apart is rotated by its angle (Su et al. 2021, section 3.4.2). Both products and their
+sum are rounded as libraries do.
 """
 
 _NAME = "apply_rotary_pos_emb"
@@ -212,16 +207,17 @@ def _turned_both(
 
 
 class FusedRotary:
-    """A faster version of the library's function for the usual case; other cases call the library's function."""
+    """A faster version of transformers' function for rotary positions; it calls the original in unusual cases.
+
+    ``plain`` is the original, and ``turn`` rotates queries or keys of at most ``most_numbers`` numbers.
+    """
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
-        """Wrap ``plain``; ``turn`` rotates queries or keys of at most ``most_numbers`` numbers."""
         self.plain, self.turn, self._most = plain, turn, most_numbers
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Implement `Turn`."""
         if args or kwargs or not all(self._fits(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
         return self.turn(q, k, cos, sin)
@@ -249,15 +245,10 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Redirect layers that rotate queries and keys in the usual way to ``turn``; yields each replacement.
+    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields each replacement.
 
-    Args:
-        model: The model.
-        turn: The function that rotates queries and keys.
-        dtype: The dtype of the test inputs.
-        device: The device of the test inputs.
-        most_error: The maximum relative error that is attributed to rounding.
-        most_numbers: The maximum size of queries or keys for ``turn``.
+    The functions are compared on test inputs of the given dtype and device; ``most_error`` is the maximum relative
+    error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` numbers.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -275,7 +266,7 @@ def fuse_rotary(
 
 
 def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
-    """Return a copy of ``forward`` that calls ``rotary``."""
+    """Return a copy of a layer's ``forward`` that calls ``rotary`` instead of transformers' function."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -312,7 +303,10 @@ def turn_rows(  # pragma: no cover - compiled
     kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
     num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
 ) -> None:  # fmt: skip
-    """Rotate arrays given by addresses; all but ``x`` are contiguous. ``out`` may be ``x`` if that is contiguous."""
+    """Apply rotary positions to an array of queries or keys; arrays are given by their addresses.
+
+    All arrays but ``x`` are contiguous. ``out`` may be ``x`` if that is contiguous.
+    """
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):

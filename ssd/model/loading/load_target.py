@@ -1,4 +1,4 @@
-"""Load a Hugging Face model and create its runner with slots."""
+"""Loading of a Hugging Face model, and creation of the runner that serves it with KV cache slots."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ from ssd.text.load_tokenizer import ROPE_MODULE, HubOptions, errors_only
 log = logging.getLogger(__name__)
 
 _WIDTHS = (1, 8)
+# The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used.
 _MOST_WEIGHTS = 1 << 24
-"""The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used."""
-_WORTH = 0.9
-"""The maximum time of bfloat16, as a share of float32's, at which it is chosen."""
+_WORTH = 0.9  # The maximum time of bfloat16, as a share of float32's, at which bfloat16 is chosen.
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 @torch.inference_mode()
 def faster_type(model: PreTrainedModel) -> torch.dtype:
-    """Return bfloat16 if the linear layers are batch-invariant and faster with it, else float32.
+    """Return bfloat16 if linear layers on this CPU are batch-invariant and faster with it, else float32.
 
     Products of 1 and 8 rows with the layers' own weights are measured, packed as they will be.
     """
@@ -78,18 +77,17 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
 
 
 _LONG = "longrope"
-_HELD = "longrope, held"
-"""A RoPE type that transformers does not know, so that it never updates the frequencies."""
+_HELD = "longrope, held"  # a RoPE type that transformers does not know, so that it never updates the frequencies
 
 
 def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Make a position's encoding independent of other positions in a pass; returns the allowed length.
+    """Fix the frequencies of LongRoPE, so that a text's output does not depend on other texts in the batch.
 
-    LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to the original context and for
-    longer ones. transformers chooses one in each pass by its furthest position. One long text in a batch would
-    therefore change the queries of the others, and a text that grows beyond the original context would meet keys of the
-    other set. So without ``max_length``, the original context is the limit, and the output is that of the model's own
-    ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
+    Returns the allowed text length. LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to
+    the original context and for longer ones. transformers chooses one in each pass by its furthest position. One long
+    text in a batch would therefore change the queries of the others, and a text that grows beyond the original context
+    would meet keys of the other set. So without ``max_length``, the original context is the limit, and the output is
+    that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
     """
     original = _original_length(model)
     if original is None:
@@ -114,7 +112,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Let one more update choose the long set, and prevent all later updates."""
+    """Make transformers use LongRoPE's frequencies for long texts, and prevent all later updates."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
@@ -128,7 +126,7 @@ def _hold_long(module: Any, original: int, device: torch.device) -> None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096
-"""The context length if the model's configuration gives none."""
+"""The context length in tokens if the model's configuration gives none."""
 
 
 def load_model(
@@ -138,9 +136,9 @@ def load_model(
 
     Args:
         name_or_path: The model directory or id.
-        dtype: "auto": the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16 and
-            computes faster, see `faster_type`; else float32. Or a name of ``DTYPES``.
-        device: "auto": CUDA if there is a GPU.
+        dtype: A name of ``DTYPES``, or "auto": the checkpoint's type on CUDA and for quantized weights, and on a CPU if
+            it is bfloat16 and computes faster, see `faster_type`; else float32.
+        device: A torch device, or "auto": CUDA if there is a GPU.
         hub: How an id is fetched.
 
     Raises:
@@ -192,7 +190,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of an error; for a KeyError with an unknown RoPE type, a sentence that names it."""
+    """Return the first line of a loading error, or a sentence that names the RoPE type if it is unknown."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -207,7 +205,7 @@ def _reason(error: Exception, config: Any) -> str:
 
 
 def _said_type(config: Any) -> torch.dtype | None:
-    """Return the data type of the checkpoint's weights; None if it is unknown."""
+    """Return the dtype that a model's configuration declares for the weights; None if it is unknown."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
 
@@ -226,18 +224,18 @@ def open_target(
     keeps_top: bool = False,
     exact: Exact = "auto",
 ) -> Target:
-    """Return the fastest runner of ``model`` that reproduces the model's own logits.
+    """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
     Args:
         model: The loaded model.
-        num_slots: The maximum number of slots; there are fewer if memory is short, see `fit_slots`.
+        num_slots: The maximum number of KV cache slots; there are fewer if memory is short, see `fit_slots`.
         max_length: The number of tokens that a slot holds. None: the model's limit, or less if memory is short.
         max_draft_tokens: The maximum number of draft tokens per step.
         kv_cache_memory_bytes: The memory for the KV cache.
         gpu_memory_utilization: Alternatively, the share of all memory that may be in use afterwards. Without both, half
             of the free memory is used.
         enforce_eager: Whether no CUDA graphs are captured.
-        adapters: The adapters that slots may use.
+        adapters: The LoRA adapters that slots may use.
         tapped: The features of every position that are stored for a draft head.
         keeps_top: Whether captured passes find the most probable tokens, which other passes do on request.
         exact: See `verify_batch_invariance`.
@@ -299,7 +297,7 @@ def open_target(
 
 
 def model_limit(model: PreTrainedModel) -> int | None:
-    """Return the maximum text length in tokens; None if the model's configuration gives none."""
+    """Return the maximum text length of a model in tokens; None if its configuration gives none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

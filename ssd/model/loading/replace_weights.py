@@ -1,4 +1,4 @@
-"""Replacement of a loaded model's weights, in whatever layers hold them."""
+"""Replacement of a loaded model's weights, also in layers that have been replaced by faster ones."""
 
 from __future__ import annotations
 
@@ -19,34 +19,25 @@ from ssd.model.loading.threads import one_thread_if_small
 
 
 class StoredWeight(NamedTuple):
-    """A weight of a model.
-
-    Attributes:
-        names: Its names in the ``state_dict``; several if layers share it.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """A weight of a loaded model; ``names`` are its names in the state dict, several if layers share it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
+# Weights that are stored together, and a function that replaces them, given one tensor for each.
 WeightGroup = tuple[Sequence[StoredWeight], Callable[..., object]]
-"""Weights that are stored together, and a function that replaces them, given one tensor for each."""
 
 
 @torch.inference_mode()
 def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Replace a model's weights by others, also in layers that have been replaced by faster ones.
+    """Replace a loaded model's weights by others, also in layers that have been replaced by faster ones.
 
-    The weights are copied, and captured CUDA graphs stay valid. Raises ModelError with the weight's name before
-    anything is changed. O(weights), and memory for a copy of the largest layer.
-
-    Args:
-        model: The model.
-        weights: All weights, with the names of transformers' ``state_dict``, at least one name for a shared weight; of
-            the model's shapes and dtypes, on any device.
+    The weights are copied, and captured CUDA graphs stay valid. ``weights`` contains all weights by the names of
+    transformers' ``state_dict``, at least one name for a shared weight, with the model's shapes and dtypes, on any
+    device. Raises ModelError with the weight's name before anything is changed. O(weights), and memory for a copy of
+    the largest layer.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters, which belong to its current weights: load it without them")
@@ -90,7 +81,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield all weights of a model; weights that several layers share are yielded once. O(layers)."""
+    """Yield all weights of a model in the groups in which they are stored; shared weights are yielded once."""
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -138,7 +129,7 @@ def _stored_weight(paths: Sequence[str], name: str, shape: Sequence[int], dtype:
 
 
 def _state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the entries of a state dict that belong to a module itself."""
+    """Yield the state dict entries of a module without those of its submodules."""
     yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:
