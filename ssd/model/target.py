@@ -26,19 +26,11 @@ Integers = Sequence[int] | Int64s
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Whether a position's logits are bit-identical in every forward pass, and the evidence for it.
-
-    `verify_batch_invariance` sets it.
-
-    Attributes:
-        holds: Whether the logits are bit-identical.
-        reason: Why the logits are not bit-identical.
-        num_compared: The number of positions that were compared.
-    """
+    """Whether a position's logits are bit-identical in every forward pass; set by `verify_batch_invariance`."""
 
     holds: bool = False
-    reason: str = "not tried"
-    num_compared: int = 0
+    reason: str = "not tried"  # why the logits are not bit-identical
+    num_compared: int = 0  # the number of positions that were compared
 
     def __str__(self) -> str:
         if not self.holds:
@@ -47,38 +39,26 @@ class BatchInvariance:
 
 
 class Target(ABC):
-    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated.
+    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated."""
 
-    Attributes:
-        can_roll_back: Whether sequences can be truncated. It is False for recurrent models, whose state cannot be
-            undone; the engine then never drafts.
-        can_copy_prefixes: Whether any prefix of a slot can be copied to another slot and restored cheaply.
-        can_verify_trees: Whether forward passes accept draft trees.
-        backend: The name of the model runner, for logs and metrics.
-        is_asynchronous: Whether forward passes are asynchronous: the device computes while the host continues.
-        features: The features that a draft head reads, of each cached position, [num_slots, 1, length, size]. None: no
-            head is used.
-        adapter_names: The LoRA adapters that slots may use.
-        adapters: The LoRA adapter of each slot; change an entry only while its slot is empty.
-    """
-
-    can_roll_back: bool = True
-    can_copy_prefixes: bool = True
-    can_verify_trees: bool = False
-    backend: str
+    can_roll_back: bool = True  # False for recurrent models, whose state cannot be undone; the engine then never drafts
+    can_copy_prefixes: bool = True  # whether any prefix of a slot can be copied to another slot and restored cheaply
+    can_verify_trees: bool = False  # whether forward passes accept draft trees
+    backend: str  # the name of the model runner, for logs and metrics
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         self.num_slots = num_slots
         self.max_length = max_length
         self.device: torch.device = model.device
-        self.is_asynchronous = self.device.type != "cpu"
+        self.is_asynchronous = self.device.type != "cpu"  # the device computes while the host continues
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._last_logits_only = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
-        self.features: torch.Tensor | None = None
-        self.adapter_names: frozenset[str] = frozenset()
+        self.features: torch.Tensor | None = None  # [num_slots, 1, length, size], if there is a draft head
+        self.adapter_names: frozenset[str] = frozenset()  # the LoRA adapters that slots may use
+        # The LoRA adapter of each slot; change it while the slot is empty.
         self.adapters: list[str | None] = [None] * num_slots
         self.batch_invariance = BatchInvariance()
         self._lengths: Int64s = np.zeros(num_slots, np.int64)
@@ -136,10 +116,7 @@ class Target(ABC):
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Run a forward pass over ``counts[b]`` new tokens of each slot; returns logits [B, T or fewer, V].
-
-        The tokens are already recorded.
-        """
+        """Run a forward pass over ``counts[b]`` recorded tokens of each slot; returns logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
@@ -152,16 +129,12 @@ class Target(ABC):
     ) -> PassOutput:
         """Append tokens to KV cache slots and compute the logits of every position in one forward pass.
 
-        Args:
-            slots: B distinct slots.
-            tokens: int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
-                token id.
-            counts: The number of valid tokens of each row.
-            noise: The noise to sample tokens with, if the target `supports_noise`.
-            parents: The parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token
-                the index of its parent, smaller than its own index; -1 for the first token and for no other. A row 0,
-                1, 2 ... is a chain. Each token is scored after the path to it. The slots then hold trees until
-                ``accept_paths`` is called, which must follow.
+        ``tokens`` is int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
+        token id. ``noise`` is the noise to sample tokens with, if the target `supports_noise`. ``parents`` are the
+        parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token the index of its
+        parent, smaller than its own index; -1 for the first token and for no other. A row 0, 1, 2 ... is a chain. Each
+        token is scored after the path to it. The slots then hold trees until ``accept_paths`` is called, which must
+        follow.
         """
         assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
@@ -188,10 +161,8 @@ class Target(ABC):
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
         """Keep only the accepted path of each draft tree of the last pass, as if only its tokens had been appended.
 
-        Args:
-            slots: The slots of the last pass.
-            counts: The number of tokens of each row of the last pass.
-            paths: For each row the accepted nodes, int64[n] with n >= 1: indices into the row, from its first token on.
+        ``counts`` is the number of tokens of each row of the last pass; ``paths`` are the accepted nodes of each row,
+        int64[n] with n >= 1, as indices into the row, from its first token on.
         """
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
@@ -207,7 +178,6 @@ class Target(ABC):
 
 @kernel
 def _record_tokens(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
-    """Write the token ids of new positions to ``fed``; positions beyond the array are padding and are skipped."""
     for b in range(len(slots)):
         for t in range(min(counts[b], fed.shape[1] - starts[b])):
             fed[slots[b], starts[b] + t] = tokens[b, t]

@@ -82,10 +82,7 @@ class CudaGraphCapture:
         return graph.replay
 
     def _end_aborted_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until it has ended.
-
-        The graph object stays alive, because torch may still look up the memory that belongs to it.
-        """
+        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until it has ended."""
         _ABORTED.append(graph)
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # torch has already ended the capture
@@ -113,7 +110,6 @@ def no_garbage_collection() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: torch.device) -> Any:
-    """Return the CUDA stream on which all graphs of a device are captured; ``device`` must have an index."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -277,10 +273,7 @@ class CudaGraphRunner:
             self.run(np.arange(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
     def _capture(self, shape: PassShape, num_rows: int) -> bool:
-        """Capture a CUDA graph of this shape and return whether its logits match an eager forward pass.
-
-        The inputs are those in the buffers, which hold the outputs of the pass afterwards.
-        """
+        """Capture a CUDA graph of this shape and return whether its logits match an eager forward pass."""
 
         def run_pass() -> None:
             inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)

@@ -30,13 +30,8 @@ def best_candidates(
     The acceptance probability assumes that the target has the draft network's distribution. For greedy requests it is
     the token's probability. For sampled requests it is conditioned on the Gumbel noise that the target will sample
     with, and the tokens are in descending order of noisy scores. Tokens that the request's rules exclude have
-    probability 0.
-
-    Args:
-        logits: The draft network's logits, [R, Vd].
-        rows: The context and sampling parameters of each request.
-        draft_to_target: The target's id of each token of the draft vocabulary, int64[Vd]. None: the ids are the same.
-        vocab_size: The target's vocabulary size; ids from it on are left out.
+    probability 0. ``logits`` is [R, Vd]; ``draft_to_target`` is the target's id of each token of the draft vocabulary,
+    int64[Vd]. Ids from ``vocab_size`` on are left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
@@ -110,13 +105,8 @@ _MAX_LEAVES = 3  # the maximum number of leaves next to the chain's token at eac
 def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
     """Return a chain of the best draft candidates, with others as leaves if their expected gain exceeds the cost.
 
-    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first.
-
-    Args:
-        token_ids: The candidates of each depth, int64[M], after the first candidate of the depth before.
-        acceptance_probs: The acceptance probabilities of the candidates of each depth, float64[M].
-        costs: The costs of draft tokens, see ``DraftRequest.token_costs``.
-        limit: The maximum number of tokens.
+    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first. ``token_ids``
+    are the candidates of each depth after the best one of the depth before; ``costs`` is ``DraftRequest.token_costs``.
     """
     depth = min(len(token_ids), limit)
     leaves = []

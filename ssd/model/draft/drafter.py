@@ -79,17 +79,12 @@ class NetworkDrafter:
     For sampled requests the target's noise is used.
 
     The drafter is owned by one thread. After a failed forward pass the network reads the contexts again.
-
-    Attributes:
-        kind: The kind of drafter, for the acceptance model.
-        source: The ``Draft.source`` of its drafts.
     """
 
-    kind: ClassVar[int]
-    source: ClassVar[str]
+    kind: ClassVar[int]  # for the acceptance model
+    source: ClassVar[str]  # the ``Draft.source`` of its drafts
 
     def __init__(self, slots: TextSlots, vocab_size: int) -> None:
-        """Create a drafter that keeps request contexts in ``slots`` and drafts only token ids below ``vocab_size``."""
         self._slots, self._vocab_size = slots, vocab_size
         # The calibrations of acceptance probabilities, for greedy (True) and for sampled requests (False).
         self._calibration = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
@@ -175,7 +170,6 @@ class NetworkDrafter:
         return _RowState(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
-        """Return whether the drafter has a KV cache slot for the request; it may have fewer slots than the target."""
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
     def _draft_rows(self, rows: list[_RowState]) -> list[_RowState]:
@@ -198,7 +192,6 @@ class NetworkDrafter:
         return rows
 
     def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_RowState]) -> None:
-        """Store the candidate tokens of the next depth of each draft, and extend its chain by the best candidate."""
         sampling = [row.sampling_row() for row in rows]
         token_ids, probs = best_candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
@@ -209,7 +202,6 @@ class NetworkDrafter:
             row.acceptance_probs.append(probs[b])
 
     def _is_worthwhile(self, row: _RowState) -> bool:
-        """Return whether the expected gain of one more draft token exceeds the cost of verifying it."""
         most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
         return row.depth < most and row.chain_acceptance > cost_at(row.token_costs, row.depth)
 
@@ -269,17 +261,9 @@ def load_draft_model(
 ) -> DraftModelDrafter:
     """Load a Hugging Face causal language model as a draft model; it must share the target's tokenizer.
 
-    Contexts longer than the draft model supports get no drafts. Raises ModelError if the model cannot be loaded, has
-    another tokenizer or does not fit into memory.
-
-    Args:
-        name_or_path: A directory or hub id.
-        target: The target model.
-        codec: The target's tokenizer.
-        dtype: The dtype of the weights, as for the target.
-        device: The device of the draft model, as for the target.
-        hub: How hub ids are downloaded.
-        enforce_eager: Whether to capture no CUDA graphs.
+    Contexts longer than the draft model supports get no drafts. ``codec`` is the target's tokenizer; the other options
+    are those of `load_model`. Raises ModelError if the model cannot be loaded, has another tokenizer or does not fit
+    into memory.
     """
     own = TextCodec.load(str(name_or_path), hub)
     if own.fingerprint != codec.fingerprint:

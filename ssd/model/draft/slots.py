@@ -47,14 +47,10 @@ class TextSlots(ABC):
     A slot that is assigned to another request of the same namespace keeps the common prefix of the two texts. A request
     of another namespace keeps nothing, because the time until its first draft would reveal another tenant's prompt.
     ``target`` is the draft model, or the target model whose hidden states are read.
-
-    Attributes:
-        draft_to_target: The target's id of each token of the draft vocabulary, int64[Vd]. None: the ids are the same.
-        num_tokens: The maximum number of drafted tokens. None: no maximum.
     """
 
-    draft_to_target: torch.Tensor | None = None
-    num_tokens: int | None = None
+    draft_to_target: torch.Tensor | None = None  # the target's id of each draft token, int64[Vd]
+    num_tokens: int | None = None  # the maximum number of drafted tokens
     _lookahead = 0  # the number of tokens after a position that are read together with it
 
     def __init__(self, target: Target, chunk_tokens: int) -> None:
@@ -63,7 +59,6 @@ class TextSlots(ABC):
         self._reading = Throughput(_DECAY)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the slots can read the request's context now."""
         return True
 
     def assign(self, request: DraftRequest) -> TextSlot | None:
@@ -93,9 +88,7 @@ class TextSlots(ABC):
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
         """Read the new tokens of each context, up to a token budget; the next calls continue where it is exhausted.
 
-        Returns:
-            The indices of the ``states`` that are up to date, and logits and state after their contexts, [R, ...] each;
-            None if there is none.
+        Returns the indices of the contexts that have been read completely, and the logits and states after them.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -158,19 +151,14 @@ class TextSlots(ABC):
         return pad_rows([state.text[at : at + n] for state, at, n in zip(states, starts, counts, strict=True)])
 
     @abstractmethod
-    def _length(self, slot: int) -> int:
-        """Return the number of positions that a KV cache slot has read."""
+    def _length(self, slot: int) -> int: ...
 
     @abstractmethod
-    def _crop(self, slot: int, length: int) -> None:
-        """Truncate a KV cache slot to ``length`` positions."""
+    def _crop(self, slot: int, length: int) -> None: ...
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Run a forward pass over the next ``counts[r]`` tokens of each context; return logits and states, [R, T, ...].
-
-        With ``skims`` the results are not needed.
-        """
+        """Run a forward pass over the next ``counts[r]`` tokens of each context; return its logits and states."""
 
 
 class ModelSlots(TextSlots):

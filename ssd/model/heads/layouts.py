@@ -47,19 +47,13 @@ Names = Mapping[str, str]
 
 
 class Layout(NamedTuple):
-    """A checkpoint format of draft heads, recognised by the names of the tensors.
-
-    Attributes:
-        name: The format's name in error messages.
-        known_by: Regular expressions; a head of this format has a tensor that matches each of them.
-        build: Builds the head from its configuration, its tensors, the target and all matches of the first expression.
-        without: Regular expressions that no tensor of this format matches.
-    """
+    """A checkpoint format of draft heads, recognised by the names of the tensors."""
 
     name: str
-    known_by: tuple[str, ...]
+    known_by: tuple[str, ...]  # regular expressions that all match a tensor of this format
+    # The last argument are all matches of the first expression.
     build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
         """Return the tensor names that match the first expression; empty if the tensors have another format."""
@@ -72,10 +66,7 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Assign a checkpoint's tensors and the ``more`` tensors to a draft head; raises ModelError if tensors are missing.
-
-    ``names`` maps the head's prefixes of tensor names to those of the checkpoint.
-    """
+    """Assign a checkpoint's tensors to a draft head; ``names`` maps our prefixes of names to the checkpoint's."""
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
@@ -175,10 +166,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's id of each token of the draft vocabulary, int64[Vd]; None if the vocabularies are the same.
-
-    The checkpoint stores the differences of the two ids.
-    """
+    """Return the target's id of each draft token, int64[Vd], or None; the checkpoint stores differences of ids."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -238,7 +226,6 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
 
 
 def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches) -> Head:
-    """Build a Medusa head; each of ``blocks`` matches the prefix, head number and block number of a tensor name."""
     require_same(config, target, ("hidden_size", "vocab_size"))
     own, prefix = target.config.get_text_config(), blocks[0][1]
     num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))

@@ -21,30 +21,23 @@ from ssd.model.layers.hidden_states import FINAL
 class Head(nn.Module, ABC):
     """A draft head: a network that drafts tokens from the target's hidden states, continuing from its own output.
 
-    Attributes:
-        feature_layers: The hidden states that it reads: k is the output of the first k decoder layers, 0 the
-            embeddings, `FINAL` the input of the output layer.
-        feature_size: The number of feature values per position.
-        num_tokens: The maximum number of drafted tokens. None: no maximum.
-        attends: Whether the head attends to the whole text instead of only reading its last position.
-        config: The configuration of its layers, which names their attention implementation.
-        draft_to_target: The target's id of each token that it can draft, int64[Vd]. None: the vocabularies are the
-            same.
+    ``config`` is the configuration of its layers, which names their attention implementation.
     """
 
+    # The hidden states that it reads: k is the output of the first k decoder layers, 0 the embeddings, `FINAL` the
+    # input of the output layer.
     feature_layers: tuple[int, ...]
-    feature_size: int
-    num_tokens: int | None = None
-    attends: bool = True
-    draft_to_target: torch.Tensor | None
+    feature_size: int  # the number of feature values per position
+    num_tokens: int | None = None  # the maximum number of drafted tokens
+    attends: bool = True  # whether it attends to the whole text instead of only reading its last position
+    draft_to_target: torch.Tensor | None  # int64[Vd]; None if the vocabularies are the same
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("draft_to_target", None)
         self.config: Any = None
-        self._rotary: tuple[
-            LlamaRotaryEmbedding, ...
-        ] = ()  # in a tuple, because a submodule would be rounded with this module
+        # In a tuple, because a submodule would be rounded with this module.
+        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         """Combine the target's hidden states, [..., hidden size] for each feature layer, into [..., feature_size].
@@ -60,13 +53,11 @@ class Head(nn.Module, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the token after ``token_ids``: return its logits, [B, T, Vd], and the next features, [B, T, ...].
 
-        Args:
-            token_ids: int64[B, T], at each position the token after the one that the position's features belong to.
-            features: [B, T, feature_size]: the target's features, or for drafted positions those that this method
-                returned.
-            position_ids: int64[B, T], the positions of the tokens that the features belong to.
-            attention: Other arguments: ``slot_rows`` for slot attention or ``attention_mask`` for other attention
-                functions, and ``logits_to_keep``, the number of last positions to compute logits of.
+        ``token_ids``, int64[B, T], has at each position the token after the one that the position's features belong to.
+        ``features`` is [B, T, feature_size]: the target's features, or for drafted positions those that this method
+        returned. Their tokens have the positions ``position_ids``. Other arguments are ``slot_rows`` for slot attention
+        or ``attention_mask`` for other attention functions, and ``logits_to_keep``, the number of last positions with
+        logits.
         """
 
     def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
@@ -80,7 +71,6 @@ class Head(nn.Module, ABC):
 
     @property
     def rotary(self) -> LlamaRotaryEmbedding | None:
-        """The head's own rotary position embeddings; None if it uses the target's."""
         return self._rotary[0] if self._rotary else None
 
 
@@ -165,10 +155,7 @@ class FusedHead(Head):
 
 
 def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
-    """Return the decoder layer of EAGLE's first head: a Llama layer without the norm before its attention.
-
-    With ``qkv_bias`` it has the biases of Qwen2's layer.
-    """
+    """Return EAGLE's decoder layer: Llama's without the first norm, and with Qwen2's biases if ``qkv_bias``."""
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = nn.Identity()
     for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():

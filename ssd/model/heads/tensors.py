@@ -168,7 +168,6 @@ def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
-    """Raise ModelError with the missing names unless a checkpoint contains all ``wanted`` tensors."""
     absent = [name for name in wanted if name not in names]
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
@@ -179,15 +178,11 @@ def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
 
 
 def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a module's state dict; ``prefix`` is put before its name."""
     return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Assign tensors to a draft head that was created on the meta device, with the target's dtype and device.
-
-    Buffers keep their own dtype.
-    """
+    """Assign tensors to a draft head on the meta device, with the target's dtype (except buffers) and device."""
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
         name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))

@@ -73,9 +73,10 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """Compute the matrix product ``c += a @ b`` with a float32[rows, n], b [n, 16 * vectors] of a dtype, and c float32.
+    """Compute the matrix product ``c += a @ b``, where b has any supported dtype and a and c are float32.
 
-    All arrays are given by their addresses and by the bytes between their rows.
+    The shapes are a [rows, n] and b [n, 16 * vectors]. Arrays are given by their addresses and by the bytes between
+    rows.
     """
     step = 2 if kind else 4
     row = 0
@@ -227,10 +228,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the attention scores of a draft tree's path together, in the order of depth, from ``first`` on.
-
-    ``sees`` is the address of the query's row of the tree mask, ``width`` bytes.
-    """
+    """Move the attention scores of a draft tree's path together, in the order of depth, from ``first`` on."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):
@@ -260,24 +258,12 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of T new positions of B sequences over all positions in their KV cache slots.
 
-    This is the attention function that transformers' layers call. Raises TypeError if a layer does not pass
-    ``slot_rows`` on, or has a mask beyond position and window.
-
-    Args:
-        module: The attention layer.
-        query: [B, num_heads, T, head_dim].
-        key: The keys of the new positions, [B, num_kv_heads, T, head_dim].
-        value: The values of the new positions, [B, num_kv_heads, T, value_dim].
-        attention_mask: Must be None.
-        scaling: The factor of the scores. None: head_dim ** -0.5.
-        sliding_window: The number of positions that a query sees. None: all positions.
-        softcap: If given, scores become softcap * tanh(scores / softcap).
-        s_aux: Attention sinks, [num_heads]: a logit that takes weight but has no value.
-        slot_rows: The rows of the pass.
-        _: Other arguments of attention functions; ignored.
-
-    Returns:
-        The output, [B, T, num_heads, value_dim], and None in place of the attention weights.
+    This is the attention function that transformers' layers call. ``query`` is [B, num_heads, T, head_dim]; ``key`` and
+    ``value`` are those of the new positions, [B, num_kv_heads, T, ...]. The default of ``scaling`` is head_dim ** -0.5.
+    With ``softcap``, scores become softcap * tanh(scores / softcap). ``s_aux`` are attention sinks, [num_heads]: logits
+    that take weight but have no value. Returns the output, [B, T, num_heads, value_dim], and None in place of the
+    attention weights. Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and
+    window.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
@@ -294,10 +280,7 @@ def slot_attention(
 
 
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
-    """Compute the attention of new queries, [B, num_heads, T, head_dim], over one layer's KV cache.
-
-    Returns [B, T, num_heads, value_dim]. ``stored`` are the layer's keys and values of all slots.
-    """
+    """Return attention of queries [B, num_heads, T, head_dim] over a layer's KV cache: [B, T, num_heads, value_dim]."""
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         return kernel(query, *stored, rows, rules)

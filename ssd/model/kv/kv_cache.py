@@ -16,30 +16,24 @@ from ssd.model.kv.tree import TreeShape
 
 
 class SlotKVCache:
-    """The keys and values of every layer, at (slot, position), and optionally hidden states for a draft head.
+    """The KV cache: keys and values of every layer at (slot, position), and optionally hidden states for a draft head.
 
     Each layer has two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``. They are allocated when the layer
     first writes, because the numbers of heads and the head sizes are known only then for all architectures.
 
     A query at position p sees only keys at positions <= p. So data at or beyond a slot's length is never read before it
     is overwritten: **rollback lowers the length**, and padding may be written beyond it.
-
-    Attributes:
-        lengths: The number of valid positions of each slot, int64[num_slots].
-        reach: How many positions back each layer attended in its last pass: its window or chunk; None is all.
-        kernel: The attention kernel of all passes; it overrides the rows' kernel.
-        features: The hidden states for a draft head, stored like the keys of one head: [num_slots, 1, max_length,
-            size].
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.max_length = max_length
+        # The number of valid positions of each slot.
         self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self.reach: dict[int, int | None] = {}
+        self.reach: dict[int, int | None] = {}  # each layer's window or chunk in its last pass
         self.device = device
-        self.kernel: AttentionKernel | None = None
-        self.features: torch.Tensor | None = None
+        self.kernel: AttentionKernel | None = None  # overrides the rows' attention kernel
+        self.features: torch.Tensor | None = None  # [num_slots, 1, max_length, size]
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def allocate_features(self, size: int, dtype: torch.dtype) -> None:
@@ -49,9 +43,9 @@ class SlotKVCache:
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's new keys and values, [B, num_kv_heads, T, head_dim], at the positions ``rows.places``.
+        """Write a layer's new keys and values, [B, num_kv_heads, T, head_dim], and return those of all slots.
 
-        Returns the layer's keys and values of all slots, two tensors [num_slots, num_kv_heads, max_length, dim].
+        The new positions are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
         """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _torch_layout)
@@ -115,16 +109,12 @@ def _select_writer(kind: str) -> Callable[..., None] | None:
 
 # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
 def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros for a layer's KV cache in the memory layout of torch's attention."""
     stored = [each.new_zeros(num_slots, each.shape[1], length, each.shape[3]) for each in (keys, values)]
     return stored[0], stored[1]
 
 
 def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros for a layer's KV cache in the memory layout of `cpu_attention`.
-
-    The positions of each key dimension are contiguous; the size of values is rounded up to whole vectors.
-    """
+    """Allocate zeros for a layer's KV cache in `cpu_attention`'s layout: contiguous positions, padded values."""
     room, size = -(-length // LANES) * LANES, values.shape[3]
     if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
         room += LANES
@@ -160,33 +150,23 @@ value_dim], contiguous.
 
 @dataclass(slots=True, eq=False)
 class SlotRows:
-    """The sequences of one forward pass: their KV cache slots, and the positions of their new tokens.
-
-    Attributes:
-        slots: The slot of each row, int64[B].
-        positions: The position of each new token in its text, int64[B, T].
-        places: The position in the slot at which each new token is written, int64[B, T]: consecutive numbers. The same
-            tensor as ``positions`` unless rows are trees.
-        starts: The number of keys before the new tokens, int64[B, 1]: a row's first place, except for padding rows.
-        num_keys: At least the number of keys that the furthest query sees.
-        first_slot: The first slot, if the slots are consecutive; None otherwise.
-        sees: For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor. None: chains.
-        kernel: The attention kernel. None: torch's attention.
-        only_place: The slot and the places of a single row. None: there are several rows.
-        is_full: Whether every query sees all of the ``num_keys`` keys.
-    """
+    """The sequences of one forward pass: their KV cache slots, and the positions of their new tokens."""
 
     kv_cache: SlotKVCache
-    slots: torch.Tensor
-    positions: torch.Tensor
+    slots: torch.Tensor  # int64[B]
+    positions: torch.Tensor  # the position of each new token in its text, int64[B, T]
+    # The position in the slot at which each new token is written, int64[B, T]: consecutive numbers. The same tensor as
+    # ``positions`` unless rows are trees.
     places: torch.Tensor
+    # The number of keys before the new tokens, int64[B, 1]: a row's first place, except for padding rows.
     starts: torch.Tensor
-    num_keys: int
-    first_slot: int | None
+    num_keys: int  # at least the number of keys that the furthest query sees
+    first_slot: int | None  # None unless the slots are consecutive
+    # For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor.
     sees: torch.Tensor | None
-    kernel: AttentionKernel | None = None
-    only_place: tuple[int, slice] | None = None
-    is_full: bool = False
+    kernel: AttentionKernel | None = None  # None: torch's attention
+    only_place: tuple[int, slice] | None = None  # the slot and the places of a single row
+    is_full: bool = False  # whether every query sees all of the ``num_keys`` keys
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -217,10 +197,7 @@ class SlotRows:
         )
 
     def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write keys, values or features of new tokens, [B, heads, T, dim], to their positions in the KV cache.
-
-        ``stored`` is one tensor of the cache, [num_slots, heads, length, dim].
-        """
+        """Write keys, values or features of new tokens, [B, heads, T, dim], into one tensor of the KV cache."""
         if self.only_place is not None:  # a copy instead of a scatter
             slot, place = self.only_place
             stored[slot, :, place] = new[0]

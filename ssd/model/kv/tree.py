@@ -16,10 +16,7 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether ``parents`` is a draft tree of ``num_tokens`` tokens.
-
-    Each parent is -1, the root, or the index of an earlier token.
-    """
+    """Return whether ``parents`` is a draft tree of ``num_tokens``: each is -1, the root, or an earlier index."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
@@ -40,22 +37,14 @@ def path_to(parents: Parents, node: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
-    """The shapes of the draft trees in one forward pass.
+    """The shapes of the draft trees in one forward pass."""
 
-    Attributes:
-        depths: The depth of each node, int64[B, T].
-        sees: bool[B, T, T]; ``[b, i, j]`` is True if node j is node i or lies on the path to it.
-    """
-
-    depths: Ints
-    sees: npt.NDArray[np.bool_]
+    depths: Ints  # the depth of each node, int64[B, T]
+    sees: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Return the shapes of draft trees from each node's parent, int64[B, T], -1 for the root.
-
-        O(B T^2), in T vectorized steps.
-        """
+        """Return the shapes of draft trees from each node's parent, int64[B, T], -1 for the root. O(B T^2)."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

@@ -87,7 +87,6 @@ def split_keys_of(length: int) -> int:
 
 
 def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
-    """Return the rows of a wide forward pass, limited to ``most`` new positions from ``first`` on; for chains only."""
     return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
 
 
@@ -143,8 +142,6 @@ def _launched(
 
 
 class AttentionTiles(NamedTuple):
-    """The tile sizes of one attention program, and its number of warps."""
-
     queries: int
     keys: int
     dim: int
@@ -153,10 +150,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return tile sizes for attention that almost fit the registers of Hopper GPUs.
-
-    ``num_queries`` is the number of queries of a row and key head.
-    """
+    """Return tile sizes for ``num_queries`` per key head that almost fit the registers of Hopper GPUs."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -166,10 +160,7 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return the number of splits per program that keeps the GPU busy.
-
-    It is a power of two, so that few kernels are compiled, and less than twice ``most_splits``.
-    """
+    """Return the splits per program that keep the GPU busy: a power of two below 2 * ``most_splits``."""
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
     while splits < min(wanted, most_splits):

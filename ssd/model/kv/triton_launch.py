@@ -17,10 +17,7 @@ _gdc = getattr(tl.extra.cuda, "gdc_wait", None)
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Return Triton launch options with which a kernel starts while the previous kernel ends, if the GPU supports it.
-
-    The kernel must call `take_turn` before it reads other kernels' results or writes.
-    """
+    """Return Triton launch options for a kernel that starts while the previous kernel ends and calls `take_turn`."""
     can = device.type == "cuda" and _gdc is not None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"IS_EARLY": True, "launch_pdl": True} if can else {"IS_EARLY": False}
 

@@ -16,10 +16,7 @@ def write_by_triton(
     keys: torch.Tensor, values: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor,
     slots: torch.Tensor, places: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write new keys and values, [B, heads, T, dim], to the positions ``places``, int64[B, T], of their KV cache slots.
-
-    Their last axis is contiguous.
-    """
+    """Write new keys and values, [B, heads, T, dim], to the positions ``places``, int64[B, T], of KV cache slots."""
     batch, heads, width, dim = keys.shape
     value_dim = values.shape[3]
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
@@ -39,10 +36,7 @@ def _write(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys and values of some heads of one new position to the KV cache.
-
-    The grid is (B * T, blocks of heads).
-    """
+    """Write keys and values of some heads of one position to the KV cache. The grid is (B * T, blocks of heads)."""
     position = tl.program_id(0).to(tl.int64)
     row, at = position // width, position % width
     slot, place = tl.load(slots + row), tl.load(places + position)

@@ -21,15 +21,11 @@ class LoraWeights(NamedTuple):
 
 
 class AdapterRows:
-    """The LoRA adapter of each row of the current forward pass, shared by all layers of a model.
-
-    Attributes:
-        count: The number of rows.
-        groups: The adapters' names and the indices of their rows, int64[n]; None if all rows have the same adapter.
-    """
+    """The LoRA adapter of each row of the current forward pass, shared by all layers of a model."""
 
     def __init__(self) -> None:
         self.count = 0
+        # The adapters' names and the indices of their rows, int64[n]; None if all rows have the same adapter.
         self.groups: list[tuple[str, torch.Tensor | None]] = []
 
     @contextmanager
@@ -55,10 +51,7 @@ class AdaptedLinear(nn.Module):
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer and each row's LoRA adapter to x, [rows, ..., in].
-
-        Raises ValueError for another number of rows than `AdapterRows` has.
-        """
+        """Apply the layer and each row's LoRA adapter to x, [rows, ..., in]; raises ValueError for other shapes."""
         out: torch.Tensor = self.base(x)
         for name, indices in self._rows.groups:
             addition = self.lora_weights.get(name)

@@ -40,10 +40,7 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Return a model's decoder layers of known classes of transformers, whose formula `FlatLayer` computes.
-
-    Layers whose ``forward`` has been replaced are left out.
-    """
+    """Return a model's decoder layers whose formula `FlatLayer` computes and whose ``forward`` is transformers'."""
     return [
         module
         for module in model.modules()
@@ -113,10 +110,7 @@ class FlatLayer(ABC):
 
 
 class FlatModel:
-    """A model of `FlatLayer`s that also bypasses transformers' code around the decoder layers.
-
-    ``model`` must fulfil `is_flat`.
-    """
+    """A model of `FlatLayer`s that also bypasses transformers' code around them; ``model`` must fulfil `is_flat`."""
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head
@@ -133,13 +127,8 @@ class FlatModel:
     ) -> torch.Tensor:
         """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
-        Args:
-            tokens: The new tokens.
-            positions: Their positions in the text.
-            rows: The rows of the pass.
-            logits_to_keep: The number of last tokens to compute logits of; 0 is all.
-            layers: The layers whose hidden states are read, numbered as in `FeatureSpec`.
-            hidden: The list to append these hidden states to.
+        ``logits_to_keep`` is the number of last tokens to compute logits of; 0 is all. The hidden states of ``layers``,
+        numbered as in `FeatureSpec`, are appended to ``hidden``.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
@@ -197,10 +186,7 @@ class CpuLayer(FlatLayer):
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Compute the attention output, [B, T, query heads * dim], from the layer's projections and its KV cache.
-
-        ``read`` has the queries, keys and values of each token side by side, [B, T, all heads * dim].
-        """
+        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values side by side."""
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
@@ -254,7 +240,6 @@ def _place(  # pragma: no cover - compiled
 
 @inlined
 def _copy(size: int, source: int, target: int, stride: int, count: int) -> None:
-    """Copy ``count`` numbers of ``size`` bytes each to a target in which they are ``stride`` numbers apart."""
     end = (count - 1) * stride + 1
     if size == 4:
         wide, wide_target = float32_array(source, count), float32_array(target, end)

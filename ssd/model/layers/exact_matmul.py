@@ -26,10 +26,7 @@ _plain = nn.functional.linear
 
 
 def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
-    """Make the matrix products in routers, experts and similar modules batch-invariant; yields each replacement.
-
-    These modules hold matrices and call torch's functions on them; the calls are redirected to our functions.
-    """
+    """Make the matrix products in routers, experts and similar modules batch-invariant; yields each replacement."""
     if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # one call per expert, so that rows can be planned
     for module in model.modules():
@@ -48,10 +45,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module stores the matrices of all experts in one tensor.
-
-    The module around it mixes the experts' outputs, so its functions must be batch-invariant too.
-    """
+    """Return whether a module has one tensor for all experts; its parent then mixes the experts' outputs."""
     return _has_matrices(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 

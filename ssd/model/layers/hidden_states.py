@@ -25,20 +25,12 @@ _MOST_ERROR = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states that a target model stores for a draft head.
+    """The hidden states that a target model stores for a draft head; the fields are those of `Head`."""
 
-    Attributes:
-        layers: The hidden states to read: k is the output of the first k decoder layers, 0 the input of the first
-            layer, FINAL the input of the output layer.
-        combine: Computes the features from the hidden states, as ``ssd.model.heads.networks.Head.combine`` does.
-        size: The number of feature values per position.
-        bytes_per_token: The draft head's own memory per position, without the features.
-    """
-
-    layers: tuple[int, ...]
-    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    size: int
-    bytes_per_token: int = 0
+    layers: tuple[int, ...]  # see `Head.feature_layers`
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]  # see `Head.combine`
+    size: int  # the number of feature values per position
+    bytes_per_token: int = 0  # the draft head's own memory per position, without the features
 
 
 class HiddenStateTap:
@@ -71,9 +63,9 @@ class HiddenStateTap:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the hidden states, [B, T, hidden size] each, of one forward pass inside the context.
+        """Collect the hidden states, [B, T, hidden size], of one forward pass in a list in the order of the layers.
 
-        Yields a list in the order of the requested layers; it is filled when the context ends.
+        The list is filled when the context ends.
         """
         hidden: list[torch.Tensor] = []
         self._is_recording = True

@@ -66,10 +66,7 @@ def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> 
 
 
 def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
-    """Find the memory layout of a weight packed by oneDNN; None if it follows no simple rule.
-
-    ``weight`` [out, in] is the original of ``packed``. O(size).
-    """
+    """Return the memory layout of a weight packed by oneDNN; None if it follows no simple rule. O(size)."""
     num_rows, num_columns = weight.shape
     places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:
@@ -116,10 +113,7 @@ def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor 
 
 
 def _packed_indices(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the memory index of each element of a matrix packed by oneDNN, int64[num_rows, num_columns].
-
-    Returns None if the matrix has too many elements.
-    """
+    """Return the memory index of each element of a matrix packed by oneDNN; None if it has too many elements."""
     size = num_rows * num_columns
     if size >= 1 << _DIGITS * _DIGIT_BITS:
         return None

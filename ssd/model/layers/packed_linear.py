@@ -27,22 +27,17 @@ ModulePlaces = list[tuple[nn.Module, str]]  # The parents of modules in a model,
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights are stored only in oneDNN's packed layout; it cannot be trained.
-
-    Attributes:
-        kind: Inputs, outputs, bias and dtype; layers of one kind share their machine code.
-        rows: The numbers of rows that a product may have.
-        weight: A tensor on the meta device with the shape and type of the weight, for models that look at them.
-    """
+    """A linear layer whose weights are stored only in oneDNN's packed layout; it cannot be trained."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().clone()
-        self.weight = torch.empty_like(weight, device="meta")
+        self.weight = torch.empty_like(weight, device="meta")  # for models that look at its shape and type
         self.packed = pack_weight(weight)
+        # Layers of one kind share their machine code.
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
-        self.rows = RowPlan()
+        self.rows = RowPlan()  # the numbers of rows that a product may have
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rows.least <= x.numel() // self.in_features <= EXACT_ROWS:
@@ -59,7 +54,6 @@ class PackedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the packed weight, including the padding of its blocks."""
         return int(torch.ops.mkldnn._nbytes(self.packed))
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -164,7 +158,6 @@ def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
 
 
 def _restore_linear(layer: Any) -> nn.Linear:
-    """Return an ``nn.Linear`` with the weight of a packed layer in the checkpoint's layout."""
     weight, bias = layer.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

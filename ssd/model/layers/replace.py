@@ -25,10 +25,7 @@ PROBE_LENGTH = 14
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`.
-
-    Each text is computed alone and without a KV cache.
-    """
+    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`, computed alone."""
     return [
         model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
         for row in probe_texts(model)
@@ -84,14 +81,9 @@ def replace_layers(
 ) -> bool:
     """Replace layers of a model by faster ones, and restore all layers if the output changes by more than rounding.
 
-    Returns whether layers were replaced; a second call does nothing. O(weights).
-
-    Args:
-        model: The model or draft head, which is changed in place.
-        kinds: The replacements, in order.
-        expected: The output before the replacement.
-        tolerance: The maximum relative error of the output that is attributed to rounding.
-        compute: Computes the output.
+    The model, or draft head, is changed in place; ``expected`` is its output before, and ``compute`` computes its
+    output. ``tolerance`` is the maximum relative error that is attributed to rounding. Returns whether layers were
+    replaced; a second call does nothing. O(weights).
     """
     replaced: list[Replaced] = []
     try:
@@ -138,10 +130,7 @@ def is_function(module: nn.Module) -> bool:
 
 
 def parents(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that contain other modules.
-
-    It is a list, because modules inside a replaced module disappear with it.
-    """
+    """List the modules that contain other modules, so that these can be replaced during the iteration."""
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 

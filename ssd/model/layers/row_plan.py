@@ -30,23 +30,14 @@ _ROUNDED_RESULTS = 1 << 16
 
 
 class RowPlan(NamedTuple):
-    """The numbers of rows for which a linear layer computes bit-identical matrix products.
-
-    Attributes:
-        least: The minimum number of rows.
-        most: The maximum number of rows.
-        is_exact: Whether all these numbers of rows gave the same bits.
-    """
+    """The numbers of rows for which a linear layer computes bit-identical matrix products: ``least`` to ``most``."""
 
     least: int = 1
     most: int = _MAX_ROWS[0]
-    is_exact: bool = True
+    is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """Apply the matrix product ``compute`` to rows [n, in], padded or split to allowed numbers of rows.
-
-        Returns [n, out].
-        """
+        """Apply the matrix product ``compute`` to rows [n, in], padded or split to allowed numbers of rows."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
@@ -101,7 +92,6 @@ def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: 
 
 
 def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
-    """Return whether a matrix product of ``count`` rows is bit-identical to ``wanted`` at every row position."""
     again = -(-count // len(some))
     rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
     tried = min(-(-numbers // wanted.shape[1]), len(rows) - count + 1)

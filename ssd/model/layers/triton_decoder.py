@@ -69,10 +69,7 @@ class DeviceLayer(FlatLayer):
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
     def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Compute the attention output, [B, T, query heads * dim].
-
-        ``read`` are the queries, keys and values, [B, T, heads * dim] each.
-        """
+        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values, [B, T, heads * dim]."""
         batch, width = angles[0].shape[:2]
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:

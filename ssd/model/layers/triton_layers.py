@@ -21,10 +21,7 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` of tensors [..., n] in one launch; silu(gate) is rounded to the dtype.
-
-    The tensors may be parts of wider ones.
-    """
+    """Compute ``silu(gate) * up`` in one launch, with silu(gate) rounded; the rows may be parts of wider rows."""
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -70,10 +67,7 @@ def _is_gated(module: nn.Module) -> bool:
 def _gate(  # type: ignore[no-untyped-def]
     gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``silu(gate) * up`` for a block of one row; ``out`` is contiguous, [rows, size].
-
-    The grid is (rows, blocks).
-    """
+    """Compute ``silu(gate) * up`` for a block of one row, [rows, size]. The grid is (rows, blocks)."""
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
@@ -189,10 +183,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Apply rotary positions to some heads of one token.
-
-    The grid is (B * T, blocks of query heads + blocks of key heads).
-    """
+    """Rotate some heads of one token. The grid is (B * T, blocks of query heads + blocks of key heads)."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
@@ -214,10 +205,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     x, x_head, out, out_head, cos, sin, block,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Apply rotary positions to a block's heads of one token, x [HEADS, 2 * HALF], and write them to ``out``.
-
-    ``cos`` and ``sin`` are [2 * HALF]; ``out`` may be ``x``.
-    """
+    """Apply rotary positions to a block of heads of one token; ``cos`` and ``sin`` are [2 * HALF]."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     inside = (head < HEADS) & is_pair

@@ -39,8 +39,6 @@ _ASKED = 1024  # the bytes of each row of weights that are prefetched; more byte
 
 
 class MatmulTiles(NamedTuple):
-    """The tile sizes of one program of the matrix product, and the number of pipeline stages."""
-
     rows: int
     outputs: int
     inputs: int
@@ -48,10 +46,7 @@ class MatmulTiles(NamedTuple):
 
 
 def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
-    """Return the tile sizes for a matrix product that were fastest on an H200.
-
-    They use less than 100 KB of shared memory unless ``is_roomy``.
-    """
+    """Return the fastest tile sizes measured on an H200; use less than 100 KB of shared memory unless ``is_roomy``."""
     if dtype == torch.float32:
         return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
@@ -197,7 +192,6 @@ def own_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """Return each `Product` of a model once, although several layers may share it."""
     found = {id(each): each for module in model.modules() if isinstance(each := vars(module).get("product"), Product)}
     return list(found.values())
 

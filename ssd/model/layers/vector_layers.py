@@ -80,11 +80,7 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 def _apply(  # pragma: no cover - compiled
     number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
 ) -> None:
-    """Apply an activation function to arrays of dtype ``kind``, [num_rows, size], given by their addresses.
-
-    The input rows are ``row_bytes`` apart; the output is contiguous. The rows are every ``step``-th row from ``first``
-    on.
-    """
+    """Apply an activation function to every ``step``-th row of an array; arrays are given by their addresses."""
     for row in range(first, num_rows, step):
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
@@ -96,10 +92,8 @@ class FusedNorm(nn.Module):
     """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
     Input and output have the weight's dtype, float32, bfloat16 or float16; the norm is computed in float32. ``offset``
-    is the number that the model adds to the weight, [n].
-
-    Attributes:
-        row_rule: The arguments of `normalise`: the weight's address, whether x is rounded before the product, and eps.
+    is the number that the model adds to the weight, [n]. `row_rule` are arguments of `normalise`: the weight's address,
+    whether x is rounded before the product, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:

@@ -30,15 +30,11 @@ MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
 
 @dataclass(slots=True)
 class Adapters:
-    """The LoRA adapters of one model.
-
-    Attributes:
-        lora_weights: The low-rank weights by the layer's name, then the adapter's name.
-        expected: peft's logits for the texts of `probe_texts`, by adapter; None is the model without an adapter.
-    """
+    """The LoRA adapters of one model."""
 
     names: tuple[str, ...] = ()
-    lora_weights: dict[str, dict[str, LoraWeights]] = field(default_factory=dict)
+    lora_weights: dict[str, dict[str, LoraWeights]] = field(default_factory=dict)  # by layer name and adapter name
+    # Peft's logits for `probe_texts`; None: no adapter.
     expected: dict[str | None, list[torch.Tensor]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

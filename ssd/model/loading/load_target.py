@@ -134,15 +134,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an unmodified Hugging Face causal language model, in evaluation mode on its device.
 
-    Args:
-        name_or_path: The model directory or id.
-        dtype: A name of ``DTYPES``, or "auto": the checkpoint's type on CUDA and for quantized weights, and on a CPU if
-            it is bfloat16 and computes faster, see `faster_type`; else float32.
-        device: A torch device, or "auto": CUDA if there is a GPU.
-        hub: How an id is fetched.
-
-    Raises:
-        ModelError: The model cannot be loaded, or the checkpoint lacks weights. The message says what to do.
+    With "auto", ``dtype`` is the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16
+    and computes faster, see `faster_type`; else float32. With "auto", ``device`` is CUDA if there is a GPU. Raises
+    ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
     """
     hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
@@ -226,19 +220,11 @@ def open_target(
 ) -> Target:
     """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    Args:
-        model: The loaded model.
-        num_slots: The maximum number of KV cache slots; there are fewer if memory is short, see `fit_slots`.
-        max_length: The number of tokens that a slot holds. None: the model's limit, or less if memory is short.
-        max_draft_tokens: The maximum number of draft tokens per step.
-        kv_cache_memory_bytes: The memory for the KV cache.
-        gpu_memory_utilization: Alternatively, the share of all memory that may be in use afterwards. Without both, half
-            of the free memory is used.
-        enforce_eager: Whether no CUDA graphs are captured.
-        adapters: The LoRA adapters that slots may use.
-        tapped: The features of every position that are stored for a draft head.
-        keeps_top: Whether captured passes find the most probable tokens, which other passes do on request.
-        exact: See `verify_batch_invariance`.
+    There are fewer than ``num_slots`` KV cache slots if memory is short, see `fit_slots`. A slot holds ``max_length``
+    tokens; by default the model's limit, or less if memory is short. The KV cache has ``kv_cache_memory_bytes``, or all
+    memory up to the share ``gpu_memory_utilization``, or half of the free memory. ``tapped`` are the hidden states that
+    are stored for a draft head. With ``keeps_top``, CUDA graphs also find the most probable tokens. ``exact`` is
+    described in `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.

@@ -43,14 +43,8 @@ def fit_slots(
 ) -> FittingSlots:
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    Args:
-        num_slots: The maximum number of slots.
-        max_length: The required number of tokens per slot. None: ``limit``, or less if memory is short: slots become
-            shorter first, down to 2,048 tokens, then fewer.
-        limit: The maximum number of tokens per slot.
-        extra: Additional positions per slot.
-        bytes_per_token: The size of the KV cache per token.
-        usable_bytes: The available memory.
+    Each slot has ``max_length`` tokens, and ``extra`` positions. If ``max_length`` is None, slots have ``limit``
+    tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -136,7 +130,6 @@ def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
 
 
 def _memory_bytes(meminfo: Path, name: str) -> int:
-    """Return a value of /proc/meminfo in bytes, for example MemAvailable."""
     for line in _lines(meminfo):
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -105,9 +105,8 @@ def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
     for product, sizes, members in packed.values():
         size, _, has_bias, dtype = product.kind
-        read_by = readers.get(
-            id(product.packed), []
-        )  # tied embeddings; only a layer that is not joined with others has them
+        # Tied embeddings; only a layer that is not joined with others has them.
+        read_by = readers.get(id(product.packed), [])
         also = [path for reader in read_by for path in paths[id(reader)]]
         places = [_stored_weight(members[i] + also, "weight", (count, size), dtype) for i, count in enumerate(sizes)]
         if has_bias:
@@ -129,7 +128,6 @@ def _stored_weight(paths: Sequence[str], name: str, shape: Sequence[int], dtype:
 
 
 def _state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the state dict entries of a module without those of its submodules."""
     yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:

@@ -82,7 +82,6 @@ def tune_threads(target: Target) -> int:
 
 
 def _time_pass(target: Target, width: int) -> float:
-    """Return the seconds of one forward pass over ``width`` tokens after a short text."""
     length = max(1, min(_CONTEXT, target.max_length - max(_WIDTHS)))
     width = min(width, target.max_length - length)
     if not target.length(0):

@@ -27,19 +27,12 @@ _WIDTHS = (1, 5, 9, 3)
 
 
 class GraphVariant(NamedTuple):
-    """A combination of graph capture, attention kernel and sampling kernel for fixed-shape forward passes.
-
-    Attributes:
-        name: The name in logs.
-        make_capture: Creates the capture function; it may raise if the device does not support it.
-        kernel: The attention kernel. None: torch's attention.
-        sampler: The sampling kernel. None: passes do not sample.
-    """
+    """A combination of graph capture, attention kernel and sampling kernel for fixed-shape forward passes."""
 
     name: str
-    make_capture: Callable[[], CaptureFunction]
-    kernel: AttentionKernel | None = None
-    sampler: Sampler | None = None
+    make_capture: Callable[[], CaptureFunction]  # may raise if the device does not support it
+    kernel: AttentionKernel | None = None  # None: torch's attention
+    sampler: Sampler | None = None  # None: passes do not sample
 
 
 def attach_cuda_graphs(
@@ -123,7 +116,6 @@ def measure_graph_error(target: SlotRunner) -> float:
 
 
 def _list_variants(device: torch.device, enforce_eager: bool) -> Iterator[GraphVariant]:
-    """Yield the CUDA graph variants to try on this device, the fastest first."""
     kernel: AttentionKernel | None = None
     with suppress(ImportError):  # triton comes with CUDA builds of torch; without it, torch computes attention
         from ssd.model.kv.triton_attention import triton_attention as kernel

@@ -40,15 +40,9 @@ def score_batched(
 ) -> Pairs:
     """Compute the logits of texts in batched forward passes of different widths per row, for comparison.
 
-    The slots hold the beginning of each text, and are left empty. Returns the computed and the expected logits.
-
-    Args:
-        target: The target.
-        slots: The slot of each text.
-        texts: The texts, int64[n] each.
-        expected: The expected logits of each text's last positions.
-        widths: The widths of the passes, used in rotation.
-        after_wrong: Whether a pass over a wrong draft, which is rolled back, precedes each pass.
+    The slots hold the beginning of each text, and are left empty. ``expected`` are the logits of each text's last
+    positions. The passes have the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft, which is
+    rolled back, precedes each pass. Returns the computed and the expected logits.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0
@@ -80,9 +74,9 @@ def score_as_trees(
     random: np.random.Generator,
     most_nodes: int = 2 * _TREE_WIDTH,
 ) -> Pairs:
-    """Compute the logits of a text as the accepted path of draft trees with random other nodes, for comparison.
+    """Compute a text's logits as the accepted path of random draft trees, for comparison with ``expected``.
 
-    The slot holds the beginning of the text, and is left empty. Returns the computed and the ``expected`` logits.
+    The slot holds the beginning of the text, and is left empty.
     """
     found, first, width = Pairs(), target.length(slot), min(_TREE_WIDTH, most_nodes)
     for place in range(first, len(text), width):
@@ -104,8 +98,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest relative error of several pairs of computed and expected logits.
-
-    It is the norm of the difference divided by the norm of the expected logits.
-    """
+    """Return the largest norm of a difference of logits divided by the norm of the expected logits."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

@@ -123,22 +123,13 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """The model runner that was selected.
+    """The fastest model runner that reproduces the model's own logits."""
 
-    Attributes:
-        kind: The runner's class: a subclass of ``Target`` constructed from (model, num_slots, max_length).
-        reason: Why the model does not run with slot attention; empty if it does.
-        bytes_per_token: The size of the KV cache per token. Runners with one cache per row grow it; space for all slots
-            is reserved nevertheless.
-        bytes_per_slot: The size of a slot's recurrent state, which does not grow.
-        tolerance: The maximum relative error of logits that is attributed to rounding.
-    """
-
-    kind: Any
-    reason: str = ""
-    bytes_per_token: int = 0
-    bytes_per_slot: int = 0
-    tolerance: float = MOST_CHANGE
+    kind: Any  # a subclass of ``Target`` constructed from (model, num_slots, max_length)
+    reason: str = ""  # why the model does not run with slot attention
+    bytes_per_token: int = 0  # the size of the KV cache; space for all slots is reserved even if the cache grows
+    bytes_per_slot: int = 0  # the size of a recurrent state, which does not grow
+    tolerance: float = MOST_CHANGE  # the maximum relative error of logits that is attributed to rounding
 
 
 def select_runner(model: PreTrainedModel) -> RunnerChoice:
@@ -183,10 +174,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
 
 
 def _measure_memory(kind: type[SequentialRunner], model: PreTrainedModel) -> tuple[int, int]:
-    """Return a runner's bytes per token and bytes per slot, measured at two lengths.
-
-    The bytes per slot include a checkpoint of the recurrent state.
-    """
+    """Return a runner's bytes per token and per slot, with a checkpoint of the state, measured at two lengths."""
     target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
     target.prefill([0], np.ones((1, few), np.int64), [few])
     of_few = target.slot_bytes(0)
@@ -214,7 +202,6 @@ def _try_slot_runner(model: PreTrainedModel, expected: list[torch.Tensor], limit
 
 
 def _try_runner(kind: type[SequentialRunner], model: PreTrainedModel, expected: list[torch.Tensor]) -> float:
-    """Return the relative error of a model runner's logits; infinite if the runner fails."""
     try:
         error = measure_error(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
     except Exception as failure:

@@ -42,7 +42,6 @@ class SequentialRunner(Target):
         self._lengths[slot] = length
 
     def slot_bytes(self, slot: int) -> int:
-        """Return the current size of one sequence's cache in bytes."""
         return sum(tensor.nbytes for tensor in _iterate_tensors(self._caches[slot], set()))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
@@ -57,7 +56,6 @@ class SequentialRunner(Target):
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """Run the forward passes over one sequence's new tokens, int64[n]; returns logits [n or fewer, V]."""
         return self._read(slot, tokens, **kwargs)
 
     def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
@@ -72,7 +70,6 @@ class SequentialRunner(Target):
         return logits
 
     def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Run the model on token ids, int64[1, n], with the slot's cache, and update the cache."""
         logits: torch.Tensor = self.model(
             input_ids=ids, use_cache=True, past_key_values=self._caches[slot], **kwargs
         ).logits[0]
@@ -187,8 +184,6 @@ class RecurrentRunner(SequentialRunner):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checkpoint:
-    """A copy of a recurrent state and the number of tokens that the state has read."""
-
     num_tokens: int
     state: Any
 

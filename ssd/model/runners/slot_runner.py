@@ -27,11 +27,8 @@ class SlotRunner(Target):
     """A model runner that computes all sequences in one batched forward pass over the slot KV cache.
 
     The model must call our attention function, which replaces its own. ``max_width`` is the maximum number of positions
-    per row of a pass with rows of different lengths; padding may be written up to this width.
-
-    Attributes:
-        graph_runner: Runs scored passes as CUDA graphs. None: every pass is launched eagerly.
-        recapture_graphs: Captures the CUDA graphs again; call it after the model's computation has changed.
+    per row of a pass with rows of different lengths; padding may be written up to this width. Call ``recapture_graphs``
+    after the model's computation has changed.
     """
 
     backend = "slot attention"
@@ -160,10 +157,7 @@ class SlotRunner(Target):
         return self._adapter_rows.assign([self.adapters[slot] for slot in slots], self.device)
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        """Run the model over new tokens, int64[B, T], without changing the slots' lengths; return their logits.
-
-        These are [B, T, V], or fewer positions if only the last logits are requested.
-        """
+        """Run the model over new tokens, int64[B, T], without changing the slots' lengths; returns their logits."""
         tapped, hidden = self._feature_spec, list[torch.Tensor]()
         # Padding may point past the model's last position, where learned position embeddings have no row.
         positions = rows.positions.clamp_max(self.max_length - 1)

@@ -91,10 +91,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """Return each token's probability mass for top-p as an integer, int64[N, V], from ``scores`` [N, V].
-
-    The most probable token has the mass `MASS_OF_ONE`.
-    """
+    """Return each token's probability mass for top-p as an integer; the most probable one has `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):
@@ -206,10 +203,7 @@ def _best_kept(
     floor: Float,
     found: TokenIds,
 ) -> int:
-    """Return the argmax of scores plus Gumbel noise among the tokens that top-k, top-p and min-p keep.
-
-    It is searched among as many of the highest scores as needed.
-    """
+    """Return the argmax of scores plus Gumbel noise among the tokens that top-k, top-p and min-p keep."""
     is_top_k, is_top_p = top_k < len(scores), top_p < 1.0
     wanted = top_p * np.float64(mass)
     lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of top-k's mass
@@ -323,17 +317,11 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRules:
-    """A request's logit bias and allowed tokens as tensors for one vocabulary on one device; immutable.
+    """A request's logit bias and allowed tokens as tensors for one vocabulary on one device; immutable."""
 
-    Attributes:
-        bias_ids: The token ids with a bias, int64[n].
-        bias: The biases, float32[n], added to the tokens' logits.
-        allowed: Whether each token is allowed, bool[V]. None: all tokens are allowed.
-    """
-
-    bias_ids: torch.Tensor
-    bias: torch.Tensor
-    allowed: Mask | None
+    bias_ids: torch.Tensor  # the token ids with a bias, int64[n]
+    bias: torch.Tensor  # added to the tokens' logits, float32[n]
+    allowed: Mask | None  # bool[V]; None: all tokens
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:

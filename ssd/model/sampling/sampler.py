@@ -24,15 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """The Gumbel noise with which a forward pass samples tokens on the device.
+    """The Gumbel noise with which a forward pass samples tokens on the device."""
 
-    Attributes:
-        keys: The noise keys, uint64[B, T], from `SequenceNoise.keys`.
-        temperatures: float32[B, T]; 0 selects the most probable token.
-    """
-
-    keys: UInt64
-    temperatures: npt.NDArray[np.float32]
+    keys: UInt64  # uint64[B, T], from `SequenceNoise.keys`
+    temperatures: npt.NDArray[np.float32]  # [B, T]; 0 selects the most probable token
 
 
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -62,7 +57,6 @@ def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.T
 
 
 def _signed(constant: int) -> int:
-    """Return an unsigned 64-bit constant as a signed integer with the same bits, which torch requires."""
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
@@ -72,10 +66,7 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that samples tokens, int64[N], from logits [N, V], noise keys int64[N] and temperatures float32[N].
-
-It returns the argmax of `noisy_scores`.
-"""
+"""A function that returns the argmax of `noisy_scores` for logits, noise keys and temperatures: int64[N]."""
 
 _MOST_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
 
@@ -158,14 +149,8 @@ def host_tokens(
     """Sample tokens on a CPU with temperature, top-k, top-p, min-p and Gumbel noise: int64[sum(counts)].
 
     The result is the argmax of `truncated_scores` plus the noise of each key, the first of equal tokens. Usually O(V)
-    per position.
-
-    Args:
-        logits: [B, T, V], any float dtype, on a CPU.
-        rows: The rows to sample; results are in this order.
-        counts: The number of positions of each of ``rows``, from the first one on.
-        params: The sampling parameters of each of ``rows``, with temperature > 0.
-        keys: uint64[sum(counts)].
+    per position. ``params`` are the sampling parameters of each of ``rows``, with temperature > 0; the other arguments
+    are those of `choose_rows`.
     """
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         logits = logits[list(rows), : max(counts)].float()
@@ -277,20 +262,12 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of one token, and its most probable alternatives.
-
-    Attributes:
-        token_id: The token.
-        logprob: Its log-probability.
-        rank: Its rank; 1 for the most probable token.
-        top: (token id, log-probability) of the most probable tokens, best first; they need not include the token
-            itself.
-    """
+    """The log-probability of one token, and its most probable alternatives."""
 
     token_id: int
     logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    rank: int  # 1 for the most probable token
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), best first; may lack the token itself
 
 
 @torch.inference_mode()
@@ -312,7 +289,6 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
 
 
 def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
-    """Start a copy of a tensor to the host, which may not be complete on return."""
     if given is None:
         return None
     return torch.empty(given.shape, dtype=given.dtype, pin_memory=given.is_cuda).copy_(given, non_blocking=True)
@@ -320,22 +296,13 @@ def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """The logits of a forward pass and the tokens that it sampled; valid until the next pass of the same target.
+    """The logits of a forward pass and the tokens that it sampled; valid until the next pass of the same target."""
 
-    Attributes:
-        logits: [B, T, V], any float dtype; ``[b, t]`` predicts the token after the t-th input token of row b.
-        sampled: The sampled tokens, int64[B, T]: by ``noise``, else the most probable tokens. None: the pass sampled
-            none.
-        noise: The noise that the pass used.
-        packed_top: The most probable tokens, see `packed_top`. None: the pass did not search for them.
-        copied: An event that is recorded when the tokens are on the host, see `start_copy_to_host`.
-    """
-
-    logits: torch.Tensor
-    sampled: torch.Tensor | None = None
+    logits: torch.Tensor  # [B, T, V], any float dtype; [b, t] predicts the token after the t-th input token of row b
+    sampled: torch.Tensor | None = None  # int64[B, T]: by ``noise``, else the most probable tokens
     noise: Noise | None = None
-    packed_top: torch.Tensor | None = None
-    copied: torch.cuda.Event | None = None
+    packed_top: torch.Tensor | None = None  # see `packed_top`; None: the pass did not search for them
+    copied: torch.cuda.Event | None = None  # an event, recorded when the tokens are on the host
 
     def start_copy_to_host(self) -> PassOutput:
         """Start copying the sampled tokens to the host, where later forward passes do not overwrite them.
@@ -355,10 +322,7 @@ class PassOutput:
             self.copied.synchronize()
 
     def top(self, counts: Sequence[int]) -> TopTokens:
-        """Return the most probable tokens at the first ``counts[b]`` positions of each row, by the model's logits.
-
-        They are computed now unless the pass computed them. O(positions V).
-        """
+        """Return the most probable tokens at the first ``counts[b]`` positions of each row. O(positions V)."""
         return top_tokens(self.logits, counts) if self.packed_top is None else unpack_top(self.packed_top)
 
     def row(self, b: int) -> PassOutput:

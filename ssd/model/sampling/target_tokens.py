@@ -58,13 +58,11 @@ def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 # Padding positions are skipped, because they would cost as much as the tokens of a short draft.
 def _position_indices(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return the row index and the position index of each position of the selected rows."""
     counts = [rows[b].width for b in picks]
     return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
 
 
 def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Sample tokens at all positions of the selected rows with Gumbel noise, and return them in order."""
     keys = np.concatenate([rows[b].noise_keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
@@ -85,10 +83,7 @@ def _is_sampled(row: SamplingRow, b: int, noise: Noise | None) -> bool:
 
 
 def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return the logits, [B, T, V], after bias, penalties and forbidden tokens of each row, see `apply_prefix_rules`.
-
-    Returns the same tensor if no row has such rules.
-    """
+    """Return logits, [B, T, V], after bias, penalties and forbidden tokens; the same tensor if no row has any."""
     ruled = [b for b, row in enumerate(rows) if has_rules(row)]
     if ruled:
         logits = logits.clone()
@@ -103,10 +98,7 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
 
 
 def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
-    """Return a copy of ``row`` that samples only the token after ``node`` of a draft tree.
-
-    The path to the node counts as output.
-    """
+    """Return a copy of ``row`` that samples only the token after a node of a draft tree, with its path as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
@@ -165,10 +157,7 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return each token's integer probability mass for top-p, int64[N, V].
-
-    It is bit-identical to `masses_of` on a CPU, and equal up to rounding elsewhere.
-    """
+    """Return `masses_of` as int64[N, V]; bit-identical to it on a CPU, equal up to rounding elsewhere."""
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
@@ -180,7 +169,6 @@ def depends_on_prefix(params: SamplingParams) -> bool:
 
 
 def _has_request_rules(params: SamplingParams) -> bool:
-    """Return whether the request has a bias, penalties or other rules that apply to all of its output."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty

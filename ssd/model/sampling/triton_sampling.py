@@ -91,10 +91,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select for each row the token of the vocabulary split with the largest score; ties go to the first split.
-
-    The tokens are written to ``out``, int64[N]. The grid is (N,).
-    """
+    """Write for each row the token of the split with the largest score to ``out``, int64[N]. The grid is (N,)."""
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
@@ -148,10 +145,7 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select a row's most probable tokens among those of its blocks: ``out``, int32[N, 2, COUNT], ids and logit bits.
-
-    The grid is (N,).
-    """
+    """Select a row's most probable tokens among those of its blocks: ids and logit bits. The grid is (N,)."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     best = tl.load(found + row * size + at, mask=at < size, other=_LEAST)
     out += row * 2 * COUNT
