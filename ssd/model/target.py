@@ -116,7 +116,7 @@ class Target(ABC):
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Run a forward pass over ``counts[b]`` recorded tokens of each slot; returns logits [B, T or fewer, V]."""
+        """Run a forward pass over ``counts[b]`` new tokens of each slot; returns logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(

@@ -111,10 +111,8 @@ class PassBuffers:
         tokens, positions, places, keys, temperatures, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
         grid = (b, shape.width)
         sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
-        rows = SlotRows(
-            kv_cache, slots, positions.view(grid), places.view(grid), starts.view(b, 1), shape.num_keys, None, sees,
-            kernel,
-        )  # fmt: skip
+        positions, places, starts = positions.view(grid), places.view(grid), starts.view(b, 1)
+        rows = SlotRows(kv_cache, slots, positions, places, starts, shape.num_keys, None, sees, kernel)
         return PassInputs(tokens.view(grid), rows, keys, temperatures.view(torch.float32)[:n])
 
     def fill(

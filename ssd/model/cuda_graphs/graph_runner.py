@@ -38,7 +38,7 @@ _CAPTURING = threading.Lock()
 
 
 def run_eagerly(run_pass: PassFunction) -> PassFunction:
-    """Return a forward-pass function unchanged: a `CaptureFunction` that captures no CUDA graph."""
+    """Return a function that runs a forward pass unchanged, so that it runs eagerly instead of as a CUDA graph."""
     return run_pass
 
 

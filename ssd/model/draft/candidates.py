@@ -63,9 +63,14 @@ def best_candidates(
 
 @kernel
 def _favour(
-    token_ids: Ints, logs: Floats, is_sampled: npt.NDArray[np.bool_], keys: UInt64,
-    top_k: Ints, top_p: Floats, min_p: Floats,
-) -> None:  # fmt: skip
+    token_ids: Ints,
+    logs: Floats,
+    is_sampled: npt.NDArray[np.bool_],
+    keys: UInt64,
+    top_k: Ints,
+    top_p: Floats,
+    min_p: Floats,
+) -> None:
     """Sort the candidate tokens of sampled requests by score plus Gumbel noise instead of probability, in place.
 
     Their log-probabilities become acceptance probabilities given the noise. Tokens that top-k, top-p or min-p drop are

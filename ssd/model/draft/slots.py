@@ -86,9 +86,10 @@ class TextSlots(ABC):
         return state
 
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
-        """Read the new tokens of each context, up to a token budget; the next calls continue where it is exhausted.
+        """Read the new tokens of each request's context into its KV cache slot, up to a token budget per call.
 
-        Returns the indices of the contexts that have been read completely, and the logits and states after them.
+        The next calls read the rest. Returns the indices of the contexts that have been read completely, and the logits
+        and states after them.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -158,7 +159,7 @@ class TextSlots(ABC):
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Run a forward pass over the next ``counts[r]`` tokens of each context; return its logits and states."""
+        """Read the next ``counts[r]`` tokens of each request's context; with ``skims`` the results are not needed."""
 
 
 class ModelSlots(TextSlots):

@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return the tensor names that match the first expression; empty if the tensors have another format."""
+        """Return the names of a checkpoint's tensors that identify this format; empty if it has another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -66,7 +66,7 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Assign a checkpoint's tensors to a draft head; ``names`` maps our prefixes of names to the checkpoint's."""
+    """Assign a checkpoint's tensors to a draft head; ``names`` translates the prefixes of their names."""
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
@@ -84,10 +84,21 @@ _MOST_LAYERS_READ = 16
 _MOST_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
 # The fields of a configuration that determine the head's decoder layer.
 _FIELDS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size",
-    "attention_bias", "mlp_bias",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+)
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
@@ -154,10 +165,13 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     layers = _feature_layers(target, listed, 0 if names else 1)
     with torch.device("meta"):
         head = Eagle3Head(
-            shape, embed, layers, target_hidden_size=own.hidden_size,
+            shape,
+            embed,
+            layers,
+            target_hidden_size=own.hidden_size,
             draft_vocab_size=None if mapping is None else len(mapping),
             norm_before_residual=bool(config.get("norm_before_residual")),
-        )  # fmt: skip
+        )
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
@@ -166,7 +180,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's id of each draft token, int64[Vd], or None; the checkpoint stores differences of ids."""
+    """Return the target's id of each draft token from the id differences in the checkpoint; None without them."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -202,7 +216,7 @@ def _embeddings(
 
 
 def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Return the target layers that an EAGLE-3 head reads: ``before`` + those ``listed``, or the usual three."""
+    """Return the numbers of the target layers that an EAGLE-3 head reads; three usual ones if none are ``listed``."""
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
@@ -244,9 +258,13 @@ _ALONE = "model.layers.0."
 
 
 def _mtp(
-    config: Config, tensors: Tensors, target: PreTrainedModel, projects: Matches, parts: tuple[str, ...],
+    config: Config,
+    tensors: Tensors,
+    target: PreTrainedModel,
+    projects: Matches,
+    parts: tuple[str, ...],
     hidden_first: bool = False,
-) -> Head:  # fmt: skip
+) -> Head:
     """Build a draft head from a module for multi-token prediction (MTP).
 
     If there are several modules, each trained for one token ahead, the first module drafts all tokens. ``projects`` are
@@ -271,9 +289,14 @@ def _mtp(
     fitting = (each for each in layers if all(name in tensors for name in shapes_of(each.layer, at)))
     like = next(fitting, layers[0])
     head = FusedHead(
-        target, like.layer, like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
+        target,
+        like.layer,
+        like.config,
+        layer_type=like.layer_type,
+        norm=like.norm,
+        has_last_norm=bool(last),
         hidden_first=hidden_first,
-    )  # fmt: skip
+    )
     return _fill_head(head, tensors, names, target)
 
 
@@ -284,39 +307,46 @@ _MIMO = "model.mtp_layers.0."
 LAYOUTS: tuple[Layout, ...] = (
     Layout("EAGLE-3 (fc, midlayer)", (r"fc\.weight", r"midlayer\..*"), partial(_eagle3, names={})),
     Layout(
-        "speculators, eagle3 (fc, layers.0 with hidden_norm)", (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
+        "speculators, eagle3 (fc, layers.0 with hidden_norm)",
+        (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
         partial(_eagle3, names={"midlayer.": "layers.0."}),
     ),
     # EAGLE-3 has a midlayer, a reduced vocabulary, or norms before the attention of its first layer.
     Layout(
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
-        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), _eagle,
+        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"),
+        _eagle,
         without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
     ),
     # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last layer of each
     # head is its output layer; heads of later versions have none and use the target's.
     Layout(
         "Medusa (0.0.linear.weight)",
-        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",), _medusa,
+        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",),
+        _medusa,
     ),
     # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py and ernie_mtp.py. The stored embeddings and output
     # layer are copies of the target's, according to DeepSeek's paper, and are not read.
     Layout(
-        "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", (r"model\.layers\.(\d+)\.eh_proj\.weight",),
+        "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)",
+        (r"model\.layers\.(\d+)\.eh_proj\.weight",),
         partial(_mtp, parts=(_N, f"{_N}enorm.", f"{_N}hnorm.", f"{_N}shared_head.norm.")),
     ),
     Layout(
-        "MTP module of MiMo (model.mtp_layers.0.input_proj)", (r"model\.mtp_layers\.0\.input_proj\.weight",),
+        "MTP module of MiMo (model.mtp_layers.0.input_proj)",
+        (r"model\.mtp_layers\.0\.input_proj\.weight",),
         partial(
-            _mtp, hidden_first=True,
+            _mtp,
+            hidden_first=True,
             parts=(_MIMO, *(f"{_MIMO}{name}_layernorm." for name in ("token", "hidden", "final"))),
         ),
     ),
     Layout(
-        "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)", (r"model\.mtp_linear_proj\.0\.weight",),
+        "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)",
+        (r"model\.mtp_linear_proj\.0\.weight",),
         partial(_mtp, parts=("model.mtp_block.0.", "model.mtp_emb_norm.0.", "model.mtp_hidden_norm.0.")),
     ),
-)  # fmt: skip
+)
 
 _LENGTH, _SHOWN = 2, 6
 

@@ -125,9 +125,17 @@ class FusedHead(Head):
     """
 
     def __init__(
-        self, target: PreTrainedModel, layer: nn.Module, config: Any, *, layer_type: str | None = None,
-        norm: nn.Module | None = None, has_last_norm: bool = False, bias: bool = False, hidden_first: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        target: PreTrainedModel,
+        layer: nn.Module,
+        config: Any,
+        *,
+        layer_type: str | None = None,
+        norm: nn.Module | None = None,
+        has_last_norm: bool = False,
+        bias: bool = False,
+        hidden_first: bool = False,
+    ) -> None:
         super().__init__()
         size: int = target.config.get_text_config().hidden_size
         self.feature_layers, self.feature_size, self.config = (FINAL,), size, config

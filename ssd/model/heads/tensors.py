@@ -110,7 +110,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Return the names of each expert's tensors in the stack ``name``; empty if there is no such stack."""
+        """Return the names of the tensors that form the stacked tensor ``name``, by expert; empty if there are none."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
@@ -133,7 +133,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def read_positive(config: Config, name: str) -> int | None:
-    """Return a positive integer of a draft head's config.json, None if it is missing; raises ModelError."""
+    """Return a positive integer of a draft head's config.json, or None; raises ModelError for other values."""
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
         raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a positive integer is expected")
@@ -141,7 +141,7 @@ def read_positive(config: Config, name: str) -> int | None:
 
 
 def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:
-    """Raise ModelError if one of these fields differs between the configurations of draft head and target."""
+    """Raise ModelError if one of the ``fields`` of a draft head's configuration differs from the target's."""
     own = target.config.get_text_config()
     for field in fields:
         wanted, found = getattr(own, field, None), read_positive(config, field)
@@ -153,7 +153,7 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
 
 
 def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Read the tensors with these names and shapes; raises ModelError that names a missing or wrong tensor."""
+    """Read a checkpoint's tensors by names and expected shapes; raises ModelError that names a wrong tensor."""
     require_tensors(tensors, shapes)
     found = {name: tensors[name] for name in shapes}
     for name, tensor in found.items():
@@ -185,9 +185,8 @@ def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreT
     """Assign tensors to a draft head on the meta device, with the target's dtype (except buffers) and device."""
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
-        name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))
-        for name, tensor in tensors.items()
-    }  # fmt: skip
+        name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype)) for name, tensor in tensors.items()
+    }
     head.load_state_dict(state, assign=True)
     if head.rotary is not None:
         head.set_rotary(head.config, target.device)  # they were created without data on the meta device

@@ -30,6 +30,8 @@ _QUERIES = 16  # the number of queries that are computed together and share the 
 _wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
 _column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
 _HUGE = 1 << 62
+Rows = npt.NDArray[np.float32]
+Strided = tuple[int, int, int, int]  # an address, and the strides of three axes in bytes
 
 
 def cpu_attention(
@@ -52,18 +54,14 @@ def cpu_attention(
     blocks = -(-heads // kv_heads * width // _QUERIES)
     tasks = batch * kv_heads * blocks
     size = query.itemsize
-    arguments = (
-        KINDS[str(query.dtype)],
-        query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size,
-        stored_keys.data_ptr(), stored_keys.stride(0) * size, stored_keys.stride(1) * size,
-        stored_keys.stride(3) * size,
-        stored_values.data_ptr(), stored_values.stride(0) * size, stored_values.stride(1) * size,
-        stored_values.stride(2) * size,
-        out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(),
-        0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr(),
-        batch, kv_heads, heads // kv_heads, width, dim, value_dim,
-        scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
-    )  # fmt: skip
+    queries = query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size
+    key, value = [each * size for each in stored_keys.stride()], [each * size for each in stored_values.stride()]
+    keys, values = (stored_keys.data_ptr(), key[0], key[1], key[3]), (stored_values.data_ptr(), *value[:3])
+    masks = 0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr()
+    arrays = out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(), *masks
+    sizes = batch, kv_heads, heads // kv_heads, width, dim, value_dim
+    limits = scale, window or _HUGE, chunk or _HUGE, softcap or 0.0
+    arguments = KINDS[str(query.dtype)], queries, keys, values, arrays, sizes, limits
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
     run_parallel(_attend, arguments, tasks, work, torch.get_num_threads)
     return out
@@ -99,20 +97,43 @@ def _add_product(  # pragma: no cover - compiled
         row += some
 
 
+@inlined
+def _add_values(  # pragma: no cover - compiled
+    kind: int, rows: int, scores: Rows, values: tuple[int, int], found: Rows, q: int, key: int, at: int, count: int
+) -> None:
+    """Add ``count`` weighted values to the attention output of ``rows`` queries from query q on.
+
+    The weights are the scores from index ``key`` on, and the values those from position ``at`` on; ``values`` are an
+    address and the bytes between positions.
+    """
+    weights, given = scores[q].ctypes.data + key * 4, values[0] + at * values[1]
+    row, out, out_row = scores.strides[0], found[q].ctypes.data, found.strides[0]
+    _add_product(kind, rows, found.shape[1] // LANES, weights, row, given, values[1], out, out_row, count)
+
+
 @kernel
 def _attend(  # pragma: no cover - compiled
-    kind: int, query: int, query_row: int, query_head: int, query_position: int,
-    keys: int, key_slot: int, key_head: int, key_number: int,
-    values: int, value_slot: int, value_head: int, value_position: int,
-    out: int, slots: int, starts: int, positions: int, sees: int, sinks: int,
-    batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
-    scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
-) -> None:  # fmt: skip
+    kind: int,
+    queries: Strided,
+    stored_keys: Strided,
+    stored_values: Strided,
+    arrays: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
+    limits: tuple[float, int, int, float],
+    first_task: int,
+    step: int,
+) -> None:
     """Compute the attention of every ``step``-th task from ``first_task`` on, so that threads can share the tasks.
 
     A task consists of up to 16 queries of one row and key head. Its query q is that of position q // groups and of the
     (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
     """
+    query, query_row, query_head, query_position = queries
+    keys, key_slot, key_head, key_number = stored_keys
+    values, value_slot, value_head, value_position = stored_values
+    out, slots, starts, positions, sees, sinks = arrays
+    batch, kv_heads, groups, width, dim, value_dim = sizes
+    scale, window, chunk, softcap = limits
     size = 2 if kind else 4
     slot_of, start_of = int64_array(slots, batch), int64_array(starts, batch)
     num_queries = width * groups
@@ -130,10 +151,8 @@ def _attend(  # pragma: no cover - compiled
         low, high = start + width, 0
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
-            to_float32(
-                kind, query + row * query_row + head * query_head + at * query_position,
-                scaled_queries[q].ctypes.data, dim, np.float32(scale),
-            )  # fmt: skip
+            given = query + row * query_row + head * query_head + at * query_position
+            to_float32(kind, given, scaled_queries[q].ctypes.data, dim, np.float32(scale))
             position = stands[at]
             lows[q] = max(0, position - window + 1, position - position % chunk)
             highs[q] = position + 1
@@ -147,12 +166,14 @@ def _attend(  # pragma: no cover - compiled
         check_memory(key_at + (dim - 1) * key_number, vectors * LANES * size)
         check_memory(value_at + (high - 1) * value_position, value_vectors * LANES * size)
         scores = np.zeros((count, vectors * LANES), np.float32)
-        scores_row, queries_row, found_row = scores.strides[0], scaled_queries.strides[0], found.strides[0]
+        row_values = value_at, value_position
+        scores_row, queries_row = scores.strides[0], scaled_queries.strides[0]
         for vector in range(0, vectors, TILE_VECTORS):
+            wide, given = min(TILE_VECTORS, vectors - vector), key_at + vector * LANES * size
+            target = scores.ctypes.data + vector * LANES * 4
             _add_product(
-                kind, count, min(TILE_VECTORS, vectors - vector), scaled_queries.ctypes.data, queries_row,
-                key_at + vector * LANES * size, key_number, scores.ctypes.data + vector * LANES * 4, scores_row, dim,
-            )  # fmt: skip
+                kind, count, wide, scaled_queries.ctypes.data, queries_row, given, key_number, target, scores_row, dim
+            )
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
             own = scores[q]
@@ -186,25 +207,14 @@ def _attend(  # pragma: no cover - compiled
                 until = min(highs[each], start) if sees else highs[each]
                 first = min(from_key, until)
                 if first > lows[each]:
-                    _add_product(
-                        kind, 1, value_vectors, scores[each].ctypes.data + (lows[each] - base) * 4, scores_row,
-                        value_at + lows[each] * value_position, value_position, found[each].ctypes.data, found_row,
-                        first - lows[each],
-                    )  # fmt: skip
+                    key = lows[each]
+                    _add_values(kind, 1, scores, row_values, found, each, key - base, key, first - key)
             if from_key < to_key:
-                _add_product(
-                    kind, some, value_vectors, scores[q].ctypes.data + (from_key - base) * 4, scores_row,
-                    value_at + from_key * value_position, value_position, found[q].ctypes.data, found_row,
-                    to_key - from_key,
-                )  # fmt: skip
+                _add_values(kind, some, scores, row_values, found, q, from_key - base, from_key, to_key - from_key)
                 for each in range(q, q + some):
                     until = min(highs[each], start) if sees else highs[each]
                     if until > to_key:
-                        _add_product(
-                            kind, 1, value_vectors, scores[each].ctypes.data + (to_key - base) * 4, scores_row,
-                            value_at + to_key * value_position, value_position, found[each].ctypes.data, found_row,
-                            until - to_key,
-                        )  # fmt: skip
+                        _add_values(kind, 1, scores, row_values, found, each, to_key - base, to_key, until - to_key)
             q += some
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
@@ -214,16 +224,11 @@ def _attend(  # pragma: no cover - compiled
                 for node in range(width):
                     if seen[node]:
                         if start + depth >= lows[q]:
-                            _add_product(
-                                kind, 1, value_vectors, scores[q].ctypes.data + (start + depth - base) * 4, scores_row,
-                                value_at + (start + node) * value_position, value_position, found[q].ctypes.data,
-                                found_row, 1,
-                            )  # fmt: skip
+                            key = start + depth - base
+                            _add_values(kind, 1, scores, row_values, found, q, key, start + node, 1)
                         depth += 1
-            from_float32(
-                kind, found[q].ctypes.data,
-                out + ((row * width + at) * kv_heads * groups + head) * value_dim * size, value_dim, shares[q],
-            )  # fmt: skip
+            target = out + ((row * width + at) * kv_heads * groups + head) * value_dim * size
+            from_float32(kind, found[q].ctypes.data, target, value_dim, shares[q])
 
 
 @inlined

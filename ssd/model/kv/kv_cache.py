@@ -43,7 +43,7 @@ class SlotKVCache:
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's new keys and values, [B, num_kv_heads, T, head_dim], and return those of all slots.
+        """Write new keys and values, [B, num_kv_heads, T, head_dim], to a layer's KV cache and return the whole cache.
 
         The new positions are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
         """
@@ -64,7 +64,7 @@ class SlotKVCache:
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(self, moves: torch.Tensor) -> None:
-        """Copy single positions within their KV cache slots, in every layer; all are read before any is written.
+        """Copy single positions within KV cache slots, in every layer, reading all positions before writing any.
 
         ``moves`` is int64[3, n] on the device: the slot, source and target position of each copy. Copies to the same
         slot and target must have the same source.

@@ -191,13 +191,12 @@ class CpuLayer(FlatLayer):
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
         assert cos.shape == sin.shape == (batch, width, self._dim) and cos.is_contiguous() and sin.is_contiguous()
-        query_norm, key_norm = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
-        _place(
-            KINDS[str(read.dtype)], read.data_ptr(), cos.data_ptr(), sin.data_ptr(), query_norm, key_norm,
-            batch * width, width, num_heads, kv_heads, self._dim, rows.slots.data_ptr(), rows.places.data_ptr(),
-            keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3),
-            values.data_ptr(), values.stride(0), values.stride(1), values.stride(2),
-        )  # fmt: skip
+        norms = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
+        arrays = read.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows.slots.data_ptr(), rows.places.data_ptr()
+        sizes = batch * width, width, num_heads, kv_heads, self._dim
+        key_array = keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3)
+        value_array = values.data_ptr(), values.stride(0), values.stride(1), values.stride(2)
+        _place(KINDS[str(read.dtype)], arrays, sizes, norms[0], norms[1], key_array, value_array)
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
@@ -207,15 +206,22 @@ _NO_NORM: Final = (0, False, 0.0)
 
 @kernel
 def _place(  # pragma: no cover - compiled
-    kind: int, read: int, cos: int, sin: int, query_norm: tuple[int, bool, float], key_norm: tuple[int, bool, float],
-    num_positions: int, width: int, num_heads: int, kv_heads: int, dim: int, slots: int, places: int,
-    keys: int, key_slot: int, key_head: int, key_number: int,
-    values: int, value_slot: int, value_head: int, value_place: int,
-) -> None:  # fmt: skip
+    kind: int,
+    arrays: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    query_norm: tuple[int, bool, float],
+    key_norm: tuple[int, bool, float],
+    key_array: tuple[int, int, int, int],
+    value_array: tuple[int, int, int, int],
+) -> None:
     """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
     Arrays are given by their addresses; strides are in numbers, not in bytes.
     """
+    read, cos, sin, slots, places = arrays
+    num_positions, width, num_heads, kv_heads, dim = sizes
+    keys, key_slot, key_head, key_number = key_array
+    values, value_slot, value_head, value_place = value_array
     size = 2 if kind else 4
     heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
@@ -229,7 +235,7 @@ def _place(  # pragma: no cover - compiled
         weight, rounds_first, eps = key_norm
         if weight:
             normalise(kind, rounds_first, first_key, weight, first_key, kv_heads, dim, eps, 0, 1)
-        turn_rows(kind, given, 0, dim * size, 0, 1, heads_turned, 1, dim, cos + angle, sin + angle, given)
+        turn_rows(kind, (given, 0, dim * size, 0), (1, heads_turned, 1, dim), cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
             key = first_key + head * dim * size

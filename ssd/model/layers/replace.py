@@ -25,7 +25,7 @@ PROBE_LENGTH = 14
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`, computed alone."""
+    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`, without batching."""
     return [
         model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
         for row in probe_texts(model)

@@ -50,10 +50,10 @@ UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Return a number of rows padded so that few different products occur: above 16, one of eight per power of two.
+    """Round a number of rows up, so that oneDNN generates machine code for few different numbers of rows.
 
-    oneDNN generates machine code for each number of rows, which takes longer than a pass of a small model, and caches
-    code of the last thousand products. So there are few values; at most an eighth of the rows is padding.
+    Generating it takes longer than a pass of a small model, and oneDNN caches code of the last thousand products. Up to
+    16 rows are unchanged; above, there are eight values per power of two, so at most an eighth of the rows is padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows

@@ -65,8 +65,8 @@ def _is_gated(module: nn.Module) -> bool:
 
 @triton.jit
 def _gate(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
+    gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):
     """Compute ``silu(gate) * up`` for a block of one row, [rows, size]. The grid is (rows, blocks)."""
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -123,9 +123,14 @@ class TritonNorm(nn.Module):
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
     """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields each replacement."""
-    return fuse_norms(model, lambda weight, eps: (
-        TritonNorm(weight, eps, offset=offset, rounds_first=first) for offset in (0.0, 1.0) for first in (True, False)
-    ))  # fmt: skip
+    return fuse_norms(
+        model,
+        lambda weight, eps: (
+            TritonNorm(weight, eps, offset=offset, rounds_first=first)
+            for offset in (0.0, 1.0)
+            for first in (True, False)
+        ),
+    )
 
 
 @triton.jit

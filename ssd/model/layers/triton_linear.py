@@ -237,10 +237,13 @@ def _product(  # type: ignore[no-untyped-def]
         wanted = tl.program_id(1) * BLOCK_OUTPUTS + thread % BLOCK_OUTPUTS
         first = (weight + wanted.to(tl.int64) * weight_row).to(tl.int64)
         tl.inline_asm_elementwise(
-            _ASK, "=r,l,r,r",
+            _ASK,
+            "=r,l,r,r",
             [first + thread // BLOCK_OUTPUTS * ASKED, thread * 0 + ASKED, NUM_OUTPUTS - wanted],
-            tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     take_turn(IS_EARLY)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)

@@ -46,9 +46,8 @@ class Activation(nn.Module):
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        arguments = (
-            self._number, KINDS[str(x.dtype)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
-        )  # fmt: skip
+        kind, row_bytes = KINDS[str(x.dtype)], rows.stride(0) * x.itemsize
+        arguments = self._number, kind, rows.data_ptr(), row_bytes, out.data_ptr(), *rows.shape
         run_parallel(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
         return out
 
@@ -169,9 +168,17 @@ def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
 
 @kernel
 def normalise(  # pragma: no cover - compiled
-    kind: int, rounds_first: bool, x: int, weight: int, out: int,
-    num_rows: int, size: int, eps: float, first: int, step: int,
-) -> None:  # fmt: skip
+    kind: int,
+    rounds_first: bool,
+    x: int,
+    weight: int,
+    out: int,
+    num_rows: int,
+    size: int,
+    eps: float,
+    first: int,
+    step: int,
+) -> None:
     """Compute the RMS norm of every ``step``-th row from ``first`` on; arrays are given by their addresses.
 
     Input and output are [num_rows, size] of dtype ``kind``, and may be the same; the weight is float32[size].
@@ -283,29 +290,29 @@ def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, mos
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
-    strides = [each * x.itemsize for each in x.stride()[:3]]
+    row, head, position, _ = [each * x.itemsize for each in x.stride()]
     rows, heads, width, dim = x.shape
-    turn_rows(
-        KINDS[str(x.dtype)], x.data_ptr(), strides[0], strides[1], strides[2], rows, heads, width, dim,
-        cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+    given, sizes = (x.data_ptr(), row, head, position), (rows, heads, width, dim)
+    turn_rows(KINDS[str(x.dtype)], given, sizes, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     return out
 
 
 @kernel
 def turn_rows(  # pragma: no cover - compiled
-    kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
-    num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
-) -> None:  # fmt: skip
-    """Apply rotary positions to an array of queries or keys; arrays are given by their addresses.
+    kind: int, given: tuple[int, int, int, int], sizes: tuple[int, int, int, int], cos: int, sin: int, out: int
+) -> None:
+    """Apply rotary positions to queries or keys, [rows, heads, T, dim]; arrays are given by their addresses.
 
-    All arrays but ``x`` are contiguous. ``out`` may be ``x`` if that is contiguous.
+    ``given`` has the address of the input, and the bytes between its rows, heads and positions; the other arrays are
+    contiguous. ``out`` may be the input if that is contiguous too.
     """
+    x, row_bytes, head_bytes, position_bytes = given
+    num_rows, num_heads, width, dim = sizes
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):
             for t in range(width):
-                given = x + row * row_bytes + head * head_bytes + t * position_bytes
+                pairs = x + row * row_bytes + head * head_bytes + t * position_bytes
                 angle = (row * width + t) * size
                 found = out + ((row * num_heads + head) * width + t) * size
-                rotate_pairs(kind, given, cos + angle, sin + angle, found, dim // 2)
+                rotate_pairs(kind, pairs, cos + angle, sin + angle, found, dim // 2)

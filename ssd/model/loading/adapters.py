@@ -19,10 +19,20 @@ from ssd.model.runners.slot_runner import SlotRunner
 
 # The settings of adapters that change more than linear layers.
 _UNSUPPORTED = (
-    "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
-    "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "velora_config", "monteclora_config",
-    "arrow_config", "kasa_config",
-)  # fmt: skip
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "layer_replication",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "kasa_config",
+)
 
 
 MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"

@@ -71,8 +71,9 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
     found = torch.bfloat16 if share < _WORTH else torch.float32
     log.info(
         "computing in %s: linear layers take %.2f of float32's time in the checkpoint's bfloat16",
-        str(found).removeprefix("torch."), share,
-    )  # fmt: skip
+        str(found).removeprefix("torch."),
+        share,
+    )
     return found
 
 
@@ -254,8 +255,13 @@ def open_target(
     held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + extra) * bytes_per_token
     log.info(
         "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
-        type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,
-    )  # fmt: skip
+        type(model).__name__,
+        (held + kv_bytes) / 1e9,
+        held / 1e9,
+        slots.num_slots,
+        slots.max_length,
+        kv_bytes / 1e9,
+    )
     if found.kind is not SlotRunner:
         how = f"{type(model).__name__} is driven {found.kind.backend} ({found.reason})"
         if adapters:

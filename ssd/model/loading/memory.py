@@ -210,8 +210,10 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
     if unexpected:
         log.warning(
             "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to it",
-            name, len(unexpected), _some(unexpected),
-        )  # fmt: skip
+            name,
+            len(unexpected),
+            _some(unexpected),
+        )
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -57,9 +57,14 @@ def attach_first_valid(
     for name, make_capture, kernel, sampler in candidates:
         try:
             target.graph_runner = CudaGraphRunner(
-                target, make_capture(), kernel=kernel, sampler=sampler, tolerance=tolerance, name=name,
+                target,
+                make_capture(),
+                kernel=kernel,
+                sampler=sampler,
+                tolerance=tolerance,
+                name=name,
                 keeps_top=keeps_top,
-            )  # fmt: skip
+            )
             error = measure_graph_error(target)
             if error <= tolerance:
                 log.info("forward passes use %s: relative error %.2g", name, error)

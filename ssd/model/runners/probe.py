@@ -48,9 +48,7 @@ def score_batched(
     number = 0
     while rows := [b for b, text in enumerate(texts) if target.length(slots[b]) < len(text)]:
         of, starts = [slots[b] for b in rows], [target.length(slots[b]) for b in rows]
-        parts = [
-            texts[b][start:][: widths[(number + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)
-        ]  # fmt: skip
+        parts = [texts[b][start:][: widths[(number + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)]
         counts = [len(part) for part in parts]
         if after_wrong:
             target.forward(of, pad_rows([(part[::-1] + 1) % target.vocab_size for part in parts]), counts)
@@ -98,5 +96,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest norm of a difference of logits divided by the norm of the expected logits."""
+    """Return the largest relative error of pairs of computed and expected logits, by the norm of their difference."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

@@ -174,7 +174,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
 
 
 def _measure_memory(kind: type[SequentialRunner], model: PreTrainedModel) -> tuple[int, int]:
-    """Return a runner's bytes per token and per slot, with a checkpoint of the state, measured at two lengths."""
+    """Measure the KV cache bytes per token and the recurrent state's bytes per slot of a model runner."""
     target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
     target.prefill([0], np.ones((1, few), np.int64), [few])
     of_few = target.slot_bytes(0)
@@ -212,12 +212,17 @@ def _try_runner(kind: type[SequentialRunner], model: PreTrainedModel, expected: 
 
 
 CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
-    pack_linears, fuse_norms, fuse_rotary, fuse_activations, redirect_matmuls, flatten_layers,
-)  # fmt: skip
+    pack_linears,
+    fuse_norms,
+    fuse_rotary,
+    fuse_activations,
+    redirect_matmuls,
+    flatten_layers,
+)
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
-    """Return the replacements of a model's layers by fused Triton kernels for a GPU; none without triton."""
+    """Return the functions that replace a model's layers by Triton kernels on a GPU; none without triton."""
     try:
         from ssd.model.layers.triton_decoder import flatten_by_triton
         from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
@@ -227,7 +232,11 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplac
     if dtype not in MOST_ERROR:
         return ()
     turn: LayerReplacement = partial(
-        fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
+        fuse_rotary,
+        turn=turn_by_triton,
+        dtype=dtype,
+        device=device,
+        most_error=min(MOST_ERROR[dtype], 1e-3),
         most_numbers=1 << 62,
-    )  # fmt: skip
+    )
     return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears, flatten_by_triton

@@ -240,7 +240,7 @@ def _best_kept(
 
 @inlined
 def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
-    """Write the tokens with a score of at least ``least`` to ``found``, in order; return their number."""
+    """Collect the token ids with a score of at least ``least`` in ``found``, in order; return their number."""
     num_found = 0
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
@@ -266,7 +266,7 @@ def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
 
 @inlined
 def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
-    """Return the integer probability mass of the ``top_k`` best of the found tokens. O(found)."""
+    """Return the sum of the integer probability masses of the ``top_k`` best candidate tokens. O(candidates)."""
     if num_found <= top_k:
         return _mass_of_found(weights, found, num_found)
     among = np.empty(num_found, np.float32)
@@ -295,7 +295,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """Return the argmax of score plus Gumbel noise among the found tokens that score > ``above`` and >= ``floor``."""
+    """Return the candidate with the largest score plus noise among those that score > ``above`` and >= ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -355,7 +355,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
-    """Set the scores of tokens to -inf, in place, that the grammar refuses, that are not allowed or forbidden.
+    """Exclude tokens by setting their scores to -inf in place: by grammar, allowed tokens and forbidden tokens.
 
     If a rule would leave no token after the rules before it, it is not applied. So the grammar always holds, and a
     token can always be sampled. ``scores`` is [V]; the masks ``by_grammar`` and ``allowed``, bool[V], are True for

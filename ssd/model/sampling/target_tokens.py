@@ -125,7 +125,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 
 
 def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_TOP) -> torch.Tensor:
-    """Set the scores of tokens to -inf that top-k and top-p drop; tokens equal to the last kept token are kept.
+    """Set the scores of tokens that top-k and top-p drop to -inf; ties with the last kept token are kept.
 
     Sorting the whole vocabulary takes longer than a small model's step, and few tokens are kept as a rule. So the
     ``look`` best tokens are examined first, and only rows that they do not decide are sorted completely.
@@ -157,7 +157,7 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return `masses_of` as int64[N, V]; bit-identical to it on a CPU, equal up to rounding elsewhere."""
+    """Return each token's integer probability mass for top-p, bit-identical to `masses_of` on a CPU."""
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()

@@ -50,8 +50,8 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
 # The number of splits is not a compile-time constant, so the same machine code serves any number of rows.
 @triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
 def _sample_split(  # type: ignore[no-untyped-def]
-    logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr
+):
     """Sample one row over one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
 
     Writes the largest score to ``scores``, float64[N, splits], and the first token with it to ``tokens``, int32[N,
@@ -123,8 +123,8 @@ def triton_top(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _top_split(  # type: ignore[no-untyped-def]
-    logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Write the most probable tokens of one row in one block of the vocabulary to ``found``, int64[N, splits, COUNT].
 
     The upper half of each number is the rank of the logit among all float32 values, the lower half the token's distance
