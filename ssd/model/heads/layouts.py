@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
     name: str
     known_by: tuple[str, ...]  # regular expressions that all match a tensor of this format
-    # The last argument are all matches of the first expression.
+    # The last argument contains all matches of the first expression.
     build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
@@ -104,7 +104,7 @@ _FIELDS = (
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """Return the configuration of a draft head's single decoder layer; raises ModelError if it is not supported."""
     if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
-        raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MOST_HEAD_DIM}")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
             "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
@@ -189,7 +189,7 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
     token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
-            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Take the "
+            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Use the "
             "head that was trained for this model"
         )
     return token_ids

@@ -54,9 +54,12 @@ def cpu_attention(
     blocks = -(-heads // kv_heads * width // _QUERIES)
     tasks = batch * kv_heads * blocks
     size = query.itemsize
-    queries = query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size
-    key, value = [each * size for each in stored_keys.stride()], [each * size for each in stored_values.stride()]
-    keys, values = (stored_keys.data_ptr(), key[0], key[1], key[3]), (stored_values.data_ptr(), *value[:3])
+    row, head, position, _ = query.stride()
+    queries = query.data_ptr(), row * size, head * size, position * size
+    slot, head, _, number = stored_keys.stride()
+    keys = stored_keys.data_ptr(), slot * size, head * size, number * size
+    slot, head, position, _ = stored_values.stride()
+    values = stored_values.data_ptr(), slot * size, head * size, position * size
     masks = 0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr()
     arrays = out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(), *masks
     sizes = batch, kv_heads, heads // kv_heads, width, dim, value_dim
@@ -273,7 +276,7 @@ def slot_attention(
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
     if attention_mask is not None:
-        raise TypeError("this model's layers bring a mask of their own")
+        raise TypeError("this model's layers pass their own attention mask")
     layer: int = module.layer_idx  # type: ignore[assignment]
     chunk = chunk_size(module)
     slot_rows.kv_cache.reach[layer] = sliding_window if chunk is None else chunk

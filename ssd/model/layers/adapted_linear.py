@@ -58,7 +58,7 @@ class AdaptedLinear(nn.Module):
             if addition is None:
                 continue
             if len(x) != self._rows.count:
-                raise ValueError(f"a layer mixes rows: {len(x)} instead of {self._rows.count}")
+                raise ValueError(f"a layer with LoRA adapters received {len(x)} rows instead of {self._rows.count}")
             part = (x if indices is None else x[indices]).to(addition.down.dtype)
             more = exact_linear(exact_linear(part, addition.down), addition.up) * addition.scale
             if indices is None:

@@ -63,14 +63,14 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
             packed = PackedLinear(weight.to(dtype), None)
             packed.rows = find_invariant_shapes(packed.product, size, tried, dtype)
             if dtype == torch.bfloat16 and not packed.rows.is_exact:
-                log.info("computing in float32: bfloat16 would not be exact to the bit on this machine")
+                log.info("using float32, because bfloat16 is not batch-invariant on this machine")
                 return torch.float32
             took = sum(seconds_of(packed, torch.zeros(width, size, dtype=dtype)) for width in _WIDTHS)
             seconds[dtype] += took * len(layers) * num_outputs / tried
     share = seconds[torch.bfloat16] / seconds[torch.float32]
     found = torch.bfloat16 if share < _WORTH else torch.float32
     log.info(
-        "computing in %s: linear layers take %.2f of float32's time in the checkpoint's bfloat16",
+        "using %s: linear layers in the checkpoint's bfloat16 take %.2f times as long as in float32",
         str(found).removeprefix("torch."),
         share,
     )
@@ -94,10 +94,10 @@ def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
     if original is None:
         return max_length
     if max_length is None:
-        log.warning("max_model_len is %d, the context before scaling: longer ones change every output", original)
+        log.warning("max_model_len is %d, because a longer context would change all outputs of LongRoPE", original)
         return original
     if max_length > original:
-        log.warning("max_model_len %d is beyond %d: long-text frequencies are used throughout", max_length, original)
+        log.warning("max_model_len %d exceeds %d: all texts use LongRoPE's long frequencies", max_length, original)
         for module in model.modules():
             _hold_long(module, original, model.device)
     return max_length
@@ -144,27 +144,27 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu")
+        raise ModelError("device 'cuda' was requested, but torch finds no CUDA device: use --device cpu")
     name, config = str(name_or_path), None
     try:
         with errors_only(ROPE_MODULE):
             config = AutoConfig.from_pretrained(name, **hub.arguments())
         quantised = getattr(config, "quantization_config", None) is not None
-        if not quantised and "float8" in str(_said_type(config)):
+        if not quantised and "float8" in str(_declared_dtype(config)):
             raise ModelError(
-                f"config.json of {name} says that the weights are {_said_type(config)}, without a quantization_config "
-                "that says how: take a checkpoint in bfloat16, float16 or float32"
+                f"config.json of {name} declares {_declared_dtype(config)} weights, but lacks a quantization_config: "
+                "use a checkpoint in bfloat16, float16 or float32"
             )
         wanted: Any = "auto"
         if dtype != "auto":
             wanted = DTYPES[dtype]
         elif place.type == "cpu" and not quantised:
-            wanted = torch.bfloat16 if _said_type(config) == torch.bfloat16 else torch.float32
-        is_open = dtype == "auto" and wanted is torch.bfloat16  # until it was tried
+            wanted = torch.bfloat16 if _declared_dtype(config) == torch.bfloat16 else torch.float32
+        is_open = dtype == "auto" and wanted is torch.bfloat16  # until it has been measured
         if not quantised:
             most = torch.float32 if is_open else wanted
             check_weights_fit(name, config, most, place, trust_remote_code=hub.trust_remote_code)
-        with errors_only("transformers"):  # its table of missing weights, which `require_complete` says in a line
+        with errors_only("transformers"):  # hides a table of missing weights, which `require_complete` reports
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **hub.arguments()
             )
@@ -176,7 +176,7 @@ def load_model(
     require_complete(name, info)
     if is_open:
         with one_thread_if_small(model):
-            # Not to the type that it has: that would round what the library keeps in float32, angles among it.
+            # No cast to bfloat16, which would round what the library stores in float32, for example rotary angles.
             model = model.float() if faster_type(model) is torch.float32 else model
     try:
         return model.eval() if model.device == place else model.eval().to(place)
@@ -199,7 +199,7 @@ def _reason(error: Exception, config: Any) -> str:
     return first_line(error)
 
 
-def _said_type(config: Any) -> torch.dtype | None:
+def _declared_dtype(config: Any) -> torch.dtype | None:
     """Return the dtype that a model's configuration declares for the weights; None if it is unknown."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
@@ -241,7 +241,9 @@ def open_target(
     bytes_per_token = max(1, found.bytes_per_token)
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
-    extra = max_draft_tokens + 1 + found.bytes_per_slot // bytes_per_token  # a state takes room as so many tokens
+    extra = (
+        max_draft_tokens + 1 + found.bytes_per_slot // bytes_per_token
+    )  # a recurrent state takes as much memory as so many tokens
     slots = fit_slots(
         num_slots=num_slots,
         max_length=max_length,
@@ -263,7 +265,7 @@ def open_target(
         kv_bytes / 1e9,
     )
     if found.kind is not SlotRunner:
-        how = f"{type(model).__name__} is driven {found.kind.backend} ({found.reason})"
+        how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
             raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
         if tapped is not None:
@@ -279,7 +281,7 @@ def open_target(
         adapters.attach(target, tolerance=found.tolerance)
     with one_thread_if_small(model):
         target.can_verify_trees = can_verify_trees(target, tolerance=found.tolerance)
-    if not adapters:  # a recorded pass would have those of its recording
+    if not adapters:  # a CUDA graph would always use the adapters of its capture
         target.recapture_graphs = partial(
             attach_cuda_graphs, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
         )

@@ -63,7 +63,9 @@ def fit_slots(
         lower = f"Lower --max-model-len to at most {longest}" if longest > 1 else "Free memory"
         raise ModelError(f"{needed}: not even one fits. {lower}, or choose a smaller model or dtype")
     advice = (
-        "lower --max-num-seqs for longer ones" if fitting == num_slots else "lower --max-model-len for more at once"
+        "lower --max-num-seqs for longer sequences"
+        if fitting == num_slots
+        else "lower --max-model-len for more sequences"
     )
     return FittingSlots(fitting, length, f"{needed}: serving {fitting} of {length} tokens; {advice}")
 
@@ -80,7 +82,7 @@ def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
     usable = int(total * utilization) - max(0, total - free)
     if usable <= 0:
         raise ModelError(
-            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are in use already, more than "
+            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are already in use, more than "
             f"--gpu-memory-utilization {utilization} allows: raise it, or free memory"
         )
     return usable

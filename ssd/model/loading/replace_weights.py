@@ -57,16 +57,16 @@ def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 def _select_weight(place: StoredWeight, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     name = next((name for name in place.names if name in weights), None)
     if name is None:
-        raise ModelError(f"the new weights lack {place.names[0]}: give all that the model has")
+        raise ModelError(f"the new weights lack {place.names[0]}: give all weights of the model")
     found = weights[name].detach()
     if (tuple(found.shape), found.dtype) != (place.shape, place.dtype):
         raise ModelError(
             f"the new weight {name} is {_describe(tuple(found.shape), found.dtype)}, and the model's is "
-            f"{_describe(place.shape, place.dtype)}: give those of such a model, in its type"
+            f"{_describe(place.shape, place.dtype)}: give weights of the same shape and dtype"
         )
     for other in place.names:
         if other != name and other in weights and not _is_same(found, weights[other]):
-            raise ModelError(f"the new weights {name} and {other} differ, and the model has one for both")
+            raise ModelError(f"the new weights {name} and {other} differ, but the model shares one weight for both")
     return found
 
 

@@ -77,7 +77,7 @@ def tune_threads(target: Target) -> int:
     # The geometric mean gives both widths the same weight.
     best = min(counts, key=lambda count: float(np.log([median(times) for times in seconds[count]]).sum()))
     torch.set_num_threads(best)
-    log.info("passes use %d of %d threads", best, default)
+    log.info("forward passes use %d of %d CPU threads", best, default)
     return best
 
 

@@ -97,8 +97,8 @@ def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
             check_tokens(sampler(cast, keys, heat), cast, keys, heat)
     # The driver or the compiler may fail; torch's operations are right in any case.
     except Exception as failure:
-        log.warning("tokens are sampled by torch: %s", first_line(failure))
-        log.debug("tokens are sampled by torch", exc_info=True)
+        log.warning("tokens are sampled by torch, because the Triton kernel failed: %s", first_line(failure))
+        log.debug("the Triton sampling kernel failed", exc_info=True)
         return False
     return True
 
@@ -109,7 +109,7 @@ def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor,
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
     if not bool(is_right.all()):
-        raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} tokens are not those of logits and noise")
+        raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} sampled tokens differ from the reference")
 
 
 _AS_IT_IS = [SamplingParams()]
