@@ -143,7 +143,7 @@ class Target(ABC):
         return self._append_tokens(slots, tokens, counts, **more)
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether `run_ahead` can be called for these slots now."""
+        """Return whether `run_ahead` can launch the next forward pass of these slots before their tokens are read."""
         return False
 
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:

@@ -195,7 +195,7 @@ class PassBuffers:
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """Return ``first``, 2 * ``first``, 4 * ``first`` and so on, as long as they are below ``last``, then ``last``."""
+    """Return the sizes ``first``, 2 * ``first``, 4 * ``first`` ... that are below ``last``, and ``last`` itself."""
     sizes = [last]
     size = first
     while size < last:

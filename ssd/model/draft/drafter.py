@@ -120,7 +120,7 @@ class NetworkDrafter:
         self._calibration[greedy].learn(own[:tested], np.arange(tested) < right)
 
     def finish(self, request_id: str) -> None:
-        """Drop the state of a request that has ended."""
+        """Drop the drafter's state of a request that has ended."""
         self._last.pop(request_id, None)
         self._slots.release(request_id)
 

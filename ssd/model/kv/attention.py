@@ -126,7 +126,7 @@ def _attend(  # pragma: no cover - compiled
     first_task: int,
     step: int,
 ) -> None:
-    """Compute the attention of every ``step``-th task from ``first_task`` on, so that threads can share the tasks.
+    """Compute one thread's part of the attention of a forward pass: every ``step``-th task from ``first_task`` on.
 
     A task consists of up to 16 queries of one row and key head. Its query q is that of position q // groups and of the
     (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.

@@ -102,10 +102,10 @@ def _launched(
     all_splits: int,
     split_keys: int = 0,
 ) -> torch.Tensor:
-    """Launch the attention kernel and, for several splits, the kernel that combines their results.
+    """Launch the attention kernel and, if programs share the keys of a query, the kernel that combines their results.
 
-    ``all_splits`` is the number of splits including empty ones, a power of two. ``split_keys`` is the number of keys of
-    each split; 0 distributes the keys evenly.
+    ``all_splits`` is the number of splits of the keys including empty ones, a power of two. ``split_keys`` is the
+    number of keys of each split; 0 distributes the keys evenly.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]

@@ -29,7 +29,7 @@ _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields each replacement.
+    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields a `Replaced` for each.
 
     Call this after all other replacements. Layers whose parts have not been replaced stay unchanged.
     """

@@ -26,7 +26,7 @@ _plain = nn.functional.linear
 
 
 def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
-    """Make the matrix products in routers, experts and similar modules batch-invariant; yields each replacement."""
+    """Make matrix products in routers, experts and similar modules batch-invariant; yields a `Replaced` for each."""
     if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # one call per expert, so that rows can be planned
     for module in model.modules():

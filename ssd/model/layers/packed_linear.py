@@ -117,7 +117,7 @@ def _pack_groups(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Re
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace plain linear layers by packed ones, and those with the same input by one; yields each replacement.
+    """Replace plain linear layers by packed ones, and those with the same input by one; yields a `Replaced` for each.
 
     Weights are stored once: a layer's own weight is freed when it is packed, and a tied embedding reads rows of the
     packed weight, see `PackedEmbedding`; if it cannot, both stay unpacked. O(weights), and memory for one more layer.

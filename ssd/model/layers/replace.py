@@ -68,7 +68,7 @@ class Replaced(NamedTuple):
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
-"""A function that replaces a model's layers of one kind in place and yields each replacement."""
+"""A function that replaces a model's layers of one kind in place and yields a `Replaced` for each."""
 
 
 def replace_layers(
@@ -109,7 +109,7 @@ def replace_layers(
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Replace each module of a model for which ``make`` returns a replacement; yields each replacement."""
+    """Replace each module of a model for which ``make`` returns a replacement; yields a `Replaced` for each."""
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:

@@ -37,7 +37,7 @@ class RowPlan(NamedTuple):
     is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """Apply the matrix product ``compute`` to rows [n, in], padded or split to allowed numbers of rows."""
+        """Compute a matrix product of rows [n, in], padded or split to numbers of rows that give identical bits."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
@@ -46,7 +46,7 @@ class RowPlan(NamedTuple):
 
 
 UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""A plan that neither pads nor splits: every matrix product has the requested number of rows."""
+"""The row plan of layers that are not batch-invariant: matrix products have exactly the requested number of rows."""
 
 
 def rounded_rows(num_rows: int) -> int:
@@ -102,7 +102,7 @@ def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torc
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
-    """Return the shortest time of several matrix products of ``x``."""
+    """Return the shortest of several measured times of the matrix product of ``x``."""
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

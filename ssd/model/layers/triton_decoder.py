@@ -24,7 +24,7 @@ from ssd.model.layers.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields each replacement.
+    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields a `Replaced` for each.
 
     Call this after all other replacements.
     """

@@ -33,7 +33,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields each replacement."""
+    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields a `Replaced` for each."""
     for module in model.modules():
         if _is_gated(module):
             yield swap_forward(module, _forward)
@@ -99,7 +99,7 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Return ``x + more`` and compute its norm in the same launch, which the next `forward` of this sum returns."""
+        """Return ``x + more``, and compute the sum's norm in the same launch, for the next call of `forward`."""
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -122,7 +122,7 @@ class TritonNorm(nn.Module):
 
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields each replacement."""
+    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields a `Replaced` for each."""
     return fuse_norms(
         model,
         lambda weight, eps: (

@@ -183,7 +183,7 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of plain linear layers by our matrix product; yields each replacement."""
+    """Replace the ``forward`` of plain linear layers by our matrix product; yields a `Replaced` for each."""
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():

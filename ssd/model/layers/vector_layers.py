@@ -55,7 +55,10 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Replace activation modules by an `Activation` that computes the same on test inputs; yields each replacement."""
+    """Replace activation modules by an `Activation` that computes the same on test inputs.
+
+    Yields a `Replaced` for each.
+    """
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
@@ -131,9 +134,9 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Replace RMS norms by the most accurate norm of ``make`` that computes the same on test inputs.
+    """Replace a model's RMS norms by the most accurate variant that ``make`` returns; yields a `Replaced` for each.
 
-    Yields each replacement.
+    Norms stay unchanged if no variant computes the same on test inputs.
     """
     return swap(model, lambda norm: _nearest(norm, make))
 
@@ -246,7 +249,7 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields each replacement.
+    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields a `Replaced` for each.
 
     The functions are compared on test inputs of the given dtype and device; ``most_error`` is the maximum relative
     error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` numbers.

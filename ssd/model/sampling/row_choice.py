@@ -1,13 +1,11 @@
-"""Sampling on a CPU: the token that keyed noise selects among the tokens that top-k, top-p and min-p keep.
+"""Sampling on a CPU: the token that keyed Gumbel noise selects among the tokens that top-k, top-p and min-p keep.
 
-A token is kept if fewer than top-k tokens, and less than top-p of the mass, have a higher score, and if min-p allows
-its score. So tokens with the same score are kept or dropped together, as are all tokens with a higher score. Hence
-nothing is sorted. Take the noisy argmax of a superset of the kept tokens. One sweep tells whether this token is kept:
-then it is the answer. Otherwise no token with as low a score is kept, and the argmax is computed again among the tokens
-above it. The noise makes the first candidate likely, so few candidates are needed: as in Hoare's selection (1961), each
-failure leaves only a part of the mass.
-
-Masses are integers, so that their sums are exact in any order.
+A token is kept if fewer than top-k tokens, and less than top-p of the probability mass, have a higher score, and if
+min-p allows its score. So tokens with the same score are kept or dropped together, and nothing needs to be sorted. The
+search computes the argmax of score plus noise over a superset of the kept tokens. One sweep over the scores tells
+whether this token is kept. If it is, it is the result. Otherwise no token with an equal or lower score is kept, so the
+argmax is computed again among the tokens with higher scores. As in Hoare's selection (1961), each failure leaves only a
+part of the mass, so few rounds are needed. Masses are integers, so that their sums are exact in any order.
 """
 
 from __future__ import annotations

@@ -145,7 +145,10 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select a row's most probable tokens among those of its blocks: ids and logit bits. The grid is (N,)."""
+    """Select a row's most probable tokens among those of all blocks of the vocabulary; writes ids and logit bits.
+
+    The grid is (N,).
+    """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     best = tl.load(found + row * size + at, mask=at < size, other=_LEAST)
     out += row * 2 * COUNT
