@@ -207,7 +207,7 @@ class HeadSlots(TextSlots):
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the target has computed all of the context except its last token, as the head requires."""
+        """Return whether the target has computed all of the context but its last token, as the draft head requires."""
         return len(request.context) > 1 and self.target.length(request.slot or 0) >= len(request.context) - 1
 
     def assign(self, request: DraftRequest) -> TextSlot | None:

@@ -176,16 +176,11 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 class Eagle3Head(Head):
     """An EAGLE-3 draft head: one Llama layer on the target's features of a token and the next token's embedding.
 
-    Args:
-        config: The shape and rotary positions of the layer, and its attention implementation: "sdpa" with
-            ``attention_mask``, or slot attention.
-        embed: The embedding function, usually the target's; not part of the head's state dict.
-        feature_layers: The target's hidden states that are fused.
-        target_hidden_size: The size of the target's hidden states. None: that of ``config``.
-        draft_vocab_size: The size of the draft vocabulary; ``draft_to_target`` must then be assigned. None: the head
-            drafts every token of the target.
-        norm_before_residual: Whether the layer's residual connection starts from the normed features, as in some
-            published heads.
+    ``config`` has the shape, rotary positions and attention implementation of the layer: "sdpa" with
+    ``attention_mask``, or slot attention. ``embed`` is the embedding function, usually the target's, and not part of
+    the state dict. ``feature_layers`` are the target's hidden states that are fused. With ``draft_vocab_size``, the
+    head has its own vocabulary; ``draft_to_target`` must then be assigned. With ``norm_before_residual``, the layer's
+    residual connection starts from the normed features, as in some published heads.
     """
 
     def __init__(

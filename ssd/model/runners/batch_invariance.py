@@ -1,10 +1,10 @@
 """Batch invariance: test whether a position's logits are bit-identical in every forward pass, and enforce it.
 
-On a CPU each linear layer computes only numbers of rows that give bit-identical results; `find_invariant_shapes` finds
-them with the layer's own weights. The other layers are batch-invariant by construction. On CUDA, our kernels replace
-a library's matrix products and attention if these are not batch-invariant. Then the whole model is tested
-(`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the same
-model, machine, dtypes and threads.
+On a CPU each linear layer pads or splits its rows to numbers that give bit-identical results; `find_invariant_shapes`
+finds them with the layer's own weights. The other layers are batch-invariant by construction. On CUDA, our kernels
+replace a library's matrix products and attention if these are not batch-invariant. Then the whole model is tested
+(`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the same model,
+machine, dtypes and threads.
 """
 
 from __future__ import annotations
