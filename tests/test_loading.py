@@ -57,7 +57,7 @@ def test_an_unknown_kind_of_rope_is_named(checkpoint: Path, kind: str, caplog: p
 
 def test_weights_in_float8_without_a_scale_are_named(checkpoint: Path) -> None:
     change(checkpoint, dtype="float8_e4m3fn")
-    with pytest.raises(ModelError, match=r"weights are torch\.float8_e4m3fn, without a quantization_config"):
+    with pytest.raises(ModelError, match=r"declares torch\.float8_e4m3fn weights, but lacks a quantization_config"):
         load_model(checkpoint, device="cpu")
 
 

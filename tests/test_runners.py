@@ -114,7 +114,7 @@ def test_a_layer_with_a_mask_of_its_own_is_not_driven_by_slots() -> None:
     model.model.layers[0].self_attn = Masked(model.model.layers[0].self_attn)
     found = select_runner(model)
     assert found.kind is SequentialRunner
-    assert "mask of their own" in found.reason
+    assert "their own attention mask" in found.reason
 
 
 class WithoutWindow:

@@ -26,17 +26,11 @@ Integers = Sequence[int] | Int64s
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Whether the logits of a position are bit-identical in every forward pass; set by `verify_batch_invariance`.
-
-    Attributes:
-        holds: Whether the logits are bit-identical.
-        reason: Why the logits are not bit-identical.
-        num_compared: The number of positions that were compared.
-    """
+    """Whether a position's logits are bit-identical in every forward pass; set by `verify_batch_invariance`."""
 
     holds: bool = False
-    reason: str = "not tried"
-    num_compared: int = 0
+    reason: str = "not tried"  # why the logits are not bit-identical
+    num_compared: int = 0  # the number of positions that were compared
 
     def __str__(self) -> str:
         if not self.holds:
@@ -45,38 +39,26 @@ class BatchInvariance:
 
 
 class Target(ABC):
-    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated.
+    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated."""
 
-    Attributes:
-        can_roll_back: Whether sequences can be truncated. It is False for recurrent models, whose state cannot be
-            undone; the engine then never drafts.
-        can_copy_prefixes: Whether any prefix of a slot can be copied to another slot and restored cheaply.
-        can_verify_trees: Whether forward passes accept draft trees.
-        backend: The name of the model runner, for logs and metrics.
-        is_asynchronous: Whether forward passes are asynchronous: the device computes while the host continues.
-        features: The features that a draft head reads, of each cached position, [num_slots, 1, length, size]. None: no
-            head is used.
-        adapter_names: The LoRA adapters that slots may use.
-        adapters: The LoRA adapter of each slot; change an entry only while its slot is empty.
-    """
-
-    can_roll_back: bool = True
-    can_copy_prefixes: bool = True
-    can_verify_trees: bool = False
-    backend: str
+    can_roll_back: bool = True  # False for recurrent models, whose state cannot be undone; the engine then never drafts
+    can_copy_prefixes: bool = True  # whether any prefix of a slot can be copied to another slot and restored cheaply
+    can_verify_trees: bool = False  # whether forward passes accept draft trees
+    backend: str  # the name of the model runner, for logs and metrics
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         self.num_slots = num_slots
         self.max_length = max_length
         self.device: torch.device = model.device
-        self.is_asynchronous = self.device.type != "cpu"
+        self.is_asynchronous = self.device.type != "cpu"  # the device computes while the host continues
         self.dtype: torch.dtype = model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self._last_logits_only = {"logits_to_keep": 1} if has_argument(model, "logits_to_keep") else {}
-        self.features: torch.Tensor | None = None
-        self.adapter_names: frozenset[str] = frozenset()
+        self.features: torch.Tensor | None = None  # [num_slots, 1, length, size], if there is a draft head
+        self.adapter_names: frozenset[str] = frozenset()  # the LoRA adapters that slots may use
+        # The LoRA adapter of each slot; change it while the slot is empty.
         self.adapters: list[str | None] = [None] * num_slots
         self.batch_invariance = BatchInvariance()
         self._lengths: Int64s = np.zeros(num_slots, np.int64)
@@ -88,26 +70,25 @@ class Target(ABC):
         return False
 
     def length(self, slot: int) -> int:
-        """Return the number of tokens that a slot holds."""
         return int(self._lengths[slot])
 
     def lengths_of(self, slots: Integers) -> Int64s:
-        """Return the number of tokens that each slot holds, int64[B]."""
+        """Return the number of tokens in each KV cache slot, int64[B]."""
         return self._lengths[np.asarray(slots, np.int64)]
 
     @abstractmethod
     def rollback(self, slot: int, length: int) -> None:
-        """Truncate a slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
+        """Truncate a KV cache slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
-        """Truncate each slot's KV cache to the given length, if it is longer."""
+        """Truncate each KV cache slot to the given length, if it is longer."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
                 self.rollback(int(slot), int(length))
 
     @torch.inference_mode()
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
-        """Copy the first ``length`` tokens of ``source`` to ``slot`` without computing them.
+        """Copy the KV cache of the first ``length`` tokens of the slot ``source`` to ``slot``.
 
         The tokens that ``slot`` already holds must be a prefix of the same text. Requires ``can_copy_prefixes``.
         """
@@ -118,7 +99,7 @@ class Target(ABC):
         self._token_ids[slot, start:length] = self._token_ids[source, start:length]
 
     def cached_tokens(self, slot: int) -> npt.NDArray[np.int32]:
-        """Return the tokens that a slot's KV cache was computed from: a view, int32[length(slot)]."""
+        """Return the tokens from which a slot's KV cache was computed: a view, int32[length(slot)]."""
         return self._token_ids[slot, : self.length(slot)]
 
     def _append_tokens(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
@@ -130,12 +111,12 @@ class Target(ABC):
         return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Append the positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
+        """Copy the KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
         raise NotImplementedError(f"the runner {self.backend!r} cannot copy prefixes between slots")
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Append ``counts[b]`` tokens, which are already recorded, to each slot; returns logits [B, T or fewer, V]."""
+        """Run a forward pass over ``counts[b]`` new tokens of each slot; returns logits [B, T or fewer, V]."""
 
     @torch.inference_mode()
     def forward(
@@ -146,18 +127,14 @@ class Target(ABC):
         noise: Noise | None = None,
         parents: TokenMatrix | None = None,
     ) -> PassOutput:
-        """Append tokens to slots and score every position in one forward pass.
+        """Append tokens to KV cache slots and compute the logits of every position in one forward pass.
 
-        Args:
-            slots: B distinct slots.
-            tokens: int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
-                token id.
-            counts: The number of valid tokens of each row.
-            noise: The noise to sample tokens with, if the target `supports_noise`.
-            parents: The parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token
-                the index of its parent, smaller than its own index; -1 for the first token and for no other. A row 0,
-                1, 2 ... is a chain. Each token is scored after the path to it. The slots then hold trees until
-                ``accept_paths`` is called, which must follow.
+        ``tokens`` is int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
+        token id. ``noise`` is the noise to sample tokens with, if the target `supports_noise`. ``parents`` are the
+        parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token the index of its
+        parent, smaller than its own index; -1 for the first token and for no other. A row 0, 1, 2 ... is a chain. Each
+        token is scored after the path to it. The slots then hold trees until ``accept_paths`` is called, which must
+        follow.
         """
         assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
@@ -166,7 +143,7 @@ class Target(ABC):
         return self._append_tokens(slots, tokens, counts, **more)
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether `run_ahead` can be called for these slots now."""
+        """Return whether `run_ahead` can launch the next forward pass of these slots before their tokens are read."""
         return False
 
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
@@ -178,32 +155,29 @@ class Target(ABC):
         raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
 
     def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
-        """Record the tokens, int64[B, 1], that `run_ahead` wrote at the positions ``starts`` of the slots."""
+        """Record the token ids, int64[B, 1], that `run_ahead` appended to the slots at the positions ``starts``."""
         _record_tokens(self._token_ids, slots, starts, tokens, np.ones(len(slots), np.int64))
 
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Keep only the accepted path of each row of the last pass, as if only these tokens had been appended.
+        """Keep only the accepted path of each draft tree of the last pass, as if only its tokens had been appended.
 
-        Args:
-            slots: The slots of the last pass.
-            counts: The number of tokens of each row of the last pass.
-            paths: For each row the accepted nodes, int64[n] with n >= 1: indices into the row, from its first token on.
+        ``counts`` is the number of tokens of each row of the last pass; ``paths`` are the accepted nodes of each row,
+        int64[n] with n >= 1, as indices into the row, from its first token on.
         """
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
     def warm_up(self) -> None:
-        """Do the work that the first forward passes would otherwise wait for."""
+        """Do the work that the first forward passes would otherwise wait for, for example capture CUDA graphs."""
         prepare_linears(self.model)
 
     @torch.inference_mode()
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
-        """Append tokens to slots without scoring them."""
+        """Append tokens to KV cache slots without returning their logits."""
         self._append_tokens(slots, tokens, counts, **self._last_logits_only)
 
 
 @kernel
 def _record_tokens(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMatrix, counts: Int64s) -> None:
-    """Record the token ids of new positions; positions beyond the array are never text and are skipped."""
     for b in range(len(slots)):
         for t in range(min(counts[b], fed.shape[1] - starts[b])):
             fed[slots[b], starts[b] + t] = tokens[b, t]

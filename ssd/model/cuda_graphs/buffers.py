@@ -1,4 +1,4 @@
-"""Tensors at fixed addresses: the inputs and outputs of passes with fixed shapes.
+"""Preallocated tensors for the inputs and outputs of fixed-shape forward passes.
 
 A CUDA graph replays the captured kernels on the captured addresses. So the inputs of every pass are copied to the same
 memory, and passes are padded to a few shapes.
@@ -20,28 +20,21 @@ from ssd.model.sampling.sampler import Noise, Sampler, packed_top
 
 Ints = npt.NDArray[np.int64]
 
-_GRIDS = 5
-"""The number of integers per position: token, position, place in the cache, sampling key and temperature."""
+_GRIDS = 5  # integers per position: token, position in the text, position in the slot, noise key and temperature
 
-_AHEAD = np.arange(1 << 12)[None]
-"""The offset of each token of a chain from the start of its row."""
+_AHEAD = np.arange(1 << 12)[None]  # the offset of each token of a draft chain from the start of its row
 
 
 @kernel
 def _fill(
     ints: Ints, rows: int, width: int, slots: Ints, starts: Ints, tokens: Ints, depths: Ints, scratch: int
 ) -> None:
-    """Write tokens, positions and places of ``rows`` x ``width``, then slots and starts, into zeros.
+    """Write the padded inputs of a fixed-shape forward pass into ``ints``, a zeroed int64 buffer.
 
-    Args:
-        ints: The buffer, int64.
-        rows: The number of rows of the shape.
-        width: The width of the shape.
-        slots: int64[B].
-        starts: int64[B], the slots' lengths.
-        tokens: int64[B, T].
-        depths: int64[B or 1, T], the offset of each token from the start of its row.
-        scratch: The first position of a slot that never holds text.
+    The buffer begins with the tokens, their positions in the text and their positions in the KV cache slot, ``rows`` *
+    ``width`` numbers each. It ends with the slot and the start of each row. ``starts`` are the lengths of the slots,
+    ``depths``, int64[B or 1, T], the offsets of the tokens from the starts, and ``scratch`` is the first position of a
+    slot that never holds text.
     """
     num_rows, num_tokens = tokens.shape
     count, last = rows * width, len(ints) - 2 * rows
@@ -59,7 +52,10 @@ def _fill(
 
 
 class PassShape(NamedTuple):
-    """The shape of a pass: ``rows`` rows of ``width`` positions, trees or chains, over the first ``num_keys`` keys."""
+    """The padded shape of a captured forward pass: batch size, tokens per sequence and number of visible KV positions.
+
+    Its sequences are draft trees or chains; they attend to the first ``num_keys`` positions of their slots.
+    """
 
     rows: int
     width: int
@@ -68,30 +64,24 @@ class PassShape(NamedTuple):
 
     @property
     def num_positions(self) -> int:
-        """The number of positions of all rows."""
         return self.rows * self.width
 
 
 class PassInputs(NamedTuple):
-    """The inputs of a pass of one shape.
+    """Views of the input buffers for a captured forward pass of one shape."""
 
-    Attributes:
-        tokens: int64[B, T].
-        rows: The rows of the pass in the KV cache.
-        keys: The sampling key of each position, int64[B * T].
-        temperatures: The temperature of each position, float32[B * T].
-    """
-
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # int64[B, T]
     rows: SlotRows
-    keys: torch.Tensor
-    temperatures: torch.Tensor
+    keys: torch.Tensor  # the noise key of each position, int64[B * T]
+    temperatures: torch.Tensor  # float32[B * T]
 
 
 class PassBuffers:
-    """The inputs and outputs of all shapes in shared memory, because only one pass runs at a time.
+    """The input and output tensors that all captured forward passes share, because only one pass runs at a time.
 
-    The outputs are valid until the next pass.
+    The outputs are valid until the next pass. ``max_positions`` is the maximum of batch size times tokens per sequence.
+    Without a ``sampler``, passes choose the most probable tokens. With ``keeps_top``, passes also find the most
+    probable tokens of every position.
     """
 
     def __init__(
@@ -104,16 +94,6 @@ class PassBuffers:
         *,
         keeps_top: bool = False,
     ) -> None:
-        """Allocate the buffers.
-
-        Args:
-            max_rows: The maximum number of rows.
-            max_positions: The maximum of rows times width.
-            max_width: The maximum width.
-            device: The device.
-            sampler: The sampling kernel. None: a pass chooses the most probable tokens.
-            keeps_top: Whether a pass also finds the most probable tokens of every position.
-        """
         self._sampler = sampler
         self._ints = torch.zeros(_GRIDS * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
         self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
@@ -121,20 +101,18 @@ class PassBuffers:
         self._top = torch.zeros(max_positions, 2, TOP_K, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
         self._max_positions = max_positions
+        # Views of the outputs by shape; creating them takes longer than a draft.
         self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
-        """Views of the outputs by shape, created once, because creating them takes longer than a draft."""
 
     def inputs(self, shape: PassShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> PassInputs:
-        """Return views of the inputs that `fill` writes."""
+        """Return views of the input buffers for a forward pass of this shape; `fill` writes their content."""
         n, b = shape.num_positions, shape.rows
         sizes = [n] * _GRIDS + [b, b]
         tokens, positions, places, keys, temperatures, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
         grid = (b, shape.width)
         sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
-        rows = SlotRows(
-            kv_cache, slots, positions.view(grid), places.view(grid), starts.view(b, 1), shape.num_keys, None, sees,
-            kernel,
-        )  # fmt: skip
+        positions, places, starts = positions.view(grid), places.view(grid), starts.view(b, 1)
+        rows = SlotRows(kv_cache, slots, positions, places, starts, shape.num_keys, None, sees, kernel)
         return PassInputs(tokens.view(grid), rows, keys, temperatures.view(torch.float32)[:n])
 
     def fill(
@@ -147,19 +125,12 @@ class PassBuffers:
         scratch: int,
         noise: Noise | None = None,
     ) -> None:
-        """Copy the inputs of a pass to the device, in one copy for chains and two copies for trees.
+        """Copy the inputs of a forward pass to the GPU, in one copy for draft chains and two copies for draft trees.
 
-        Padding rows are at the beginning of the first row's slot and write from ``scratch`` on, where no slot has
-        text, so they change nothing. Padding positions continue their row as a chain, beyond its valid positions.
-
-        Args:
-            shape: A shape at least as large as the pass.
-            slots: int64[B].
-            starts: int64[B], the slots' lengths.
-            tokens: int64[B, T].
-            trees: The draft trees, if the shape has trees.
-            scratch: The first position of a slot that never holds text.
-            noise: The noise to sample with; requires a sampler. None: the most probable tokens are chosen.
+        Padding rows are at the beginning of the first row's slot and write from ``scratch`` on, where no slot has text,
+        so they change nothing. Padding positions continue their row as a chain, beyond its valid positions. ``shape``
+        must be at least as large as the pass, and ``starts`` are the lengths of the slots. Without ``noise`` the most
+        probable tokens are chosen; ``noise`` requires a sampler.
         """
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
@@ -186,11 +157,11 @@ class PassBuffers:
         self._ints[:size].copy_(sent, non_blocking=True)
 
     def feed_sampled(self, num_rows: int) -> None:
-        """Copy the tokens that the last pass sampled to the inputs of the next pass, which has one position per row."""
+        """Use the tokens that the last forward pass sampled as inputs of the next pass, one token per sequence."""
         self._ints[:num_rows].copy_(self._sampled[:num_rows])
 
     def store(self, logits: torch.Tensor, inputs: PassInputs) -> None:
-        """Store the logits of a pass, [rows, width, V], and the token sampled at each position.
+        """Store the logits of a forward pass, [rows, width, V], and sample a token at each position.
 
         Without a sampler the most probable token is stored.
         """
@@ -207,7 +178,11 @@ class PassBuffers:
     def outputs(
         self, shape: PassShape, num_rows: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return logits, tokens and `packed_top` of the first rows and positions of the last pass, as views."""
+        """Return the logits, sampled tokens and most probable tokens of the last forward pass, without the padding.
+
+        The tensors are views of the first ``num_rows`` sequences and ``width`` positions; the most probable tokens are
+        in the format of `packed_top`.
+        """
         assert self._logits is not None
         place = shape.rows, shape.width, num_rows, width
         found = self._views.get(place)
@@ -220,7 +195,7 @@ class PassBuffers:
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """Return ``first`` and its doublings below ``last``, then ``last``."""
+    """Return the sizes ``first``, 2 * ``first``, 4 * ``first`` ... that are below ``last``, and ``last`` itself."""
     sizes = [last]
     size = first
     while size < last:

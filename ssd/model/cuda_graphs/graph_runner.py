@@ -1,4 +1,4 @@
-"""Forward passes of a few fixed shapes, so that each can be captured as a CUDA graph and replayed with one launch.
+"""Forward passes of a few fixed shapes, each captured as a CUDA graph so that one launch replays it.
 
 A **pass function** has no arguments and reads and writes tensors at fixed addresses. The same function runs eagerly or
 as a graph, so the code of graphs can be tested without a GPU.
@@ -28,22 +28,22 @@ from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 
 PassFunction = Callable[[], None]
 CaptureFunction = Callable[[PassFunction], PassFunction]
-"""Returns an equivalent of a pass function, which has run before, so that it no longer allocates memory that lasts."""
+"""Takes a function that runs a forward pass and returns an equivalent function, usually the launch of a CUDA graph."""
 
 _WARM_UPS = 2
 
 _ABORTED: list[torch.cuda.CUDAGraph] = []
+# Captures are serialised, because engines that start at the same time in one process share a stream.
 _CAPTURING = threading.Lock()
-"""Serialises captures: engines that start at the same time in one process share a stream."""
 
 
 def run_eagerly(run_pass: PassFunction) -> PassFunction:
-    """Return the function unchanged: Python launches every kernel."""
+    """Return a function that runs a forward pass unchanged, so that it runs eagerly instead of as a CUDA graph."""
     return run_pass
 
 
 class CudaGraphCapture:
-    """Captures pass functions as CUDA graphs that share one memory pool, because they never run concurrently.
+    """Captures forward passes as CUDA graphs that share one memory pool, because they never run concurrently.
 
     All graphs of a process are captured on one stream, because libraries keep tens of megabytes for each stream that
     they have run on. Raises any error of a pass that cannot be captured: RuntimeError if it synchronises with the
@@ -57,7 +57,7 @@ class CudaGraphCapture:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run_pass: PassFunction) -> PassFunction:
-        """Return one launch that replaces hundreds of launches.
+        """Capture a forward-pass function as a CUDA graph and return a function that replays it with one launch.
 
         Memory that the function allocates belongs to the graph; keep no reference to it.
         """
@@ -82,10 +82,7 @@ class CudaGraphCapture:
         return graph.replay
 
     def _end_aborted_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that the driver aborted; torch captures nothing else while it considers the capture active.
-
-        The graph object is kept, because torch may still ask it which memory belongs to it.
-        """
+        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until it has ended."""
         _ABORTED.append(graph)
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # torch has already ended the capture
@@ -94,14 +91,14 @@ class CudaGraphCapture:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _capture_nothing(self) -> None:
-        """Capture an empty graph successfully; torch's random generator considers the aborted capture active."""
+        """Capture an empty CUDA graph after an aborted one, so that torch's random generator leaves capture mode."""
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)
 
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection inside: destroying an earlier target's CUDA graph would invalidate the capture."""
+    """Disable Python's garbage collection in this context, because freeing an old CUDA graph would abort a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -113,13 +110,12 @@ def no_garbage_collection() -> Iterator[None]:
 
 @cache
 def _capture_stream(device: torch.device) -> Any:
-    """Return the stream for captures on a device, which must have an index."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _forbid_synchronisation() -> Iterator[None]:
-    """Raise if a pass synchronises with the device, because a failure during a capture would cost more."""
+    """Raise an error in this context if a forward pass waits for the GPU, because such a pass cannot be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it does not detect every wait; the capture does
@@ -132,36 +128,38 @@ def _forbid_synchronisation() -> Iterator[None]:
 
 log = logging.getLogger(__name__)
 
-_MAX_POSITIONS = 512
-"""The maximum of rows times width. A larger pass computes for longer than its launches take."""
+_MAX_POSITIONS = 512  # the maximum of rows times width; a larger pass computes for longer than its launches take
 
-_MAX_SHAPES = 96
-"""The maximum number of captured shapes; the least recently used shape is evicted."""
+_MAX_SHAPES = 96  # the maximum number of captured shapes; the least recently used shape is evicted
 
 _MIN_KEYS = 256
 
 
 class ScoringTarget(Protocol):
-    """The part of a target with slots that captured passes use."""
+    """The methods of a target model that `CudaGraphRunner` calls."""
 
     kv_cache: SlotKVCache
     max_length: int
     max_width: int
 
     def score(self, tokens: torch.Tensor, rows: SlotRows) -> torch.Tensor:
-        """Return the logits [B, T, V] of new tokens, int64[B, T]; leaves the lengths unchanged."""
+        """Return the logits [B, T, V] of new tokens, int64[B, T], without changing the lengths of KV cache slots."""
 
 
 class CudaGraphRunner:
-    """Scores new tokens of a target's slots with passes whose shapes are rounded up, so that graphs can be reused.
+    """Runs forward passes of a target model as CUDA graphs; their shapes are rounded up, so that few graphs are needed.
 
     The number of rows is rounded up to a power of two or all slots, the width and the number of keys to a power of two
     or the maximum. With a ``kernel`` that reads only the keys of each row, all passes cover all keys. A shape is
     captured when it is first needed, and compared with the same pass run eagerly. The first failure or difference is
     logged and disables graphs: `run` then returns None and the caller runs an eager pass.
 
+    ``tolerance`` is the maximum relative error of the logits of a captured pass. Without a ``kernel``, torch's
+    attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``, passes also find the most
+    probable tokens. The positions of the target's slots beyond ``max_length`` never hold text.
+
     Attributes:
-        moves: Captured moves of positions, for the accepted paths of draft trees.
+        moves: Replays copies of positions in the KV cache, for the accepted paths of draft trees.
         failure: Why graphs are disabled; None while they are enabled.
     """
 
@@ -176,17 +174,6 @@ class CudaGraphRunner:
         name: str = "static shapes",
         keeps_top: bool = False,
     ) -> None:
-        """Create a runner of fixed-shape passes.
-
-        Args:
-            target: The target; the positions of its slots beyond ``max_length`` never hold text.
-            capture: Returns a replayable equivalent of a pass function.
-            tolerance: The maximum relative error of the logits of a captured pass.
-            kernel: The attention kernel. None: torch's attention.
-            sampler: The sampling kernel. None: passes accept no noise.
-            name: The name of this variant, for logs.
-            keeps_top: Whether passes also find the most probable tokens.
-        """
         kv_cache, max_length, max_width = target.kv_cache, target.max_length, target.max_width
         assert kv_cache.max_length >= max_length + max_width
         self.name = name
@@ -210,13 +197,13 @@ class CudaGraphRunner:
 
     @property
     def supports_noise(self) -> bool:
-        """Whether passes can sample tokens with Gumbel noise."""
+        """Whether captured forward passes can sample tokens with Gumbel noise on the GPU."""
         return self._supports_noise and self.failure is None
 
     def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> PassShape | None:
-        """Return the smallest fixed shape that a pass fits into; None if the pass is too large.
+        """Return the smallest fixed shape that a forward pass fits into; None if the pass is too large for a graph.
 
-        ``longest`` is the length of the longest slot.
+        ``longest`` is the number of tokens in the longest KV cache slot.
         """
         if num_rows > self._rows[-1] or width > self._widths[-1]:
             return None
@@ -226,10 +213,10 @@ class CudaGraphRunner:
         return PassShape(rows, wide, _round_up(longest + wide, self._keys), is_tree)
 
     def run(self, slots: Ints, tokens: Ints, trees: TreeShape | None, noise: Noise | None = None) -> PassOutput | None:
-        """Write and score ``tokens``, int64[B, T], after the tokens of ``slots``; leaves the lengths unchanged.
+        """Append ``tokens``, int64[B, T], to KV cache slots and compute their logits by replaying a CUDA graph.
 
-        Pass ``noise`` only if the runner `supports_noise`. Returns None if there is no graph for this pass; run an
-        eager pass then.
+        The lengths of the slots stay unchanged. Pass ``noise`` only if the runner `supports_noise`. Returns None if
+        there is no graph for this pass and it cannot be captured; the caller then runs an eager pass.
         """
         starts = self._kv_cache.lengths[slots]
         num_rows, width = tokens.shape
@@ -249,15 +236,17 @@ class CudaGraphRunner:
         return PassOutput(logits, sampled, noise, top)
 
     def _next_shape(self, slots: Ints) -> PassShape | None:
-        """Return the shape of a pass over one more token of each slot."""
         return self.shape_of(len(slots), 1, int(self._kv_cache.lengths[slots].max()), is_tree=False)
 
     def can_run_ahead(self, slots: Ints) -> bool:
-        """Return whether `run_ahead` can be called."""
+        """Return whether a CUDA graph for one more token of each slot has been captured, which `run_ahead` requires."""
         return self.failure is None and self._next_shape(slots) in self._graphs
 
     def run_ahead(self, slots: Ints, noise: Noise | None = None) -> PassOutput:
-        """Like `run`, but over the tokens that the last pass sampled, one for each of the same slots."""
+        """Run the next decoding step on the tokens that the last forward pass sampled, before the host has read them.
+
+        ``slots`` must be those of the last pass.
+        """
         shape = self._next_shape(slots)
         assert shape is not None
         starts, nothing = self._kv_cache.lengths[slots], np.zeros((len(slots), 1), np.int64)
@@ -269,7 +258,7 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:
-        """Capture the most frequent shapes: chains of all sizes and trees of one row.
+        """Capture CUDA graphs of the most frequent shapes: draft chains of all batch sizes, and single draft trees.
 
         The largest shapes, which need most memory, are captured first.
         """
@@ -284,7 +273,7 @@ class CudaGraphRunner:
             self.run(np.arange(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
     def _capture(self, shape: PassShape, num_rows: int) -> bool:
-        """Capture a shape; the outputs are those of the pass in the buffers."""
+        """Capture a CUDA graph of this shape and return whether its logits match an eager forward pass."""
 
         def run_pass() -> None:
             inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)
@@ -322,20 +311,20 @@ _MAX_MOVES = 256
 
 
 class CapturedMoves:
-    """`SlotKVCache.move` of up to 256 positions, captured once.
+    """A CUDA graph of `SlotKVCache.move`, which copies up to 256 positions within KV cache slots.
 
     The capture and its test use positions that hold no text, because moving text twice would not give the same result.
+    ``scratch`` is the first of at least two positions of every slot that never hold text.
     """
 
     def __init__(self, kv_cache: SlotKVCache, *, scratch: int, capture: CaptureFunction) -> None:
-        """Create the moves; ``scratch`` is the first of at least two positions of every slot that never hold text."""
         self._kv_cache, self._scratch, self._capture_pass = kv_cache, scratch, capture
         self._ints = torch.zeros(3, _MAX_MOVES, dtype=torch.int64, device=kv_cache.device)
         self._moves: PassFunction | None = None
         self._has_failed = scratch + 2 > kv_cache.max_length
 
     def run(self, moves: torch.Tensor) -> bool:
-        """Move positions like `SlotKVCache.move`, with ``moves`` on the host.
+        """Copy positions within KV cache slots by replaying the CUDA graph; ``moves`` is on the host.
 
         Returns False, and does nothing, if the caller must use `SlotKVCache.move`.
         """
@@ -348,7 +337,7 @@ class CapturedMoves:
 
     @torch.inference_mode()
     def open(self) -> bool:
-        """Capture the moves if possible; returns whether they are captured."""
+        """Capture the CUDA graph on the first call, and return whether it is usable."""
         if self._has_failed or self._moves is not None:
             return not self._has_failed
         assert self._kv_cache.bytes_per_token  # all layers are allocated; layers allocated later would not be moved
@@ -374,7 +363,6 @@ class CapturedMoves:
         return True
 
     def _fill(self, moves: torch.Tensor) -> None:
-        """Copy the moves to the device, padded with copies of the last move."""
         sent = torch.empty(self._ints.shape, dtype=torch.int64, pin_memory=self._ints.is_cuda)
         sent[:, : moves.shape[1]], sent[:, moves.shape[1] :] = moves, moves[:, -1:]
         self._ints.copy_(sent, non_blocking=True)  # torch keeps pinned memory until the copy has finished

@@ -1,1 +1,1 @@
-"""Draft models and draft heads as drafters."""
+"""Drafters that run a neural network: a draft model or a draft head."""

@@ -1,4 +1,4 @@
-"""The candidates of a draft head or draft model, and the draft tree built from them."""
+"""The most probable next tokens of a draft head or draft model, and the draft tree built from them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,13 @@ Ints = npt.NDArray[np.int64]
 def best_candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
-    """Return the best candidates after the contexts of ``rows``, int64[R, M], and their acceptance probabilities.
+    """Return the most probable next tokens of each request and their acceptance probabilities, both [R, M].
 
-    The acceptance probability, float64[R, M], assumes that the target has the network's distribution. For greedy rows
-    it is the token's probability. For sampled rows it is conditioned on the noise that the target will sample with, and
-    the candidates are in descending order of noisy scores. Tokens that the request's rules exclude have probability 0.
-
-    Args:
-        logits: [R, Vd].
-        rows: The rows.
-        draft_to_target: The target's id of each scored token, int64[Vd]. None: the ids are the target's own.
-        vocab_size: The target's vocabulary size; ids from it on are left out.
+    The acceptance probability assumes that the target has the draft network's distribution. For greedy requests it is
+    the token's probability. For sampled requests it is conditioned on the Gumbel noise that the target will sample
+    with, and the tokens are in descending order of noisy scores. Tokens that the request's rules exclude have
+    probability 0. ``logits`` is [R, Vd]; ``draft_to_target`` is the target's id of each token of the draft vocabulary,
+    int64[Vd]. Ids from ``vocab_size`` on are left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
@@ -67,14 +63,20 @@ def best_candidates(
 
 @kernel
 def _favour(
-    token_ids: Ints, logs: Floats, is_sampled: npt.NDArray[np.bool_], keys: UInt64,
-    top_k: Ints, top_p: Floats, min_p: Floats,
-) -> None:  # fmt: skip
-    """Sort the candidates of sampled rows from the order of probabilities into that of noisy scores, in place.
+    token_ids: Ints,
+    logs: Floats,
+    is_sampled: npt.NDArray[np.bool_],
+    keys: UInt64,
+    top_k: Ints,
+    top_p: Floats,
+    min_p: Floats,
+) -> None:
+    """Sort the candidate tokens of sampled requests by score plus Gumbel noise instead of probability, in place.
 
-    Tokens that top-k, top-p or min-p drop are moved to the end with probability 0. The largest score of all other
-    tokens is Gumbel distributed (Maddison et al. 2014, section 3). So a token with probability p and noise g is sampled
-    with probability exp(-exp(-(log(p / (1 - p)) + g))). O(R M^2) with a small M.
+    Their log-probabilities become acceptance probabilities given the noise. Tokens that top-k, top-p or min-p drop are
+    moved to the end with probability 0. The largest score of all other tokens is Gumbel distributed (Maddison et al.
+    2014, section 3). So a token with probability p and noise g is sampled with probability exp(-exp(-(log(p / (1 - p))
+    + g))). O(R M^2) with a small M.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -102,20 +104,14 @@ def _favour(
             logs[row, i] = math.expm1(logs[row, i]) * math.exp(-noisy[i]) if noisy[i] > -np.inf else -np.inf
 
 
-_MAX_LEAVES = 3
-"""The maximum number of leaves next to the chain's token at each depth."""
+_MAX_LEAVES = 3  # the maximum number of leaves next to the chain's token at each depth
 
 
 def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
-    """Return the chain of first candidates, with further candidates as leaves if their expected gain exceeds the cost.
+    """Return a chain of the best draft candidates, with others as leaves if their expected gain exceeds the cost.
 
-    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first.
-
-    Args:
-        token_ids: The candidates of each depth, int64[M], after the first candidate of the depth before.
-        acceptance_probs: The acceptance probabilities of the candidates of each depth, float64[M].
-        costs: The costs of draft tokens, see ``DraftRequest.token_costs``.
-        limit: The maximum number of tokens.
+    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first. ``token_ids``
+    are the candidates of each depth after the best one of the depth before; ``costs`` is ``DraftRequest.token_costs``.
     """
     depth = min(len(token_ids), limit)
     leaves = []

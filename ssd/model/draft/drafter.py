@@ -41,11 +41,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 @dataclass(slots=True, eq=False)
 class _RowState:
-    """The state of one request during a call of `NetworkDrafter.propose`.
-
-    Attributes:
-        chain_acceptance: The expected probability that the whole chain is accepted.
-    """
+    """The draft of one request while `NetworkDrafter.propose` extends it token by token."""
 
     index: int
     request: DraftRequest
@@ -53,7 +49,7 @@ class _RowState:
     limit: int
     token_costs: TokenCosts
     state: TextSlot
-    chain_acceptance: float = 1.0
+    chain_acceptance: float = 1.0  # the expected probability that all tokens of the chain are accepted
     token_ids: list[Ints] = field(default_factory=list)
     acceptance_probs: list[Floats] = field(default_factory=list)
 
@@ -62,7 +58,7 @@ class _RowState:
         return len(self.token_ids)
 
     def sampling_row(self) -> SamplingRow:
-        """Return the parameters for sampling the next token: the chain so far counts as output."""
+        """Return the parameters for sampling the next token of the draft, whose earlier tokens count as output."""
         end = len(self.request.context) + self.depth
         return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
@@ -70,52 +66,49 @@ class _RowState:
 _UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
 _CHUNK_TOKENS = 512
-_DEFAULT_COSTS = np.array([0.2])
-"""The cost of a draft token, in expected accepted tokens, if a request gives none."""
+_DEFAULT_COSTS = np.array([0.2])  # the cost of a draft token, in expected accepted tokens, if a request gives none
 
 
 class NetworkDrafter:
-    """Keeps up with the text of each slot, in batches, and then drafts token by token.
+    """Drafts tokens with a neural network, in batches of requests, after it has read their contexts incrementally.
 
     A draft is the chain of tokens that the target would sample if it had the network's distribution, with further
     candidates as leaves. It is a tree even if the request accepts only chains; the caller selects tokens from it. The
-    chain ends when the probability that all of it is accepted falls below the cost of a token. The probability is the
-    network's own, calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are the network's own. For
-    sampled requests the target's noise is used.
+    chain ends when the probability that all of it is accepted falls below the cost of a token. For this decision the
+    network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are uncalibrated.
+    For sampled requests the target's noise is used.
 
-    The drafter is owned by one thread. After a failed pass the network reads the slots again.
-
-    Attributes:
-        kind: The kind of drafter, for the acceptance model.
-        source: The ``Draft.source`` of its drafts.
+    The drafter is owned by one thread. After a failed forward pass the network reads the contexts again.
     """
 
-    kind: ClassVar[int]
-    source: ClassVar[str]
+    kind: ClassVar[int]  # for the acceptance model
+    source: ClassVar[str]  # the ``Draft.source`` of its drafts
 
     def __init__(self, slots: TextSlots, vocab_size: int) -> None:
-        """Create a drafter on ``slots`` that drafts tokens below ``vocab_size``."""
         self._slots, self._vocab_size = slots, vocab_size
+        # The calibrations of acceptance probabilities, for greedy (True) and for sampled requests (False).
         self._calibration = {True: PlattScaling(shift=0.5, scale=1.0), False: PlattScaling(shift=1.0, scale=0.5)}
-        """The calibrations of acceptance probabilities, for greedy (True) and for sampled rows (False)."""
         self._cost_model = CostModel()
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the measured time to draft one more token for ``num_rows`` requests together; 0 while unknown."""
+        """Return the measured time to draft one more token for a batch of ``num_rows`` requests; 0 while unknown."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of the context; 0 if it is small or unknown."""
+        """Return the expected time to read the new tokens of a request's context; 0 if it is small or unknown."""
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft per request, in order; empty if the context is still being read or cannot be read."""
+        """Return one draft per request, in order; a draft is empty if the network has not read the whole context."""
         return self._propose(requests, [self._slots.can_read(request) for request in requests])
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Update the calibration with the accepted part of the chain, up to the first rejected token."""
+        """Calibrate the acceptance probabilities with the number of a draft's tokens that were accepted.
+
+        Only the chain counts, up to its first rejected token.
+        """
         greedy, own = self._last.get(request_id, (True, np.empty(0)))
         if draft.source != self.source or not len(own):
             return
@@ -127,13 +120,13 @@ class NetworkDrafter:
         self._calibration[greedy].learn(own[:tested], np.arange(tested) < right)
 
     def finish(self, request_id: str) -> None:
-        """Drop the state of a request."""
+        """Drop the drafter's state of a request that has ended."""
         self._last.pop(request_id, None)
         self._slots.release(request_id)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run passes over one and several slots to measure their time; call it while no slot holds text."""
+        """Measure the time of forward passes over one and over several slots; call it while no slot holds text."""
         target = self._slots.target
         context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
@@ -177,11 +170,10 @@ class NetworkDrafter:
         return _RowState(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
-        """Return whether the drafter has the request's slot; it may have fewer slots than the target."""
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
     def _draft_rows(self, rows: list[_RowState]) -> list[_RowState]:
-        """Draft token by token; return the rows whose text has been read completely."""
+        """Draft tokens for a batch of requests; return the requests whose contexts have been read completely."""
         ready, result = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
         if result is None:
@@ -200,7 +192,6 @@ class NetworkDrafter:
         return rows
 
     def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_RowState]) -> None:
-        """Store the candidates of the next depth of each row, and extend the chain by the first candidate."""
         sampling = [row.sampling_row() for row in rows]
         token_ids, probs = best_candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
@@ -211,7 +202,6 @@ class NetworkDrafter:
             row.acceptance_probs.append(probs[b])
 
     def _is_worthwhile(self, row: _RowState) -> bool:
-        """Return whether the expected gain of one more token exceeds its cost."""
         most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
         return row.depth < most and row.chain_acceptance > cost_at(row.token_costs, row.depth)
 
@@ -222,41 +212,35 @@ class NetworkDrafter:
 
 
 class HeadDrafter(NetworkDrafter):
-    """Drafts with a head, from the features that the target's passes store in its slots."""
+    """Drafts tokens with a draft head, from the hidden states that the target's forward passes store in the KV cache.
+
+    ``chunk_tokens`` is the maximum number of context positions to read in one call.
+    """
 
     kind = HEAD
     source = "head"
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int = _CHUNK_TOKENS) -> None:
-        """Create a drafter.
-
-        Args:
-            head: The draft head.
-            target: The target, which stores the features that ``head`` reads.
-            chunk_tokens: The maximum number of positions to read in one call.
-        """
         super().__init__(HeadSlots(head, target, chunk_tokens), target.vocab_size)
 
 
 def feature_spec(head: Head, device: torch.device, dtype: torch.dtype) -> FeatureSpec:
-    """Return the features that a target must store for ``head``, and the head's own memory per position."""
+    """Return the hidden states that the target must store for a draft head, and the head's own memory per token."""
     return FeatureSpec(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
 
 
 class DraftModelDrafter(NetworkDrafter):
-    """Drafts with a causal language model that has the target's vocabulary."""
+    """Drafts tokens with a smaller causal language model that has the target's vocabulary.
+
+    ``model`` is used only by this drafter and has a slot for each of the target's slots. ``chunk_tokens`` is the
+    maximum number of context tokens to read in one call. Raises ModelError for a recurrent model, which cannot roll
+    back.
+    """
 
     kind = MODEL
     source = "model"
 
     def __init__(self, model: Target, vocab_size: int | None = None, chunk_tokens: int = _CHUNK_TOKENS) -> None:
-        """Create a drafter; raises ModelError for a model that cannot roll back.
-
-        Args:
-            model: The draft model, used only by this drafter, with a slot for each of the target's slots.
-            vocab_size: The target's vocabulary size. None: the model's own.
-            chunk_tokens: The maximum number of positions to read in one call.
-        """
         if not model.can_roll_back:
             raise ModelError(
                 f"{type(model.model).__name__} is recurrent and cannot roll back, which a draft model must: "
@@ -275,19 +259,11 @@ def load_draft_model(
     hub: HubOptions | None = None,
     enforce_eager: bool = False,
 ) -> DraftModelDrafter:
-    """Load a Hugging Face causal language model as a drafter; it must share the target's tokenizer.
+    """Load a Hugging Face causal language model as a draft model; it must share the target's tokenizer.
 
-    Contexts longer than the draft model supports get no drafts. Raises ModelError if the model cannot be loaded, has
-    another tokenizer or does not fit into memory.
-
-    Args:
-        name_or_path: A directory or hub id.
-        target: The target.
-        codec: The target's tokenizer.
-        dtype: As for the target.
-        device: As for the target.
-        hub: Where hub ids are downloaded from.
-        enforce_eager: As for the target.
+    Contexts longer than the draft model supports get no drafts. ``codec`` is the target's tokenizer; the other options
+    are those of `load_model`. Raises ModelError if the model cannot be loaded, has another tokenizer or does not fit
+    into memory.
     """
     own = TextCodec.load(str(name_or_path), hub)
     if own.fingerprint != codec.fingerprint:

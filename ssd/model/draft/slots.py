@@ -1,4 +1,4 @@
-"""Slots of a draft model or head, which read the contexts of requests incrementally and in batches."""
+"""KV cache slots of a draft model or draft head, which read the contexts of requests incrementally and in batches."""
 
 from __future__ import annotations
 
@@ -20,71 +20,52 @@ from ssd.model.target import Target, pad_rows
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
-"""The maximum width of a pass that reads several rows at once; longer text is read one row at a time."""
+"""The maximum number of tokens per row in a batched pass that reads contexts; longer text is read one row at a time."""
 
-_DECAY = 0.9
-"""The decay of a measurement's weight with each later measurement."""
+_DECAY = 0.9  # the decay of a measurement's weight with each later measurement
 
+# The logits [R, ..., V], and the state [R, ...] from which the next token is drafted.
 LogitsAndState = tuple[torch.Tensor, torch.Tensor]
-"""Logits [R, ..., V], and the state to continue from, [R, ...]."""
 
 
 @dataclass(slots=True, eq=False)
 class TextSlot:
-    """The text that was read in one of the target's slots.
-
-    Attributes:
-        slot: The slot's index.
-        text: int32[max_length]. The first ``num_known`` tokens are the context as last seen; drafted tokens follow.
-        num_known: The number of context tokens.
-        request_id: The request whose text this is; None after its end.
-        adapter: The LoRA adapter that the target computed the text with.
-        scope: A weak reference to the learned state of the request's namespace, if it has one.
-    """
+    """The token ids that a draft model or draft head has read in one KV cache slot."""
 
     slot: int
-    text: npt.NDArray[np.int32]
-    num_known: int = 0
-    request_id: str | None = None
-    adapter: str | None = None
+    text: npt.NDArray[np.int32]  # int32[max_length]: the request's context as last seen, then drafted tokens
+    num_known: int = 0  # the number of context tokens
+    request_id: str | None = None  # None after the end of the request
+    adapter: str | None = None  # the LoRA adapter with which the target computed the text
+    # A weak reference to the learned state of the request's namespace.
     scope: Callable[[], LearnedState | None] = lambda: None
 
 
 class TextSlots(ABC):
-    """Draft-model KV slots, brought up to date incrementally with a token budget per call.
+    """The KV cache slots of a draft model or draft head, which read request contexts with a token budget per call.
 
     A slot that is assigned to another request of the same namespace keeps the common prefix of the two texts. A request
     of another namespace keeps nothing, because the time until its first draft would reveal another tenant's prompt.
-
-    Attributes:
-        draft_to_target: The target's id of each scored token, int64[Vd]. None: the ids are the target's own.
-        num_tokens: The maximum number of drafted tokens. None: no maximum.
+    ``target`` is the draft model, or the target model whose hidden states are read.
     """
 
-    draft_to_target: torch.Tensor | None = None
-    num_tokens: int | None = None
-    _lookahead = 0
-    """The number of tokens after a position that are read together with it."""
+    draft_to_target: torch.Tensor | None = None  # the target's id of each draft token, int64[Vd]
+    num_tokens: int | None = None  # the maximum number of drafted tokens
+    _lookahead = 0  # the number of tokens after a position that are read together with it
 
     def __init__(self, target: Target, chunk_tokens: int) -> None:
-        """Create slots.
-
-        Args:
-            target: The draft model, or the target whose features are read.
-            chunk_tokens: The maximum number of tokens to read in one call.
-        """
         self.target, self._chunk_tokens = target, chunk_tokens
         self.states = [TextSlot(slot, np.empty(target.max_length, np.int32)) for slot in range(target.num_slots)]
         self._reading = Throughput(_DECAY)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the request's context can be read."""
         return True
 
     def assign(self, request: DraftRequest) -> TextSlot | None:
-        """Return the slot of a request, truncated to the common prefix with its context; None if it cannot be read.
+        """Return the request's KV cache slot, truncated to the prefix that it shares with the request's context.
 
-        O(new tokens), and O(n) once if the slot was assigned to another request.
+        Returns None if the context cannot be read. O(new tokens), and O(n) once if another request used the slot
+        before.
         """
         assert request.slot is not None
         context, scope, adapter = request.context, request.learned, self.target.adapters[request.slot]
@@ -105,13 +86,10 @@ class TextSlots(ABC):
         return state
 
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
-        """Read up to the end of each context.
+        """Read the new tokens of each request's context into its KV cache slot, up to a token budget per call.
 
-        If more tokens are unread than the budget of one call, the remaining rows continue in the next call.
-
-        Returns:
-            The indices of the ``states`` that are up to date, and logits and state after their contexts, [R, ...] each;
-            None if there is none.
+        The next calls read the rest. Returns the indices of the contexts that have been read completely, and the logits
+        and states after them.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -138,26 +116,26 @@ class TextSlots(ABC):
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
     ) -> LogitsAndState:
-        """Append drafted tokens, int64[R], to the slots and return the logits after them.
+        """Append one drafted token to each slot, int64[R], and return the logits of the next token.
 
         ``carried`` is the state that the previous call returned.
         """
 
     def seconds_to_read(self, request: DraftRequest) -> float:
-        """Return the expected time to read new tokens beyond one pass's width; 0 if small or unknown."""
+        """Return the expected time to read the new tokens of a request's context; 0 if it is small or unknown."""
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
         num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
         return max(0, len(request.context) - num_read - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
 
     def release(self, request_id: str) -> None:
-        """Release a request that has ended or restarts; the slot's content stays for requests that share its prefix."""
+        """Release the slot of a request that has ended or restarts; its text stays for requests that share a prefix."""
         for state in self.states:
             if state.request_id == request_id:
                 state.request_id = None
 
     def clear(self) -> None:
-        """Clear all slots after a failed pass, because their content is unknown."""
+        """Clear all slots after a failed forward pass, because their content is unknown."""
         for state in self.states:
             self._crop(state.slot, 0)
             state.num_known = 0
@@ -169,33 +147,27 @@ class TextSlots(ABC):
         return True
 
     def _next(self, states: Sequence[TextSlot], counts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the next ``counts`` tokens of each text, int64[R, max(counts)]."""
+        """Return the next ``counts[r]`` unread tokens of each text as a padded array, int64[R, max(counts)]."""
         starts = [self._length(state.slot) + self._lookahead for state in states]
         return pad_rows([state.text[at : at + n] for state, at, n in zip(states, starts, counts, strict=True)])
 
     @abstractmethod
-    def _length(self, slot: int) -> int:
-        """Return the number of positions that a slot has read."""
+    def _length(self, slot: int) -> int: ...
 
     @abstractmethod
-    def _crop(self, slot: int, length: int) -> None:
-        """Truncate a slot to ``length`` positions."""
+    def _crop(self, slot: int, length: int) -> None: ...
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Read the next ``counts`` positions of each context and return logits and states, [R, max(counts), ...].
-
-        With ``skims`` the results are not needed.
-        """
+        """Read the next ``counts[r]`` tokens of each request's context; with ``skims`` the results are not needed."""
 
 
 class ModelSlots(TextSlots):
-    """Slots of a draft model, which roll back to the target's context after each verification."""
+    """The KV cache slots of a draft model, truncated to the target's accepted text after each verification."""
 
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
     ) -> LogitsAndState:
-        """Append one more token to each text."""
         logits = self.target.forward([state.slot for state in states], token_ids[:, None], [1] * len(states)).logits
         return logits[:, 0], carried
 
@@ -218,7 +190,7 @@ class ModelSlots(TextSlots):
 
 
 class HeadSlots(TextSlots):
-    """A head's own KV cache, at the (slot, position) of the target.
+    """The KV cache of a draft head, with the same slots and positions as the target's KV cache.
 
     At position i the head reads the target's features of token i and the embedding of token i + 1, so it can read n - 1
     positions of a context of n tokens. Drafted positions lie beyond them, and are read again with the target's
@@ -228,7 +200,6 @@ class HeadSlots(TextSlots):
     _lookahead = 1
 
     def __init__(self, head: Head, target: Target, chunk_tokens: int) -> None:
-        """Create slots for ``head`` on a ``target`` that stores the features that the head reads."""
         assert target.features is not None and target.features.shape[3] == head.feature_size
         super().__init__(target, chunk_tokens)
         self.draft_to_target, self.num_tokens = head.draft_to_target, head.num_tokens
@@ -236,11 +207,10 @@ class HeadSlots(TextSlots):
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the target has processed all of the context except its last token."""
+        """Return whether the target has computed all of the context but its last token, as the draft head requires."""
         return len(request.context) > 1 and self.target.length(request.slot or 0) >= len(request.context) - 1
 
     def assign(self, request: DraftRequest) -> TextSlot | None:
-        """Implement `TextSlots.follow`."""
         state = super().assign(request)
         if state is not None and not self._head.attends:  # only the last position influences the output
             self._kv_cache.lengths[state.slot] = state.num_known - 2
@@ -249,7 +219,6 @@ class HeadSlots(TextSlots):
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
     ) -> LogitsAndState:
-        """Continue from the head's own output."""
         logits, carried = self._pass([state.slot for state in states], token_ids[:, None], carried[:, None])
         for state in states:
             self._kv_cache.lengths[state.slot] += 1
@@ -282,7 +251,6 @@ class HeadSlots(TextSlots):
 
 
 def _common_prefix_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
-    """Return the length of the common prefix of two texts."""
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
@@ -290,7 +258,7 @@ def _common_prefix_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int3
 
 @torch.inference_mode()
 def bytes_per_token(head: Head, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the bytes of a head's KV cache per position, measured by a pass over one position."""
+    """Return the bytes per token of a draft head's KV cache, measured by a forward pass over one position."""
     kv_cache = SlotKVCache(1, 1, device)
     rows = SlotRows.build(kv_cache, [0], 1, device)
     features = torch.zeros(1, 1, head.feature_size, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""The layouts in which draft heads are published: EAGLE, Medusa, and modules for multi-token prediction (MTP).
+"""The checkpoint formats of draft heads: EAGLE, Medusa, and modules for multi-token prediction (MTP).
 
-MTP modules are part of the target's own checkpoint. A layout is recognised by the names of its tensors, and defines the
+MTP modules are part of the target's own checkpoint. A format is recognised by the names of its tensors, and defines the
 network's configuration and the tensors' names.
 
 The hidden states that EAGLE-3 reads are numbered in two ways. A speculators configuration counts as vLLM does: layer k
@@ -42,27 +42,21 @@ from ssd.model.runners.select_runner import CPU_LAYERS
 from ssd.text.load_tokenizer import HubOptions
 
 Matches = Sequence[re.Match[str]]
+# The prefix of tensor names in the checkpoint, by the prefix in our module; the longest matching prefix applies.
 Names = Mapping[str, str]
-"""Prefixes in the checkpoint by prefixes in our module; the longest matching prefix applies."""
 
 
 class Layout(NamedTuple):
-    """A layout of draft heads.
-
-    Attributes:
-        name: Its name, for messages.
-        known_by: Regular expressions; a head of this layout has a tensor that matches each of them.
-        build: Builds the head from configuration, tensors, target and all matches of the first expression.
-        without: Regular expressions that no tensor of this layout matches.
-    """
+    """A checkpoint format of draft heads, recognised by the names of the tensors."""
 
     name: str
-    known_by: tuple[str, ...]
+    known_by: tuple[str, ...]  # regular expressions that all match a tensor of this format
+    # The last argument contains all matches of the first expression.
     build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return the matches of the first expression among ``names``; empty if they have another layout."""
+        """Return the names of a checkpoint's tensors that identify this format; empty if it has another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -72,7 +66,7 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Return the head with its tensors assigned, and ``more`` tensors that are not read; raises ModelError."""
+    """Assign a checkpoint's tensors to a draft head; ``names`` translates the prefixes of their names."""
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
@@ -87,20 +81,30 @@ def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedMod
 # -- EAGLE -----------------------------------------------------------------------------------------------------------
 
 _MOST_LAYERS_READ = 16
-_MOST_HEAD_DIM = 1 << 12
-"""A limit for configurations, so that nothing is built that no head has."""
+_MOST_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
+# The fields of a configuration that determine the head's decoder layer.
 _FIELDS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "vocab_size",
-    "attention_bias", "mlp_bias",
-)  # fmt: skip
-"""The fields of a configuration that determine the layer."""
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "vocab_size",
+    "attention_bias",
+    "mlp_bias",
+)
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
-    """Return the configuration of a head's single layer, which uses slot attention; raises ModelError."""
+    """Return the configuration of a draft head's single decoder layer; raises ModelError if it is not supported."""
     if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
-        raise ModelError(f"its config.json says head_dim {config['head_dim']}: {_MOST_HEAD_DIM} is the most")
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MOST_HEAD_DIM}")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
             "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
@@ -127,8 +131,8 @@ def _eagle(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches
 
 
 _EMBED = "embed_tokens.weight"
+# Tensors of an EAGLE-3 checkpoint that need not become part of the head.
 _UNREAD = {"t2d", "d2t", _EMBED, "verifier_lm_head.weight", "verifier_norm.weight"}
-"""Tensors that need not become part of the head, besides buffers of positions."""
 
 
 def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matches, names: Names) -> Head:
@@ -161,10 +165,13 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     layers = _feature_layers(target, listed, 0 if names else 1)
     with torch.device("meta"):
         head = Eagle3Head(
-            shape, embed, layers, target_hidden_size=own.hidden_size,
+            shape,
+            embed,
+            layers,
+            target_hidden_size=own.hidden_size,
             draft_vocab_size=None if mapping is None else len(mapping),
             norm_before_residual=bool(config.get("norm_before_residual")),
-        )  # fmt: skip
+        )
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
@@ -173,7 +180,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's id of each drafted token, int64[Vd]; the checkpoint has the differences of the two ids."""
+    """Return the target's id of each draft token from the id differences in the checkpoint; None without them."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -182,7 +189,7 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
     token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
-            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Take the "
+            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Use the "
             "head that was trained for this model"
         )
     return token_ids
@@ -191,7 +198,7 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
 def _embeddings(
     tensors: Tensors, target: PreTrainedModel, shape: LlamaConfig
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the head's own embeddings of token ids if they differ from the target's, otherwise the target's."""
+    """Return the draft head's own embedding function if its weights differ from the target's, else the target's."""
     own: Any = target.get_input_embeddings()
     hidden_size = target.config.get_text_config().hidden_size
     if _EMBED in tensors:
@@ -209,7 +216,7 @@ def _embeddings(
 
 
 def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Return the layers whose outputs are read: the usual choice, or those ``listed``, plus ``before``."""
+    """Return the numbers of the target layers that an EAGLE-3 head reads; three usual ones if none are ``listed``."""
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
@@ -233,7 +240,6 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
 
 
 def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: Matches) -> Head:
-    """Build a Medusa head; each of ``blocks`` matches prefix, head and number of a block."""
     require_same(config, target, ("hidden_size", "vocab_size"))
     own, prefix = target.config.get_text_config(), blocks[0][1]
     num_heads, num_layers = (1 + max(int(each[part]) for each in blocks if each[1] == prefix) for part in (2, 3))
@@ -247,28 +253,24 @@ def _medusa(config: Config, tensors: Tensors, target: PreTrainedModel, blocks: M
 
 # -- multi-token prediction ------------------------------------------------------------------------------------------
 
+# The layer's prefix in a checkpoint with only the MTP module, as SGLang extracts it for DeepSeek models.
 _ALONE = "model.layers.0."
-"""The prefix of a module that was extracted from its checkpoint, as in SGLang's DeepSeek modules, without the other
-layers.
-"""
 
 
 def _mtp(
-    config: Config, tensors: Tensors, target: PreTrainedModel, projects: Matches, parts: tuple[str, ...],
+    config: Config,
+    tensors: Tensors,
+    target: PreTrainedModel,
+    projects: Matches,
+    parts: tuple[str, ...],
     hidden_first: bool = False,
-) -> Head:  # fmt: skip
-    """Build a module for multi-token prediction.
+) -> Head:
+    """Build a draft head from a module for multi-token prediction (MTP).
 
-    Of several modules, each trained for one token, the first is used for all tokens.
-
-    Args:
-        config: The configuration.
-        tensors: The tensors.
-        target: The target.
-        projects: The matches of the projection's name, with the number of the layer if it has one.
-        parts: The prefix of the layer's names; the names of both norms and optionally of the last norm, without
-            "weight".
-        hidden_first: Whether features come first in the concatenation.
+    If there are several modules, each trained for one token ahead, the first module drafts all tokens. ``projects`` are
+    the matches of the projection's tensor name, with the layer number if it has one. ``parts`` are prefixes of tensor
+    names: of the layer, of both norms and optionally of the last norm. With ``hidden_first``, the hidden states come
+    first in the projection's input.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
@@ -287,61 +289,73 @@ def _mtp(
     fitting = (each for each in layers if all(name in tensors for name in shapes_of(each.layer, at)))
     like = next(fitting, layers[0])
     head = FusedHead(
-        target, like.layer, like.config, layer_type=like.layer_type, norm=like.norm, has_last_norm=bool(last),
+        target,
+        like.layer,
+        like.config,
+        layer_type=like.layer_type,
+        norm=like.norm,
+        has_last_norm=bool(last),
         hidden_first=hidden_first,
-    )  # fmt: skip
+    )
     return _fill_head(head, tensors, names, target)
 
 
 _N = "model.layers.{}."
 _MIMO = "model.mtp_layers.0."
 
+# The first format that matches is used.
 LAYOUTS: tuple[Layout, ...] = (
     Layout("EAGLE-3 (fc, midlayer)", (r"fc\.weight", r"midlayer\..*"), partial(_eagle3, names={})),
     Layout(
-        "speculators, eagle3 (fc, layers.0 with hidden_norm)", (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
+        "speculators, eagle3 (fc, layers.0 with hidden_norm)",
+        (r"fc\.weight", r"layers\.0\.hidden_norm\.weight"),
         partial(_eagle3, names={"midlayer.": "layers.0."}),
     ),
     # EAGLE-3 has a midlayer, a reduced vocabulary, or norms before the attention of its first layer.
     Layout(
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
-        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"), _eagle,
+        (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"),
+        _eagle,
         without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
     ),
     # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last layer of each
     # head is its output layer; heads of later versions have none and use the target's.
     Layout(
         "Medusa (0.0.linear.weight)",
-        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",), _medusa,
+        (r"(|medusa_head\.|medusa_heads\.|medusa\.)(\d{1,2})\.(\d{1,2})\.linear\.weight",),
+        _medusa,
     ),
     # vLLM's deepseek_mtp.py, glm4_moe_mtp.py, mimo_mtp.py and ernie_mtp.py. The stored embeddings and output
     # layer are copies of the target's, according to DeepSeek's paper, and are not read.
     Layout(
-        "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)", (r"model\.layers\.(\d+)\.eh_proj\.weight",),
+        "MTP module of DeepSeek-V3 and GLM-4.5 (model.layers.N.eh_proj)",
+        (r"model\.layers\.(\d+)\.eh_proj\.weight",),
         partial(_mtp, parts=(_N, f"{_N}enorm.", f"{_N}hnorm.", f"{_N}shared_head.norm.")),
     ),
     Layout(
-        "MTP module of MiMo (model.mtp_layers.0.input_proj)", (r"model\.mtp_layers\.0\.input_proj\.weight",),
+        "MTP module of MiMo (model.mtp_layers.0.input_proj)",
+        (r"model\.mtp_layers\.0\.input_proj\.weight",),
         partial(
-            _mtp, hidden_first=True,
+            _mtp,
+            hidden_first=True,
             parts=(_MIMO, *(f"{_MIMO}{name}_layernorm." for name in ("token", "hidden", "final"))),
         ),
     ),
     Layout(
-        "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)", (r"model\.mtp_linear_proj\.0\.weight",),
+        "MTP module of ERNIE 4.5 (model.mtp_linear_proj.0)",
+        (r"model\.mtp_linear_proj\.0\.weight",),
         partial(_mtp, parts=("model.mtp_block.0.", "model.mtp_emb_norm.0.", "model.mtp_hidden_norm.0.")),
     ),
-)  # fmt: skip
-"""The layouts in order; the first that matches is used."""
+)
 
 _LENGTH, _SHOWN = 2, 6
 
 
 @torch.inference_mode()
 def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
-    """Run a head on fixed hidden states like the engine, and return all of its outputs.
+    """Run a draft head on fixed hidden states as the engine would, and return all of its outputs.
 
-    Raises any error of its layers; TypeError if they do not attend to the slots.
+    Raises any error of its layers, and TypeError if they do not use the slot KV cache.
     """
     device, dtype = target.device, target.dtype
     generator = torch.Generator().manual_seed(0)
@@ -357,11 +371,11 @@ def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
-    """Load the draft head of a directory or hub id, with the dtype and device of ``model``, ready to draft for it.
+    """Load a draft head from a directory or hub id for a target model, with the target's dtype and device.
 
     On a CPU its layers are replaced by faster ones, which reduce the time of a pass over several rows or positions to
     two thirds. Raises ModelError with advice if files are missing or damaged, the layout is unknown, or the head
-    belongs to another model. ``hub`` says where hub ids are downloaded from.
+    belongs to another model. ``hub`` has the options of the download.
     """
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)

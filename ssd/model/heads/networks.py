@@ -1,4 +1,4 @@
-"""Draft head networks on the target's hidden states: EAGLE, Medusa and multi-token prediction."""
+"""Draft head networks that read the target's hidden states: EAGLE, EAGLE-3, Medusa and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -19,35 +19,28 @@ from ssd.model.layers.hidden_states import FINAL
 
 
 class Head(nn.Module, ABC):
-    """A network that drafts from the target's hidden states, token by token, continuing from its own output.
+    """A draft head: a network that drafts tokens from the target's hidden states, continuing from its own output.
 
-    Attributes:
-        feature_layers: The hidden states that it reads: k is the output of the first k decoder layers, 0 the
-            embeddings, `FINAL` the input of the output layer.
-        feature_size: The number of feature values per position.
-        num_tokens: The maximum number of drafted tokens. None: no maximum.
-        attends: Whether it reads the whole text, and not only its last position.
-        config: The configuration of its layers, which names their attention implementation.
-        draft_to_target: The target's id of each token that it can draft, int64[Vd]. None: the vocabularies are the
-            same.
+    ``config`` is the configuration of its layers, which names their attention implementation.
     """
 
+    # The hidden states that it reads: k is the output of the first k decoder layers, 0 the embeddings, `FINAL` the
+    # input of the output layer.
     feature_layers: tuple[int, ...]
-    feature_size: int
-    num_tokens: int | None = None
-    attends: bool = True
-    draft_to_target: torch.Tensor | None
+    feature_size: int  # the number of feature values per position
+    num_tokens: int | None = None  # the maximum number of drafted tokens
+    attends: bool = True  # whether it attends to the whole text instead of only reading its last position
+    draft_to_target: torch.Tensor | None  # int64[Vd]; None if the vocabularies are the same
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("draft_to_target", None)
         self.config: Any = None
-        self._rotary: tuple[
-            LlamaRotaryEmbedding, ...
-        ] = ()  # in a tuple, because a submodule would be rounded with this module
+        # In a tuple, because a submodule would be rounded with this module.
+        self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the features, [..., feature_size], from a tensor [..., hidden size] for each feature layer.
+        """Combine the target's hidden states, [..., hidden size] for each feature layer, into [..., feature_size].
 
         This is part of the target's forward pass, so it must not synchronise with the device.
         """
@@ -58,21 +51,19 @@ class Head(nn.Module, ABC):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the token after ``token_ids``, [B, T, Vd], and the next features, [B, T, ...].
+        """Predict the token after ``token_ids``: return its logits, [B, T, Vd], and the next features, [B, T, ...].
 
-        Args:
-            token_ids: int64[B, T], at each position the token after the one that the position's features belong to.
-            features: [B, T, feature_size]: the target's features, or for drafted positions those that this method
-                returned.
-            position_ids: int64[B, T], the positions of the tokens that the features belong to.
-            attention: Other arguments: ``slot_rows`` for slot attention or ``attention_mask`` for other attention
-                functions, and ``logits_to_keep``, the number of last positions to compute logits of.
+        ``token_ids``, int64[B, T], has at each position the token after the one that the position's features belong to.
+        ``features`` is [B, T, feature_size]: the target's features, or for drafted positions those that this method
+        returned. Their tokens have the positions ``position_ids``. Other arguments are ``slot_rows`` for slot attention
+        or ``attention_mask`` for other attention functions, and ``logits_to_keep``, the number of last positions with
+        logits.
         """
 
     def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
-        """Create Llama-style rotary positions for a head with its own layers.
+        """Create Llama-style rotary position embeddings for a draft head with its own layers.
 
-        They are not part of its state: rounded to two bytes they would rotate late positions by wrong angles.
+        They are not part of the head's state dict, because bfloat16 would round the angles of late positions too much.
         """
         self.config = config
         with torch.device(device):
@@ -80,12 +71,11 @@ class Head(nn.Module, ABC):
 
     @property
     def rotary(self) -> LlamaRotaryEmbedding | None:
-        """The rotary positions of `turn_by`; None without them."""
         return self._rotary[0] if self._rotary else None
 
 
 class TargetParts:
-    """The embeddings, rotary positions and output layer of the target.
+    """The embeddings, rotary positions and output layer of the target model, for draft heads that share them.
 
     They are looked up on use, because faster layers may replace the model's own, and are not part of the head's state.
     """
@@ -94,20 +84,20 @@ class TargetParts:
         self.model: Any = model
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings, [..., hidden size]."""
+        """Return the target's embeddings of token ids, [..., hidden size]."""
         embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
 
     def rotation(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-        """Return the rotary embedding of positions, int64[B, T], in the dtype of ``like``.
+        """Return the target's cosines and sines for the positions, int64[B, T], in the dtype of ``like``.
 
-        ``layer_type`` selects the kind of layer if the model has several.
+        ``layer_type`` selects the kind of layer if the model has several kinds of rotary embeddings.
         """
         rotary = self.model.get_decoder().rotary_emb
         return rotary(like, position_ids) if layer_type is None else rotary(like, position_ids, layer_type)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states, [..., V], scaled and capped as the model does."""
+        """Apply the target's output layer to hidden states, with its logit scaling and soft cap; returns [..., V]."""
         logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
         config = self.model.config.get_text_config()
         if (scale := getattr(config, "logit_scale", None)) is not None:
@@ -120,30 +110,32 @@ class TargetParts:
 
 
 class FusedHead(Head):
-    """A decoder layer on ``fc(concat(embedding of the next token, hidden state))`` that predicts the next hidden state.
+    """A draft head of EAGLE's first version or an MTP module: a decoder layer predicts the next hidden state.
 
-    EAGLE's first head (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms: its output approximates a
-    hidden state after the target's final norm. A module for multi-token prediction is another layer of the target's own
-    kind, with a norm before each half of the concatenation and one at the end, whose output is also the next features,
-    as in SGLang (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used.
+    The layer's input is ``fc(concat(embedding of the next token, hidden state))``. EAGLE's head (cnets1.py, vLLM's
+    llama_eagle.py) has a Llama layer and no norms: its output approximates a hidden state after the target's final
+    norm. A module for multi-token prediction (MTP) is another layer of the target's own kind, with a norm before each
+    half of the concatenation and one at the end, whose output is also the next features, as in SGLang
+    (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used. The head is
+    created on the meta device.
+
+    ``norm`` is copied for each norm of the module; None for EAGLE's head. ``has_last_norm`` adds a norm after the
+    layer. With ``hidden_first`` the hidden state comes first in the concatenation. ``layer_type`` is the kind of rotary
+    positions, if the target has several.
     """
 
     def __init__(
-        self, target: PreTrainedModel, layer: nn.Module, config: Any, *, layer_type: str | None = None,
-        norm: nn.Module | None = None, has_last_norm: bool = False, bias: bool = False, hidden_first: bool = False,
-    ) -> None:  # fmt: skip
-        """Create the head without memory, on the meta device.
-
-        Args:
-            target: The target.
-            layer: The decoder layer.
-            config: Its configuration.
-            layer_type: The kind of rotary positions that the layer uses. None: the target has one kind.
-            norm: A norm that is copied for each norm of the module. None: EAGLE's head without norms.
-            has_last_norm: Whether there is a norm after the layer.
-            bias: Whether ``fc`` has a bias.
-            hidden_first: Whether features come first in the concatenation.
-        """
+        self,
+        target: PreTrainedModel,
+        layer: nn.Module,
+        config: Any,
+        *,
+        layer_type: str | None = None,
+        norm: nn.Module | None = None,
+        has_last_norm: bool = False,
+        bias: bool = False,
+        hidden_first: bool = False,
+    ) -> None:
         super().__init__()
         size: int = target.config.get_text_config().hidden_size
         self.feature_layers, self.feature_size, self.config = (FINAL,), size, config
@@ -157,7 +149,6 @@ class FusedHead(Head):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits over the target's vocabulary and the next hidden states."""
         keep: int = attention.pop("logits_to_keep", 0)
         embedded = self.norm_embedding(self._target.embed(token_ids).to(features.dtype))
         hidden = self.norm_hidden(features)
@@ -172,10 +163,7 @@ class FusedHead(Head):
 
 
 def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
-    """Return EAGLE's layer, which has no norm before its attention.
-
-    With ``qkv_bias`` it has the biases of Qwen2's layer.
-    """
+    """Return EAGLE's decoder layer: Llama's without the first norm, and with Qwen2's biases if ``qkv_bias``."""
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = nn.Identity()
     for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
@@ -186,7 +174,14 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 
 
 class Eagle3Head(Head):
-    """One Llama layer that reads the target's features of a token and the embedding of the next token."""
+    """An EAGLE-3 draft head: one Llama layer on the target's features of a token and the next token's embedding.
+
+    ``config`` has the shape, rotary positions and attention implementation of the layer: "sdpa" with
+    ``attention_mask``, or slot attention. ``embed`` is the embedding function, usually the target's, and not part of
+    the state dict. ``feature_layers`` are the target's hidden states that are fused. With ``draft_vocab_size``, the
+    head has its own vocabulary; ``draft_to_target`` must then be assigned. With ``norm_before_residual``, the layer's
+    residual connection starts from the normed features, as in some published heads.
+    """
 
     def __init__(
         self,
@@ -198,20 +193,6 @@ class Eagle3Head(Head):
         draft_vocab_size: int | None = None,
         norm_before_residual: bool = False,
     ) -> None:
-        """Create the head.
-
-        Args:
-            config: The shape and rotary positions of the layer, and its attention implementation: "sdpa" with
-                ``attention_mask``, or slot attention.
-            embed: Embeddings of token ids, as a rule the target's, which may be replaced by faster ones; not part of
-                the state.
-            feature_layers: The hidden states that are fused.
-            target_hidden_size: The size of the target's hidden states. None: that of ``config``.
-            draft_vocab_size: The size of the draft vocabulary; ``draft_to_target`` must then be assigned. None: the
-                head drafts every token of the target.
-            norm_before_residual: Whether the layer's residual connection starts from the normed features, as in some
-                published heads.
-        """
         super().__init__()
         self.feature_layers = tuple(feature_layers)
         self.feature_size: int = config.hidden_size
@@ -227,14 +208,12 @@ class Eagle3Head(Head):
             self.draft_to_target = torch.zeros(draft_vocab_size, dtype=torch.int64)
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Fuse the hidden states into features, [..., feature_size]."""
         fused: torch.Tensor = self.fc(torch.cat(list(hidden), dim=-1))
         return fused
 
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits over the draft vocabulary, [B, T, Vd], and the next features, those before the last norm."""
         keep: int = attention.pop("logits_to_keep", 0)
         assert self.rotary is not None
         embedded = self._embed[0](token_ids).to(features.dtype)
@@ -244,7 +223,7 @@ class Eagle3Head(Head):
 
 
 class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is not typed
-    """A Llama layer whose attention reads embedding and features concatenated."""
+    """EAGLE-3's decoder layer: a Llama layer whose attention reads the concatenated embedding and features."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, 0)
@@ -271,11 +250,12 @@ class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is 
 
 
 class MedusaHead(Head):
-    """For each of several tokens ahead some residual blocks on the last hidden state, then an output layer.
+    """A Medusa draft head: for each token ahead, residual blocks on the last hidden state and an output layer.
 
     ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and the output layer of the i-th head. The target itself
     generates the first token after its last position, and the heads are independent of each other. So a draft continues
-    from the blocks' outputs at that position, [B, T, tokens left, hidden size].
+    from the blocks' outputs at that position, [B, T, tokens left, hidden size]. With a ``target``, all heads share its
+    output layer.
     """
 
     attends = False
@@ -289,15 +269,6 @@ class MedusaHead(Head):
         num_layers: int = 1,
         target: TargetParts | None = None,
     ) -> None:
-        """Create the head.
-
-        Args:
-            hidden_size: The size of hidden states.
-            vocab_size: The size of the vocabulary.
-            num_heads: The number of tokens ahead.
-            num_layers: The number of blocks of each head.
-            target: The target, whose output layer all heads share. None: each head has its own.
-        """
         super().__init__()
         self.feature_layers, self.feature_size, self.num_tokens = (FINAL,), hidden_size, num_heads
         self.blocks = nn.ModuleList(
@@ -310,7 +281,6 @@ class MedusaHead(Head):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the next head, [B, T, Vd], and the hidden states of the remaining heads."""
         left = features if features.dim() == 4 else torch.stack([block(features) for block in self.blocks], 2)
         hidden = left[:, :, 0]
         if self._target is not None:
@@ -328,25 +298,19 @@ class _ResidualBlock(nn.Module):
 
 
 class DecoderLayer(NamedTuple):
-    """A decoder layer of a target's kind and the norm after the last layer, both without memory.
+    """A decoder layer of the target's architecture and its final norm, on the meta device, for an MTP draft head."""
 
-    Attributes:
-        layer: The layer; its attention writes to layer 0 of its own cache.
-        norm: The norm.
-        config: The configuration of both.
-        layer_type: The kind of rotary positions that the layer uses. None: there is one kind.
-    """
-
-    layer: nn.Module
+    layer: nn.Module  # its attention writes to layer 0 of its own KV cache
     norm: nn.Module
     config: Any
-    layer_type: str | None
+    layer_type: str | None  # the kind of rotary positions that the layer uses, if the target has several
 
 
 def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Return the layers that an MTP module of this target may have: its full-attention layers, the last one first.
+    """Return the decoder layers that an MTP module of this target may have, the last one first.
 
-    Raises ModelError if the target's structure is unknown.
+    MTP is multi-token prediction. Only full-attention layers qualify. Raises ModelError if the target's structure is
+    unknown.
     """
     refused = f"a module for multi-token prediction cannot be used with {type(target).__name__}"
     config = copy.deepcopy(target.config)

@@ -1,4 +1,4 @@
-"""The files of a published draft head: its configuration and its tensors, validated."""
+"""Reading and validation of a draft head's checkpoint: its config.json and its tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from ssd.errors import ModelError, first_line
 from ssd.model.heads.networks import Head
 from ssd.text.load_tokenizer import HubOptions
 
-Config = Mapping[str, Any]
-"""The unvalidated content of a directory's config.json."""
-Tensors = Mapping[str, torch.Tensor]
-"""All tensors of a directory by name; each is read on access."""
+Config = Mapping[str, Any]  # the unvalidated content of a checkpoint's config.json
+Tensors = Mapping[str, torch.Tensor]  # all tensors of a checkpoint by name, each read on access
 
 
 _PATTERNS = ("config.json", "*.safetensors", "*.bin", "*.pt")
@@ -32,10 +30,7 @@ _ADVICE = "Give a directory with config.json and the weights of a draft head, or
 
 
 def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
-    """Return the directory of the files: the given one, or that in the hub's cache, after a download.
-
-    Raises ModelError.
-    """
+    """Return the directory of a checkpoint, after downloading it if a hub id is given; raises ModelError."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -53,7 +48,7 @@ def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> P
 
 
 def read_config(directory: Path) -> Config:
-    """Return the content of config.json; raises ModelError if it cannot be read."""
+    """Return the content of a checkpoint's config.json; raises ModelError if it cannot be read."""
     path = directory / "config.json"
     try:
         content = json.loads(path.read_bytes())
@@ -67,7 +62,7 @@ def read_config(directory: Path) -> Config:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """All tensors of a directory by name, from its safetensors files or, if there are none, its pickled files.
+    """All tensors of a checkpoint by name, from its safetensors files or, if there are none, its pickled files.
 
     Experts that are stored one by one can also be read as a stack, which is not listed. Raises ModelError if there are
     no tensors or a file cannot be read. Pickled code is never run.
@@ -115,7 +110,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Return for each expert the names of its tensors in the stack; empty if there is no such stack."""
+        """Return the names of the tensors that form the stacked tensor ``name``, by expert; empty if there are none."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
@@ -138,7 +133,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def read_positive(config: Config, name: str) -> int | None:
-    """Return a field of the configuration; None if it is missing. Raises ModelError unless it is >= 1."""
+    """Return a positive integer of a draft head's config.json, or None; raises ModelError for other values."""
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
         raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a positive integer is expected")
@@ -146,7 +141,7 @@ def read_positive(config: Config, name: str) -> int | None:
 
 
 def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str]) -> None:
-    """Raise ModelError if one of these fields of the head's configuration differs from the target's."""
+    """Raise ModelError if one of the ``fields`` of a draft head's configuration differs from the target's."""
     own = target.config.get_text_config()
     for field in fields:
         wanted, found = getattr(own, field, None), read_positive(config, field)
@@ -158,7 +153,7 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
 
 
 def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Return the tensors with these names and shapes; raises ModelError that names a missing or wrong tensor."""
+    """Read a checkpoint's tensors by names and expected shapes; raises ModelError that names a wrong tensor."""
     require_tensors(tensors, shapes)
     found = {name: tensors[name] for name in shapes}
     for name, tensor in found.items():
@@ -173,7 +168,6 @@ def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
-    """Raise ModelError unless all wanted tensors exist."""
     absent = [name for name in wanted if name not in names]
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
@@ -184,17 +178,15 @@ def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
 
 
 def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]:
-    """Return names, with ``prefix``, and shapes of a module's state."""
     return {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
 def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Assign tensors to a head that was created on the meta device; parameters get the target's dtype and device."""
+    """Assign tensors to a draft head on the meta device, with the target's dtype (except buffers) and device."""
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
-        name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype))
-        for name, tensor in tensors.items()
-    }  # fmt: skip
+        name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype)) for name, tensor in tensors.items()
+    }
     head.load_state_dict(state, assign=True)
     if head.rotary is not None:
         head.set_rotary(head.config, target.device)  # they were created without data on the meta device

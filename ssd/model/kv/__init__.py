@@ -1,1 +1,1 @@
-"""The slot KV cache, the shapes of draft trees, and attention over the cache."""
+"""The slot-based KV cache, the shapes of draft trees, and attention over the cache."""

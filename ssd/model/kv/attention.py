@@ -25,20 +25,22 @@ from ssd.jit.simd import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
 from ssd.jit.simd_functions import exp_and_sum, from_float32, highest_of, run_parallel, soft_cap, to_float32
 from ssd.model.kv.kv_cache import AttentionKernel, AttentionRules, Pair, SlotRows
 
-_QUERIES = 16
-"""The number of queries of a task; they share the keys and values that are read."""
+_QUERIES = 16  # the number of queries that are computed together and share the keys and values that are read
 
 _wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
 _column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
 _HUGE = 1 << 62
+Rows = npt.NDArray[np.float32]
+Strided = tuple[int, int, int, int]  # an address, and the strides of three axes in bytes
 
 
 def cpu_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Implement `AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+    """Compute attention over the KV cache slots on a CPU, for float32, bfloat16 and float16, with float32 sums.
 
-    The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys visible) per query.
+    Implements `AttentionKernel`. The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys
+    visible) per query.
     """
     scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
@@ -52,18 +54,17 @@ def cpu_attention(
     blocks = -(-heads // kv_heads * width // _QUERIES)
     tasks = batch * kv_heads * blocks
     size = query.itemsize
-    arguments = (
-        KINDS[str(query.dtype)],
-        query.data_ptr(), query.stride(0) * size, query.stride(1) * size, query.stride(2) * size,
-        stored_keys.data_ptr(), stored_keys.stride(0) * size, stored_keys.stride(1) * size,
-        stored_keys.stride(3) * size,
-        stored_values.data_ptr(), stored_values.stride(0) * size, stored_values.stride(1) * size,
-        stored_values.stride(2) * size,
-        out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(),
-        0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr(),
-        batch, kv_heads, heads // kv_heads, width, dim, value_dim,
-        scale, window or _HUGE, chunk or _HUGE, softcap or 0.0,
-    )  # fmt: skip
+    row, head, position, _ = query.stride()
+    queries = query.data_ptr(), row * size, head * size, position * size
+    slot, head, _, number = stored_keys.stride()
+    keys = stored_keys.data_ptr(), slot * size, head * size, number * size
+    slot, head, position, _ = stored_values.stride()
+    values = stored_values.data_ptr(), slot * size, head * size, position * size
+    masks = 0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr()
+    arrays = out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(), *masks
+    sizes = batch, kv_heads, heads // kv_heads, width, dim, value_dim
+    limits = scale, window or _HUGE, chunk or _HUGE, softcap or 0.0
+    arguments = KINDS[str(query.dtype)], queries, keys, values, arrays, sizes, limits
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
     run_parallel(_attend, arguments, tasks, work, torch.get_num_threads)
     return out
@@ -73,9 +74,10 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """Compute ``c += a @ b`` with a float32[rows, n], b [n, 16 * vectors] of a dtype, and c float32.
+    """Compute the matrix product ``c += a @ b``, where b has any supported dtype and a and c are float32.
 
-    All arrays are given by addresses, and by the bytes between their rows.
+    The shapes are a [rows, n] and b [n, 16 * vectors]. Arrays are given by their addresses and by the bytes between
+    rows.
     """
     step = 2 if kind else 4
     row = 0
@@ -98,19 +100,43 @@ def _add_product(  # pragma: no cover - compiled
         row += some
 
 
+@inlined
+def _add_values(  # pragma: no cover - compiled
+    kind: int, rows: int, scores: Rows, values: tuple[int, int], found: Rows, q: int, key: int, at: int, count: int
+) -> None:
+    """Add ``count`` weighted values to the attention output of ``rows`` queries from query q on.
+
+    The weights are the scores from index ``key`` on, and the values those from position ``at`` on; ``values`` are an
+    address and the bytes between positions.
+    """
+    weights, given = scores[q].ctypes.data + key * 4, values[0] + at * values[1]
+    row, out, out_row = scores.strides[0], found[q].ctypes.data, found.strides[0]
+    _add_product(kind, rows, found.shape[1] // LANES, weights, row, given, values[1], out, out_row, count)
+
+
 @kernel
 def _attend(  # pragma: no cover - compiled
-    kind: int, query: int, query_row: int, query_head: int, query_position: int,
-    keys: int, key_slot: int, key_head: int, key_number: int,
-    values: int, value_slot: int, value_head: int, value_position: int,
-    out: int, slots: int, starts: int, positions: int, sees: int, sinks: int,
-    batch: int, kv_heads: int, groups: int, width: int, dim: int, value_dim: int,
-    scale: float, window: int, chunk: int, softcap: float, first_task: int, step: int,
-) -> None:  # fmt: skip
-    """Compute every ``step``-th task from ``first_task`` on. A task is some queries of one row and key head.
+    kind: int,
+    queries: Strided,
+    stored_keys: Strided,
+    stored_values: Strided,
+    arrays: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int, int],
+    limits: tuple[float, int, int, float],
+    first_task: int,
+    step: int,
+) -> None:
+    """Compute one thread's part of the attention of a forward pass: every ``step``-th task from ``first_task`` on.
 
-    Query q of a row and key head is position q // groups of the q % groups-th head. Strides are in bytes.
+    A task consists of up to 16 queries of one row and key head. Its query q is that of position q // groups and of the
+    (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
     """
+    query, query_row, query_head, query_position = queries
+    keys, key_slot, key_head, key_number = stored_keys
+    values, value_slot, value_head, value_position = stored_values
+    out, slots, starts, positions, sees, sinks = arrays
+    batch, kv_heads, groups, width, dim, value_dim = sizes
+    scale, window, chunk, softcap = limits
     size = 2 if kind else 4
     slot_of, start_of = int64_array(slots, batch), int64_array(starts, batch)
     num_queries = width * groups
@@ -128,10 +154,8 @@ def _attend(  # pragma: no cover - compiled
         low, high = start + width, 0
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
-            to_float32(
-                kind, query + row * query_row + head * query_head + at * query_position,
-                scaled_queries[q].ctypes.data, dim, np.float32(scale),
-            )  # fmt: skip
+            given = query + row * query_row + head * query_head + at * query_position
+            to_float32(kind, given, scaled_queries[q].ctypes.data, dim, np.float32(scale))
             position = stands[at]
             lows[q] = max(0, position - window + 1, position - position % chunk)
             highs[q] = position + 1
@@ -145,12 +169,14 @@ def _attend(  # pragma: no cover - compiled
         check_memory(key_at + (dim - 1) * key_number, vectors * LANES * size)
         check_memory(value_at + (high - 1) * value_position, value_vectors * LANES * size)
         scores = np.zeros((count, vectors * LANES), np.float32)
-        scores_row, queries_row, found_row = scores.strides[0], scaled_queries.strides[0], found.strides[0]
+        row_values = value_at, value_position
+        scores_row, queries_row = scores.strides[0], scaled_queries.strides[0]
         for vector in range(0, vectors, TILE_VECTORS):
+            wide, given = min(TILE_VECTORS, vectors - vector), key_at + vector * LANES * size
+            target = scores.ctypes.data + vector * LANES * 4
             _add_product(
-                kind, count, min(TILE_VECTORS, vectors - vector), scaled_queries.ctypes.data, queries_row,
-                key_at + vector * LANES * size, key_number, scores.ctypes.data + vector * LANES * 4, scores_row, dim,
-            )  # fmt: skip
+                kind, count, wide, scaled_queries.ctypes.data, queries_row, given, key_number, target, scores_row, dim
+            )
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
             own = scores[q]
@@ -184,25 +210,14 @@ def _attend(  # pragma: no cover - compiled
                 until = min(highs[each], start) if sees else highs[each]
                 first = min(from_key, until)
                 if first > lows[each]:
-                    _add_product(
-                        kind, 1, value_vectors, scores[each].ctypes.data + (lows[each] - base) * 4, scores_row,
-                        value_at + lows[each] * value_position, value_position, found[each].ctypes.data, found_row,
-                        first - lows[each],
-                    )  # fmt: skip
+                    key = lows[each]
+                    _add_values(kind, 1, scores, row_values, found, each, key - base, key, first - key)
             if from_key < to_key:
-                _add_product(
-                    kind, some, value_vectors, scores[q].ctypes.data + (from_key - base) * 4, scores_row,
-                    value_at + from_key * value_position, value_position, found[q].ctypes.data, found_row,
-                    to_key - from_key,
-                )  # fmt: skip
+                _add_values(kind, some, scores, row_values, found, q, from_key - base, from_key, to_key - from_key)
                 for each in range(q, q + some):
                     until = min(highs[each], start) if sees else highs[each]
                     if until > to_key:
-                        _add_product(
-                            kind, 1, value_vectors, scores[each].ctypes.data + (to_key - base) * 4, scores_row,
-                            value_at + to_key * value_position, value_position, found[each].ctypes.data, found_row,
-                            until - to_key,
-                        )  # fmt: skip
+                        _add_values(kind, 1, scores, row_values, found, each, to_key - base, to_key, until - to_key)
             q += some
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
@@ -212,21 +227,16 @@ def _attend(  # pragma: no cover - compiled
                 for node in range(width):
                     if seen[node]:
                         if start + depth >= lows[q]:
-                            _add_product(
-                                kind, 1, value_vectors, scores[q].ctypes.data + (start + depth - base) * 4, scores_row,
-                                value_at + (start + node) * value_position, value_position, found[q].ctypes.data,
-                                found_row, 1,
-                            )  # fmt: skip
+                            key = start + depth - base
+                            _add_values(kind, 1, scores, row_values, found, q, key, start + node, 1)
                         depth += 1
-            from_float32(
-                kind, found[q].ctypes.data,
-                out + ((row * width + at) * kv_heads * groups + head) * value_dim * size, value_dim, shares[q],
-            )  # fmt: skip
+            target = out + ((row * width + at) * kv_heads * groups + head) * value_dim * size
+            from_float32(kind, found[q].ctypes.data, target, value_dim, shares[q])
 
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the scores of the nodes on a query's path together, in the order of their depths, from ``first`` on."""
+    """Move the attention scores of a draft tree's path together, in the order of depth, from ``first`` on."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):
@@ -237,9 +247,8 @@ def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: i
 
 ATTENTION_NAME = "ssd_slots"
 
+# The attention kernel for each type of device; other devices use torch's attention, unless a pass has its own kernel.
 KERNELS: Final[dict[str, AttentionKernel]] = {"cpu": cpu_attention}
-"""The attention kernel for each type of device, unless the rows of a pass have their own; torch's attention elsewhere.
-"""
 
 
 def slot_attention(
@@ -255,30 +264,19 @@ def slot_attention(
     slot_rows: SlotRows | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from T new positions of B rows to all positions in their slots.
+    """Compute attention of T new positions of B sequences over all positions in their KV cache slots.
 
-    Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and window.
-
-    Args:
-        module: The attention layer.
-        query: [B, num_heads, T, head_dim].
-        key: The keys of the new positions, [B, num_kv_heads, T, head_dim].
-        value: The values of the new positions, [B, num_kv_heads, T, value_dim].
-        attention_mask: Must be None.
-        scaling: The factor of the scores. None: head_dim ** -0.5.
-        sliding_window: The number of positions that a query sees. None: all positions.
-        softcap: If given, scores become softcap * tanh(scores / softcap).
-        s_aux: Attention sinks, [num_heads]: a logit that takes weight but has no value.
-        slot_rows: The rows of the pass.
-        _: Other arguments of attention functions; ignored.
-
-    Returns:
-        The output, [B, T, num_heads, value_dim], and None in place of the attention weights.
+    This is the attention function that transformers' layers call. ``query`` is [B, num_heads, T, head_dim]; ``key`` and
+    ``value`` are those of the new positions, [B, num_kv_heads, T, ...]. The default of ``scaling`` is head_dim ** -0.5.
+    With ``softcap``, scores become softcap * tanh(scores / softcap). ``s_aux`` are attention sinks, [num_heads]: logits
+    that take weight but have no value. Returns the output, [B, T, num_heads, value_dim], and None in place of the
+    attention weights. Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and
+    window.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
     if attention_mask is not None:
-        raise TypeError("this model's layers bring a mask of their own")
+        raise TypeError("this model's layers pass their own attention mask")
     layer: int = module.layer_idx  # type: ignore[assignment]
     chunk = chunk_size(module)
     slot_rows.kv_cache.reach[layer] = sliding_window if chunk is None else chunk
@@ -290,7 +288,7 @@ def slot_attention(
 
 
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
-    """Return the attention of queries, [B, num_heads, T, head_dim], over a layer: [B, T, num_heads, value_dim]."""
+    """Return attention of queries [B, num_heads, T, head_dim] over a layer's KV cache: [B, T, num_heads, value_dim]."""
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         return kernel(query, *stored, rows, rules)
@@ -318,7 +316,7 @@ def _explicit(
     groups: int,
     width: int,
 ) -> torch.Tensor:
-    """Compute attention step by step, for features that the fused kernel lacks: soft caps and sinks."""
+    """Compute attention step by step, with soft caps and attention sinks, which torch's fused kernel lacks."""
     scale, _window, _chunk, softcap, s_aux = rules
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:
@@ -339,7 +337,7 @@ AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
 def chunk_size(module: torch.nn.Module) -> int | None:
-    """Return the chunk size of a layer with chunked attention; None if the layer has none."""
+    """Return the chunk size of a layer with chunked attention, as in Llama 4; None for other layers."""
     config: Any = getattr(module, "config", None)
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     layer_types = getattr(config, "layer_types", None)
@@ -349,11 +347,11 @@ def chunk_size(module: torch.nn.Module) -> int | None:
 
 
 def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the missing factor of queries at ``positions``, int64[B, T], as float32[B, 1, T, 1]; None if it is 1.
+    """Return the factor that corrects the attention temperature of queries, float32[B, 1, T, 1]; None if it is 1.
 
-    A layer with attention temperature counts positions from the length of transformers' cache. There is none here, so
-    the layer has scaled the queries as positions 0..T-1. The scale is 1 + attn_scale * log(1 + floor((position + 1) /
-    floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
+    A layer with attention temperature counts positions from the length of transformers' cache. This cache is not used
+    here, so the layer has scaled the queries as if their ``positions``, int64[B, T], were 0..T-1. The scale is 1 +
+    attn_scale * log(1 + floor((position + 1) / floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return None

@@ -1,4 +1,4 @@
-"""The KV cache: one slot per running sequence, each with its own length."""
+"""The KV cache: one slot of fixed size per running sequence, each with its own length."""
 
 from __future__ import annotations
 
@@ -16,41 +16,36 @@ from ssd.model.kv.tree import TreeShape
 
 
 class SlotKVCache:
-    """The keys and values of every layer, at (slot, position), and optionally features for a draft head.
+    """The KV cache: keys and values of every layer at (slot, position), and optionally hidden states for a draft head.
 
     Each layer has two tensors ``[num_slots, num_kv_heads, max_length, head_dim]``. They are allocated when the layer
     first writes, because the numbers of heads and the head sizes are known only then for all architectures.
 
     A query at position p sees only keys at positions <= p. So data at or beyond a slot's length is never read before it
     is overwritten: **rollback lowers the length**, and padding may be written beyond it.
-
-    Attributes:
-        lengths: The number of valid positions of each slot, int64[num_slots].
-        reach: How many positions back each layer attended in its last pass: its window or chunk; None is all.
-        kernel: The attention kernel of all passes; it overrides the rows' kernel.
-        features: The features of every position, stored like the keys of one head: [num_slots, 1, max_length, size].
     """
 
     def __init__(self, num_slots: int, max_length: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.max_length = max_length
+        # The number of valid positions of each slot.
         self.lengths: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
-        self.reach: dict[int, int | None] = {}
+        self.reach: dict[int, int | None] = {}  # each layer's window or chunk in its last pass
         self.device = device
-        self.kernel: AttentionKernel | None = None
-        self.features: torch.Tensor | None = None
+        self.kernel: AttentionKernel | None = None  # overrides the rows' attention kernel
+        self.features: torch.Tensor | None = None  # [num_slots, 1, max_length, size]
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def allocate_features(self, size: int, dtype: torch.dtype) -> None:
-        """Allocate ``size`` feature values per position; call it before anything is written."""
+        """Allocate memory for a draft head's input, ``size`` values per token; call it before any other method."""
         self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
 
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values, [B, num_kv_heads, T, head_dim], at ``rows.places``.
+        """Write new keys and values, [B, num_kv_heads, T, head_dim], to a layer's KV cache and return the whole cache.
 
-        Returns the layer's keys and values of all slots, two tensors [num_slots, num_kv_heads, max_length, dim].
+        The new positions are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
         """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _torch_layout)
@@ -65,21 +60,21 @@ class SlotKVCache:
         return stored_keys, stored_values
 
     def layer_cache(self, layer: int) -> Pair | None:
-        """Return a layer's keys and values of all slots; None before its first attention."""
+        """Return a layer's keys and values of all slots; None before the layer has been run."""
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(self, moves: torch.Tensor) -> None:
-        """Copy single positions within their slots, in every layer.
+        """Copy single positions within KV cache slots, in every layer, reading all positions before writing any.
 
-        All positions are read before any is written. ``moves`` is int64[3, n] on the device: slot, source and target of
-        each copy. Copies to the same slot and target must have the same source.
+        ``moves`` is int64[3, n] on the device: the slot, source and target position of each copy. Copies to the same
+        slot and target must have the same source.
         """
         at, source, target = moves
         for stored in self.tensors():
             stored[at, :, target] = stored[at, :, source]
 
     def copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Overwrite the positions ``start`` to ``end`` of ``slot`` with those of ``source``; lengths stay unchanged."""
+        """Copy the positions ``start`` to ``end`` of the slot ``source`` to another slot; lengths stay unchanged."""
         for stored in self.tensors():
             stored[slot, :, start:end] = stored[source, :, start:end]
 
@@ -91,7 +86,6 @@ class SlotKVCache:
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all tensors of the cache, [num_slots, ..., max_length, ...]."""
         for pair in self._layers.values():
             yield from pair
         if self.features is not None:
@@ -103,7 +97,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @cache
 def _select_writer(kind: str) -> Callable[..., None] | None:
-    """Return the kernel that stores keys and values in one launch; None without triton."""
+    """Return the Triton function that stores keys and values in one launch; None without triton or a GPU."""
     if kind != "cuda":
         return None
     try:
@@ -115,13 +109,12 @@ def _select_writer(kind: str) -> Callable[..., None] | None:
 
 # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
 def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros for a layer's keys and values, in the layout of torch's attention."""
     stored = [each.new_zeros(num_slots, each.shape[1], length, each.shape[3]) for each in (keys, values)]
     return stored[0], stored[1]
 
 
 def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros in the layout of `cpu_attention`: contiguous key dimensions, and values in whole vectors."""
+    """Allocate zeros for a layer's KV cache in `cpu_attention`'s layout: contiguous positions, padded values."""
     room, size = -(-length // LANES) * LANES, values.shape[3]
     if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
         room += LANES
@@ -129,19 +122,14 @@ def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length
     return stored, values.new_zeros(num_slots, values.shape[1], length, -(-size // LANES) * LANES)[..., :size]
 
 
+# The function that allocates a layer's KV cache, for each type of device; `_torch_layout` for other devices.
 LAYOUTS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], Pair]]] = {"cpu": _cpu_layout}
-"""The layout of keys and values for each type of device; `_torch_layout` elsewhere."""
 
 
 class AttentionRules(NamedTuple):
-    """The parameters of a layer's attention, as in `SlotRows.mask` and `slot_attention`.
+    """The attention parameters of a layer: score scale, sliding window, chunk size, soft cap and attention sinks.
 
-    Attributes:
-        scale: The factor of the scores.
-        window: The sliding window. None: no window.
-        chunk: The chunk size. None: no chunks.
-        softcap: The soft cap of the scores. None: no cap.
-        sinks: The attention sinks, [num_heads]. None: no sinks.
+    None means that the layer does not use the parameter; ``sinks`` is [num_heads].
     """
 
     scale: float
@@ -152,43 +140,33 @@ class AttentionRules(NamedTuple):
 
 
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
-"""Attention over a layer's slots in place, each row over its own keys, without copies and masks.
+"""A function that computes attention over a layer's KV cache slots in place, without copies and masks.
 
-The arguments are new queries, [B, num_heads, T, head_dim], and the keys and values that `SlotKVCache.store` returns,
-those of the new positions included. The result is [B, T, num_heads, value_dim], contiguous.
+The arguments are new queries, [B, num_heads, T, head_dim], the keys and values that `SlotKVCache.store` returns, those
+of the new positions included, the rows of the forward pass and the layer's parameters. The result is [B, T, num_heads,
+value_dim], contiguous.
 """
 
 
 @dataclass(slots=True, eq=False)
 class SlotRows:
-    """The rows of one forward pass.
-
-    Attributes:
-        kv_cache: The cache.
-        slots: The slot of each row, int64[B].
-        positions: The position of each new token in its text, int64[B, T].
-        places: The position in the slot at which each new token is written, int64[B, T]: consecutive numbers. The same
-            tensor as ``positions`` unless rows are trees.
-        starts: The number of keys before the new tokens, int64[B, 1]: a row's first place, except for padding rows.
-        num_keys: At least the number of keys that the furthest query sees.
-        first_slot: The first slot, if the slots are consecutive; None otherwise.
-        sees: For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor. None: chains.
-        kernel: The attention kernel. None: torch's attention.
-        only_place: The slot and the places of a single row. None: there are several rows.
-        is_full: Whether every query sees all of the ``num_keys`` keys.
-    """
+    """The sequences of one forward pass: their KV cache slots, and the positions of their new tokens."""
 
     kv_cache: SlotKVCache
-    slots: torch.Tensor
-    positions: torch.Tensor
+    slots: torch.Tensor  # int64[B]
+    positions: torch.Tensor  # the position of each new token in its text, int64[B, T]
+    # The position in the slot at which each new token is written, int64[B, T]: consecutive numbers. The same tensor as
+    # ``positions`` unless rows are trees.
     places: torch.Tensor
+    # The number of keys before the new tokens, int64[B, 1]: a row's first place, except for padding rows.
     starts: torch.Tensor
-    num_keys: int
-    first_slot: int | None
+    num_keys: int  # at least the number of keys that the furthest query sees
+    first_slot: int | None  # None unless the slots are consecutive
+    # For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor.
     sees: torch.Tensor | None
-    kernel: AttentionKernel | None = None
-    only_place: tuple[int, slice] | None = None
-    is_full: bool = False
+    kernel: AttentionKernel | None = None  # None: torch's attention
+    only_place: tuple[int, slice] | None = None  # the slot and the places of a single row
+    is_full: bool = False  # whether every query sees all of the ``num_keys`` keys
     _masks: dict[tuple[int | None, int | None, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -200,7 +178,7 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Return rows that append ``num_tokens`` positions to each slot, as chains or ``trees``."""
+        """Return the rows of a forward pass that appends ``num_tokens`` tokens, chains or trees, to each slot."""
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
@@ -219,7 +197,7 @@ class SlotRows:
         )
 
     def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write new positions, [B, heads, T, dim], at their places of ``stored``, [num_slots, heads, length, dim]."""
+        """Write keys, values or features of new tokens, [B, heads, T, dim], into one tensor of the KV cache."""
         if self.only_place is not None:  # a copy instead of a scatter
             slot, place = self.only_place
             stored[slot, :, place] = new[0]
@@ -227,13 +205,13 @@ class SlotRows:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
     def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the visible part of ``stored``, [B, heads, num_keys, dim]; a view if slots are consecutive."""
+        """Return the visible part of a KV cache tensor, [B, heads, num_keys, dim]; a view if slots are consecutive."""
         if self.first_slot is not None:
             return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
         return stored[:, :, : self.num_keys].index_select(0, self.slots)
 
     def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the attention mask to add: 0 or -inf, [B, 1, groups * T, num_keys]; None if all is visible.
+        """Return the additive attention mask, 0 or -inf, [B, 1, groups * T, num_keys]; None if all keys are visible.
 
         A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
         attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to itself;

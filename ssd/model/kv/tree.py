@@ -1,4 +1,4 @@
-"""Draft trees: the meaning of each token's place in the tree for a forward pass and for sampling.
+"""Draft trees: the order of nodes in a forward pass, and which nodes each node sees.
 
 A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1, and the last token is
 node 0, the root. ``Draft.parents`` counts draft tokens (-1 is the root); a pass counts nodes.
@@ -16,17 +16,17 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether there are ``num_tokens`` parents, each of which is -1 or precedes its child."""
+    """Return whether ``parents`` is a draft tree of ``num_tokens``: each is -1, the root, or an earlier index."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
 def leading_chain(parents: Parents) -> int:
-    """Return the number of first tokens that form a chain, each continuing the one before it."""
+    """Return the number of tokens at the beginning of a draft tree of which each is the child of the previous one."""
     return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 
 def path_to(parents: Parents, node: int) -> list[int]:
-    """Return the indices of the draft tokens on the path to ``node``, from the root on. O(depth)."""
+    """Return the indices of a draft tree's tokens on the path from the root to ``node``. O(depth)."""
     path = []
     token = node - 1
     while token >= 0:
@@ -37,19 +37,14 @@ def path_to(parents: Parents, node: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
-    """The trees of one pass.
+    """The shapes of the draft trees in one forward pass."""
 
-    Attributes:
-        depths: int64[B, T], the depth of each node.
-        sees: bool[B, T, T]; ``[b, i, j]`` is True if node j is node i or lies on the path to it.
-    """
-
-    depths: Ints
-    sees: npt.NDArray[np.bool_]
+    depths: Ints  # the depth of each node, int64[B, T]
+    sees: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Build the shape from each node's parent, int64[B, T], -1 for the root. O(B T^2), in T vectorized steps."""
+        """Return the shapes of draft trees from each node's parent, int64[B, T], -1 for the root. O(B T^2)."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

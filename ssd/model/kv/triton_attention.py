@@ -1,4 +1,4 @@
-"""A Triton kernel for attention of a few new positions over the slot KV cache, in place.
+"""Triton kernels for attention of a few new positions over the slot KV cache, in place.
 
 Keys are split among programs (flash-decoding, Dao et al. 2023), each with a running softmax (Milakov and Gimelshein
 2018); a second kernel combines the splits' results by their log-sum-exps. Each row reads only its own keys, so one
@@ -26,20 +26,19 @@ _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
 _EXACT_QUERIES = 16
 _FEWEST_SPLIT_KEYS = 64
+# The maximum number of values in the splits' results of one exact launch, 64 MiB; wider passes are launched in parts.
 _MOST_PARTIAL = 1 << 24
-"""The maximum number of values in the splits' results of one exact launch: 64 MiB. Wider passes are launched in parts.
-"""
 NUM_STAGES = 2
-"""The number of key tiles in a program's pipeline, including the tile that is being computed."""
+"""The number of key tiles in a program's software pipeline, including the tile that is being computed."""
 
 
 def triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Implement `AttentionKernel` for float32, bfloat16 and float16; scores and sums are float32.
+    """Compute attention over the KV cache slots with Triton, for float32, bfloat16 and float16, with float32 sums.
 
-    The result equals `slot_attention` in torch up to rounding. O(keys visible) per row: keys before a window or chunk
-    are not read.
+    Implements `AttentionKernel`. The result equals torch's attention up to rounding. O(keys visible) per row: keys
+    before a window or chunk are not read.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
@@ -57,10 +56,10 @@ def triton_attention(
 def exact_triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Like `triton_attention`, but the bits of a chain's query do not depend on anything else that a pass computes.
+    """Compute attention like `triton_attention`, but batch-invariant for draft chains.
 
-    They do depend on the maximum length of slots. Nodes of trees read keys with gaps between them, and equal chains up
-    to rounding.
+    The bits of a chain's query depend only on its own text and on the maximum length of slots. Nodes of draft trees
+    read keys with gaps between them, so their results equal those of chains only up to rounding.
     """
     heads, width, dim = query.shape[1:]
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
@@ -83,12 +82,11 @@ def exact_triton_attention(
 
 
 def split_keys_of(length: int) -> int:
-    """Return the number of keys per split of an exact pass, for slots of ``length`` positions."""
+    """Return the number of keys per split of batch-invariant attention, for slots of ``length`` positions."""
     return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
 
 
 def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
-    """Return the rows with the new positions from the ``first``-th on; for chains only."""
     return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
 
 
@@ -104,18 +102,10 @@ def _launched(
     all_splits: int,
     split_keys: int = 0,
 ) -> torch.Tensor:
-    """Launch the kernels.
+    """Launch the attention kernel and, if programs share the keys of a query, the kernel that combines their results.
 
-    Args:
-        query: [B, heads, T, dim].
-        stored_keys: The layer's keys of all slots.
-        stored_values: The layer's values of all slots.
-        rows: The rows of the pass.
-        rules: The attention's parameters.
-        tiles: The sizes of tiles.
-        splits: The number of splits.
-        all_splits: A power of two: the number of splits, including empty ones.
-        split_keys: The number of keys of each split; 0 distributes the keys evenly.
+    ``all_splits`` is the number of splits of the keys including empty ones, a power of two. ``split_keys`` is the
+    number of keys of each split; 0 distributes the keys evenly.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
@@ -152,8 +142,6 @@ def _launched(
 
 
 class AttentionTiles(NamedTuple):
-    """The sizes of one program's tiles: ``queries`` of ``dim`` values over ``keys``; and its number of warps."""
-
     queries: int
     keys: int
     dim: int
@@ -162,10 +150,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return tile sizes that almost fit the registers of Hopper, which `tests.compile_kernels` verifies.
-
-    ``num_queries`` is the number of queries of a row and key head.
-    """
+    """Return tile sizes for ``num_queries`` per key head that almost fit the registers of Hopper GPUs."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -175,10 +160,7 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return the number of splits of each of ``num_programs``: a power of two, so that few kernels are compiled.
-
-    The number keeps the device busy, and is less than twice ``most_splits``.
-    """
+    """Return the splits per program that keep the GPU busy: a power of two below 2 * ``most_splits``."""
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
     while splits < min(wanted, most_splits):
@@ -205,7 +187,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile of queries, of one row and key head, over one split of the keys.
+    """Compute the attention of one tile of queries, of one row and key head, over one split of the keys.
 
     Writes the weighted mean of the values to ``found``, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the
     sum of the weights to ``weights``, float32[B, H, T, splits]: -inf if no key of the split is visible. With IS_WHOLE
@@ -306,10 +288,10 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits' means by their weights: out [B, T, H, VALUE_DIM]. The grid is (B * H * T,).
+    """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
 
     ``sinks`` [H] take weight but have no value. ``splits`` is the number of existing splits; the others of SPLITS are
-    empty.
+    empty. The grid is (B * H * T,).
     """
     take_turn(IS_EARLY)
     query = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch, which Hopper supports: a kernel is launched while the previous kernel ends.
+"""Programmatic dependent launch on Hopper GPUs: a kernel is launched while the previous kernel ends.
 
 Starting kernels takes a tenth of the time of a pass of few positions. Import this module only if triton is installed.
 """
@@ -17,14 +17,14 @@ _gdc = getattr(tl.extra.cuda, "gdc_wait", None)
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Return launch options for a kernel that calls `take_turn` before it reads other kernels' results or writes."""
+    """Return Triton launch options for a kernel that starts while the previous kernel ends and calls `take_turn`."""
     can = device.type == "cuda" and _gdc is not None and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"IS_EARLY": True, "launch_pdl": True} if can else {"IS_EARLY": False}
 
 
 @triton.jit
 def take_turn(IS_EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Allow the launch of the next kernel, then wait for the end of the previous kernel."""
+    """Wait in a kernel for the end of the previous kernel, after allowing the launch of the next kernel."""
     if IS_EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

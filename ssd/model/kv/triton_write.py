@@ -13,10 +13,14 @@ _BLOCK_HEADS = 8
 
 
 def write_by_triton(
-    keys: torch.Tensor, values: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor,
-    slots: torch.Tensor, places: torch.Tensor,
-) -> None:  # fmt: skip
-    """Store keys and values, [B, heads, T, dim] with contiguous dim, at ``places``, int64[B, T], of ``slots``."""
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    stored_keys: torch.Tensor,
+    stored_values: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+) -> None:
+    """Write new keys and values, [B, heads, T, dim], to the positions ``places``, int64[B, T], of KV cache slots."""
     batch, heads, width, dim = keys.shape
     value_dim = values.shape[3]
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
@@ -36,7 +40,7 @@ def _write(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Write some heads of one position. The grid is (B * T, blocks of heads)."""
+    """Write keys and values of some heads of one position to the KV cache. The grid is (B * T, blocks of heads)."""
     position = tl.program_id(0).to(tl.int64)
     row, at = position // width, position % width
     slot, place = tl.load(slots + row), tl.load(places + position)
@@ -46,13 +50,15 @@ def _write(  # type: ignore[no-untyped-def]
     some = tl.load(keys + row * key_row + head * key_head + at * key_position + dims, mask=inside, other=0.0)
     tl.store(
         stored_keys + slot * stored_key_slot + head * stored_key_head + place * stored_key_place + dims,
-        some, mask=inside,
-    )  # fmt: skip
+        some,
+        mask=inside,
+    )
     inside = (head < HEADS) & (value_dims < VALUE_DIM)
     some = tl.load(
         values + row * value_row + head * value_head + at * value_position + value_dims, mask=inside, other=0.0
     )
     tl.store(
         stored_values + slot * stored_value_slot + head * stored_value_head + place * stored_value_place + value_dims,
-        some, mask=inside,
-    )  # fmt: skip
+        some,
+        mask=inside,
+    )

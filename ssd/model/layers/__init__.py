@@ -1,1 +1,1 @@
-"""Faster layers that replace a model's own and compute the same."""
+"""Faster layers that replace those of a Hugging Face model and compute the same."""

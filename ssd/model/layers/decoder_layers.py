@@ -1,4 +1,4 @@
-"""Decoder layers and models on a CPU that call their parts directly, without the library's code in between.
+"""Decoder layers and models on a CPU that call their parts directly, without transformers' code in between.
 
 In a pass of few positions of a small model most of the time is spent in that code: modules that call modules, views of
 views, attribute look-ups. The parts are those that have replaced the library's, so the results are bit-identical.
@@ -24,12 +24,12 @@ from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, tur
 
 _KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
+# The model classes of transformers whose decoder layers compute the formula of `FlatLayer`.
 _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
-"""Classes of transformers whose computation is known."""
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of decoder layers of known kinds by `CpuLayer`; yields each replacement.
+    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields a `Replaced` for each.
 
     Call this after all other replacements. Layers whose parts have not been replaced stay unchanged.
     """
@@ -40,7 +40,7 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Return the layers of kinds whose computation is known, and whose ``forward`` is the library's."""
+    """Return a model's decoder layers whose formula `FlatLayer` computes and whose ``forward`` is transformers'."""
     return [
         module
         for module in model.modules()
@@ -51,10 +51,13 @@ def known_layers(model: nn.Module) -> list[Any]:
 
 
 class FlatLayer(ABC):
-    """A Llama-style layer: attention and a gated feed-forward network, each with a norm and a residual connection."""
+    """A Llama-style decoder layer that computes attention and feed-forward network without transformers' code.
+
+    The attention and the gated feed-forward network each have a norm and a residual connection. ``norm`` is the class
+    that replaces the layer's norms.
+    """
 
     def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
-        """Wrap ``layer``; ``norm`` is the class that replaces the layer's norms."""
         self._plain = type(layer).forward
         self._norms: tuple[Any, Any] = layer.input_layernorm, layer.post_attention_layernorm
         self._attention, self._network = layer.self_attn, layer.mlp
@@ -72,25 +75,22 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether all parts have been replaced by ours at this time; adapters may replace them later."""
+        """Return whether all parts of the decoder layer are our replacements now; adapters may replace them later."""
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether a pass can be computed by this layer."""
+        """Return whether this layer supports a forward pass; if it does not, transformers' code computes the pass."""
         return True
 
     @abstractmethod
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Compute the layer's output.
+        """Compute the decoder layer's output from ``hidden_states``, [B, T, hidden size].
 
-        Args:
-            hidden_states: [B, T, hidden size].
-            angles: Cosines and sines of the rotary positions, [B, T, dim].
-            stored: The layer's keys and values of all slots.
-            rows: The rows of the pass.
+        ``angles`` are cosines and sines of the rotary positions, [B, T, dim]; ``stored`` are the layer's keys and
+        values of all slots.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer for new positions of slots, [B, T, hidden size], or call the library's ``forward``."""
+        """Compute the decoder layer for new tokens, [B, T, hidden size], or call transformers' ``forward``."""
         rows: SlotRows | None = kwargs.get("slot_rows")
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
@@ -106,15 +106,13 @@ class FlatLayer(ABC):
         return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
-        """Return the layer's attention parameters; these kinds have no chunks, soft caps or sinks."""
         return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
 
 
 class FlatModel:
-    """A model of such layers that also bypasses the library's code around them."""
+    """A model of `FlatLayer`s that also bypasses transformers' code around them; ``model`` must fulfil `is_flat`."""
 
     def __init__(self, model: Any) -> None:
-        """Wrap ``model``, which must be `is_flat`."""
         self._inner, self._output = model.model, model.lm_head
 
     def logits(
@@ -127,15 +125,10 @@ class FlatModel:
         layers: Sequence[int] = (),
         hidden: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return the logits [B, T, V] of new tokens.
+        """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
-        Args:
-            tokens: int64[B, T].
-            positions: int64[B, T].
-            rows: The rows of the pass.
-            logits_to_keep: The number of last tokens to compute logits of; 0 is all.
-            layers: The layers whose hidden states are read, numbered as in `FeatureSpec`.
-            hidden: The list to append these hidden states to.
+        ``logits_to_keep`` is the number of last tokens to compute logits of; 0 is all. The hidden states of ``layers``,
+        numbered as in `FeatureSpec`, are appended to ``hidden``.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
@@ -152,7 +145,7 @@ class FlatModel:
 
 
 def is_flat(model: Any) -> bool:
-    """Return whether all layers are fused and no forward hooks are installed."""
+    """Return whether `FlatModel` can compute a model: all its layers are `FlatLayer`s without forward hooks."""
     if type(model).__name__ not in _MODEL_CLASSES or not type(model).__module__.startswith("transformers.models."):
         return False
     inner = model.model
@@ -164,13 +157,12 @@ def is_flat(model: Any) -> bool:
 
 
 class CpuLayer(FlatLayer):
-    """A decoder layer on a CPU, for few positions; bit-identical to its parts."""
+    """A Llama-style decoder layer on a CPU for few tokens, bit-identical to the layer's parts."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
 
     def is_usable(self) -> bool:
-        """Implement `FlatLayer.is_usable`."""
         attention, network = self._attention._modules, self._network._modules
         return (
             self._is_known
@@ -180,11 +172,10 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the pass is small enough for one core and has no attention kernel of its own."""
+        """Return whether the forward pass is small enough for one core and has no attention kernel of its own."""
         return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Implement `FlatLayer.compute`."""
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
         attended = self._attend(read, angles, stored, rows)
@@ -195,21 +186,17 @@ class CpuLayer(FlatLayer):
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim], from concatenated queries, keys and values.
-
-        These are [B, T, heads * dim], side by side.
-        """
+        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values side by side."""
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
         assert cos.shape == sin.shape == (batch, width, self._dim) and cos.is_contiguous() and sin.is_contiguous()
-        query_norm, key_norm = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
-        _place(
-            KINDS[str(read.dtype)], read.data_ptr(), cos.data_ptr(), sin.data_ptr(), query_norm, key_norm,
-            batch * width, width, num_heads, kv_heads, self._dim, rows.slots.data_ptr(), rows.places.data_ptr(),
-            keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3),
-            values.data_ptr(), values.stride(0), values.stride(1), values.stride(2),
-        )  # fmt: skip
+        norms = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
+        arrays = read.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows.slots.data_ptr(), rows.places.data_ptr()
+        sizes = batch * width, width, num_heads, kv_heads, self._dim
+        key_array = keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3)
+        value_array = values.data_ptr(), values.stride(0), values.stride(1), values.stride(2)
+        _place(KINDS[str(read.dtype)], arrays, sizes, norms[0], norms[1], key_array, value_array)
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
@@ -219,15 +206,22 @@ _NO_NORM: Final = (0, False, 0.0)
 
 @kernel
 def _place(  # pragma: no cover - compiled
-    kind: int, read: int, cos: int, sin: int, query_norm: tuple[int, bool, float], key_norm: tuple[int, bool, float],
-    num_positions: int, width: int, num_heads: int, kv_heads: int, dim: int, slots: int, places: int,
-    keys: int, key_slot: int, key_head: int, key_number: int,
-    values: int, value_slot: int, value_head: int, value_place: int,
-) -> None:  # fmt: skip
-    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the cache.
+    kind: int,
+    arrays: tuple[int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    query_norm: tuple[int, bool, float],
+    key_norm: tuple[int, bool, float],
+    key_array: tuple[int, int, int, int],
+    value_array: tuple[int, int, int, int],
+) -> None:
+    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
-    Arrays are given by addresses; strides are in numbers.
+    Arrays are given by their addresses; strides are in numbers, not in bytes.
     """
+    read, cos, sin, slots, places = arrays
+    num_positions, width, num_heads, kv_heads, dim = sizes
+    keys, key_slot, key_head, key_number = key_array
+    values, value_slot, value_head, value_place = value_array
     size = 2 if kind else 4
     heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
@@ -241,7 +235,7 @@ def _place(  # pragma: no cover - compiled
         weight, rounds_first, eps = key_norm
         if weight:
             normalise(kind, rounds_first, first_key, weight, first_key, kv_heads, dim, eps, 0, 1)
-        turn_rows(kind, given, 0, dim * size, 0, 1, heads_turned, 1, dim, cos + angle, sin + angle, given)
+        turn_rows(kind, (given, 0, dim * size, 0), (1, heads_turned, 1, dim), cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
             key = first_key + head * dim * size
@@ -252,7 +246,6 @@ def _place(  # pragma: no cover - compiled
 
 @inlined
 def _copy(size: int, source: int, target: int, stride: int, count: int) -> None:
-    """Copy ``count`` numbers of ``size`` bytes to a target with ``stride`` numbers between them."""
     end = (count - 1) * stride + 1
     if size == 4:
         wide, wide_target = float32_array(source, count), float32_array(target, end)

@@ -20,13 +20,13 @@ from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks, swap_forwa
 from ssd.model.layers.row_plan import RowPlan, find_invariant_shapes
 from ssd.model.layers.vector_layers import Activation
 
+# The row plans by kind of product, sizes, dtype and number of threads.
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}
-"""The plans by kind of product, sizes, dtype and number of threads."""
 _plain = nn.functional.linear
 
 
 def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
-    """Redirect the functions of modules with matrices that are not layers of a known kind; yields replacements."""
+    """Make matrix products in routers, experts and similar modules batch-invariant; yields a `Replaced` for each."""
     if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # one call per expert, so that rows can be planned
     for module in model.modules():
@@ -45,7 +45,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module has one matrix per expert; then the module around it mixes the experts' outputs."""
+    """Return whether a module has one tensor for all experts; its parent then mixes the experts' outputs."""
     return _has_matrices(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 
@@ -73,7 +73,7 @@ class _Redirection(TorchFunctionMode):
 def _invariant_product(
     kind: str, compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
-    """Return a version of ``compute`` for x, [..., in], and a matrix, that is batch-invariant on a CPU."""
+    """Return a batch-invariant version of the matrix product ``compute`` for a CPU."""
 
     def planned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MOST_ERROR or not x.numel() or x.device.type != "cpu":
@@ -93,7 +93,7 @@ _linear, _matmul = _invariant_product("linear", _plain), _invariant_product("mat
 
 
 def exact_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``nn.functional.linear`` that is batch-invariant on a CPU: a row's bits do not depend on the other rows."""
+    """Compute ``nn.functional.linear`` batch-invariantly on a CPU: a row's bits do not depend on the other rows."""
     found = _linear(x, weight)
     return found if bias is None else found + bias
 
@@ -107,7 +107,7 @@ def _bmm(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Sum over the first axis sequentially."""
+    """Sum over the first axis sequentially, so that the order of the additions does not depend on the shape."""
     if args not in ((), (0,)) or kwargs not in ({}, {"dim": 0}) or bool(args) == bool(kwargs):
         return x.sum(*args, **kwargs)
     total = x[0]

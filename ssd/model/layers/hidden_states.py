@@ -1,4 +1,4 @@
-"""Hidden states of selected layers, read from a model's own forward pass by hooks."""
+"""Hooks that read the hidden states of selected layers from a model's forward pass, as input of a draft head."""
 
 from __future__ import annotations
 
@@ -18,34 +18,28 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.replace import agrees, probe_texts
 
 FINAL: Final = -1
-"""The hidden state that the output layer reads: after the last decoder layer and the final norm."""
+"""The layer number of the hidden state that the output layer reads, after the final norm."""
 
 _MOST_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states to store for a draft head.
+    """The hidden states that a target model stores for a draft head; the fields are those of `Head`."""
 
-    Attributes:
-        layers: The hidden states to read: k is the output of the first k decoder layers, 0 the input of the first
-            layer, FINAL the input of the output layer.
-        combine: Computes the features from the hidden states, as ``ssd.model.heads.networks.Head.combine`` does.
-        size: The number of feature values per position.
-        bytes_per_token: The memory that the reader of the features needs per position, besides the features.
-    """
-
-    layers: tuple[int, ...]
-    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    size: int
-    bytes_per_token: int = 0
+    layers: tuple[int, ...]  # see `Head.feature_layers`
+    combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]  # see `Head.combine`
+    size: int  # the number of feature values per position
+    bytes_per_token: int = 0  # the draft head's own memory per position, without the features
 
 
 class HiddenStateTap:
-    """Hooks on a model, until `remove`, that store hidden states during a forward pass in `recording`."""
+    """Forward hooks on a model that collect the hidden states of selected layers inside `recording`.
+
+    Raises ModelError if the model has no such layers or its layers are not found. Call `remove` at the end.
+    """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        """Install the hooks; raises ModelError if the model has no such layers or its layers are not found."""
         self._layers = tuple(layers)
         self._is_recording = False
         self._hidden: dict[int, torch.Tensor] = {}
@@ -64,15 +58,14 @@ class HiddenStateTap:
                 self._hooks.append(module.register_forward_hook(partial(self._after, layer)))
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Yield a list that is filled with the hidden states, [B, T, hidden size], of one pass inside the context.
+        """Collect the hidden states, [B, T, hidden size], of one forward pass in a list in the order of the layers.
 
-        The list is in the order of the requested layers, and is filled when the context ends.
+        The list is filled when the context ends.
         """
         hidden: list[torch.Tensor] = []
         self._is_recording = True
@@ -104,7 +97,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
 @torch.inference_mode()
 def check_hidden_states(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise ModelError with the reason unless a tap reads the hidden states that the model itself returns.
+    """Raise ModelError if `HiddenStateTap` reads other hidden states than the model itself returns.
 
     Runs two forward passes over 13 tokens.
     """

@@ -15,41 +15,34 @@ from torch import nn
 
 from ssd.model.layers.replace import has_hooks
 
+# The layout of a packed matrix repeats after this number of rows, a multiple of all row block sizes of oneDNN.
 _PERIOD = 192
-"""The number of rows after which the layout of a packed matrix repeats: a multiple of all row block sizes of oneDNN."""
+# The digits of an index of the small matrix, and the bits of a digit, which is exact in bfloat16.
 _DIGITS, _DIGIT_BITS = 4, 7
-"""The digits of an index of the small matrix, and the bits of a digit, which is exact in bfloat16."""
-_ROWS_COMPARED = 1024
-"""The number of rows that are compared at a time, to limit memory."""
+_ROWS_COMPARED = 1024  # the number of rows that are compared at a time, to limit memory
 
 
 class PackedLayout(NamedTuple):
-    """The layout of a packed matrix: element [r, c] is at index ``rows[r] + columns[c]``, both int64."""
+    """The memory layout of a weight matrix packed by oneDNN: element [r, c] is at index ``rows[r] + columns[c]``."""
 
     rows: torch.Tensor
     columns: torch.Tensor
 
 
 class PackedEmbedding(nn.Module):
-    """``weight[ids] * factor`` from packed weights, bit-identical."""
+    """An embedding, ``weight[ids] * factor``, that reads oneDNN's packed weights; bit-identical to the original.
+
+    ``factor`` is a tensor of one number; None if the model does not scale embeddings.
+    """
 
     def __init__(
         self, packed: torch.Tensor, order: PackedLayout, dtype: torch.dtype, factor: torch.Tensor | None
     ) -> None:
-        """Create an embedding.
-
-        Args:
-            packed: A weight of ``dtype`` packed by oneDNN.
-            order: Its layout.
-            dtype: The dtype of the weight.
-            factor: A tensor of one number. None: no factor.
-        """
         super().__init__()
         self.packed, self._order, self._factor = packed, order, factor
         self._numbers = packed_numbers(packed, dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids of any shape, [..., size]; raises IndexError if an id has no row."""
         found = read_rows(self._numbers, self._order, ids)
         return found if self._factor is None else found * self._factor
 
@@ -61,19 +54,19 @@ class PackedEmbedding(nn.Module):
 
 
 def packed_numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the memory of a packed weight as one row of numbers: a view, valid as long as ``packed``."""
+    """Return the memory of a weight packed by oneDNN as one row of numbers: a view, valid as long as ``packed``."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
 
 
 def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows ``ids`` of a packed matrix; raises IndexError if there is no such row."""
+    """Return the rows ``ids`` of a matrix packed by oneDNN; raises IndexError if there is no such row."""
     starts = order.rows.index_select(0, ids.reshape(-1).long())
     return numbers.take(starts[:, None] + order.columns).view(*ids.shape, len(order.columns))
 
 
 def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
-    """Return the layout of ``packed``, made from ``weight`` [out, in]; None if it follows no simple rule. O(size)."""
+    """Return the memory layout of a weight packed by oneDNN; None if it follows no simple rule. O(size)."""
     num_rows, num_columns = weight.shape
     places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:
@@ -90,7 +83,7 @@ def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | No
 
 
 def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:
-    """Return a packed equivalent of ``embedding``; None if it does more than look up and scale rows."""
+    """Return an embedding that reads packed weights; None if ``embedding`` does more than look up and scale rows."""
     weight = getattr(embedding, "weight", None)
     if (
         not isinstance(embedding, nn.Embedding)
@@ -112,7 +105,7 @@ def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbeddin
 
 
 def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """Yield the possible factors of rows; some models scale them by a factor with this name."""
+    """Yield the factors by which the model may scale its embeddings: none, or an attribute of the module."""
     yield None
     scale: Any = getattr(embedding, "embed_scale", None)
     if scale is not None:
@@ -120,7 +113,7 @@ def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor 
 
 
 def _packed_indices(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the index of each element of a packed matrix, int64[num_rows, num_columns]; None if it is too large."""
+    """Return the memory index of each element of a matrix packed by oneDNN; None if it has too many elements."""
     size = num_rows * num_columns
     if size >= 1 << _DIGITS * _DIGIT_BITS:
         return None

@@ -1,4 +1,4 @@
-"""Linear layers on a CPU with weights in the layout of oneDNN's kernels.
+"""Linear layers on a CPU whose weights are in the blocked layout of oneDNN's kernels.
 
 torch computes a linear layer from weights in the checkpoint's layout. For one to several dozen rows, as in decoding and
 verification passes, the same product from weights in blocks takes half the time. torch's own compiler uses the same two
@@ -23,38 +23,30 @@ _PREPARED_ROWS = 64
 _LONG = 1 << 22
 
 
-ModulePlaces = list[tuple[nn.Module, str]]
-"""The places of modules in a model: their parents, and their names there."""
+ModulePlaces = list[tuple[nn.Module, str]]  # The parents of modules in a model, and the modules' names there.
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` with only packed weights, which are not parameters and cannot be trained.
-
-    Attributes:
-        kind: Inputs, outputs, bias and dtype; layers of one kind share their machine code.
-        rows: The numbers of rows that a product may have.
-        weight: A tensor on the meta device with the shape and type of the weight, for models that look at them.
-    """
+    """A linear layer whose weights are stored only in oneDNN's packed layout; it cannot be trained."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Pack ``weight`` [out, in]; ``bias`` is [out] or None."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().clone()
-        self.weight = torch.empty_like(weight, device="meta")
+        self.weight = torch.empty_like(weight, device="meta")  # for models that look at its shape and type
         self.packed = pack_weight(weight)
+        # Layers of one kind share their machine code.
         self.kind = (self.in_features, self.out_features, bias is not None, weight.dtype)
-        self.rows = RowPlan()
+        self.rows = RowPlan()  # the numbers of rows that a product may have
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [..., out] from x, [..., in]."""
         if self.rows.least <= x.numel() // self.in_features <= EXACT_ROWS:
             return self.product(x)
         rows = x.reshape(-1, self.in_features)
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [..., out] from rows [..., in] in one product, without padding."""
+        """Compute [..., out] from rows [..., in] in one matrix product, without padding the number of rows."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
@@ -62,11 +54,10 @@ class PackedLinear(nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the packed weight, including padding of its blocks."""
         return int(torch.ops.mkldnn._nbytes(self.packed))
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the original weight and bias. O(size)."""
+        """Return the layer's weight [out, in] and bias in the checkpoint's layout. O(size)."""
         return self.packed.to_dense(), self._bias
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -77,16 +68,15 @@ class PackedLinear(nn.Module):
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [out, in] in the layout of oneDNN's kernels, which depends only on shape and dtype. O(size)."""
+    """Return a weight [out, in] in oneDNN's packed layout, which depends only on shape and dtype. O(size)."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
 
 class PackedGroup(Joint):
-    """Layers that read the same input, computed as one packed product."""
+    """Linear layers with the same input, such as q_proj, k_proj and v_proj, computed as one packed product."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """Pack the layers; see `siblings`."""
         super().__init__(linears)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.product = PackedLinear(
@@ -95,25 +85,23 @@ class PackedGroup(Joint):
         )
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Implement `Joint.compute`."""
         return self.product(x)
 
 
 class PackedMember(nn.Module):
-    """One of the layers of `PackedGroup`."""
+    """A linear layer that is computed as a part of a `PackedGroup`."""
 
     def __init__(self, group: PackedGroup, member: int) -> None:
         super().__init__()
         self.group, self.member = group, member
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [..., out] from x, [..., in]."""
         return self.group.output(x, self.member)
 
     __call__ = forward  # without torch's search for hooks
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the original weight and bias. O(size of all layers)."""
+        """Return the layer's weight [out, in] and bias in the checkpoint's layout. O(size of the group)."""
         weight, bias = self.group.product.unpacked()
         own = slice(sum(self.group.sizes[: self.member]), sum(self.group.sizes[: self.member + 1]))
         return weight[own], None if bias is None else bias[own]
@@ -129,7 +117,7 @@ def _pack_groups(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Re
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace plain linear layers by packed ones, one for layers that read the same input; yields each replacement.
+    """Replace plain linear layers by packed ones, and those with the same input by one; yields a `Replaced` for each.
 
     Weights are stored once: a layer's own weight is freed when it is packed, and a tied embedding reads rows of the
     packed weight, see `PackedEmbedding`; if it cannot, both stay unpacked. O(weights), and memory for one more layer.
@@ -149,7 +137,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
-    """Replace all modules at ``places``, which share the layer's weight, or none of them."""
+    """Replace the linear layer and the embedding at ``places``, which share a weight, by packed ones; both or none."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(_restore_linear, packed))
     replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
@@ -170,7 +158,6 @@ def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
 
 
 def _restore_linear(layer: Any) -> nn.Linear:
-    """Return an ``nn.Linear`` with the layer's original weight."""
     weight, bias = layer.unpacked()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -180,7 +167,7 @@ def _restore_linear(layer: Any) -> nn.Linear:
 
 
 def _tied(model: nn.Module) -> dict[int, ModulePlaces]:
-    """Return the places of modules that share a weight with others, by the weight's ``id``."""
+    """Return the modules that share a weight with other modules, by the weight's ``id``."""
     places: dict[int, ModulePlaces] = {}
     for parent in parents(model):
         for name, child in parent.named_children():
@@ -196,14 +183,14 @@ def _restore_tied(module: nn.Module, linear: Callable[[], nn.Linear]) -> nn.Modu
 
 
 def packed_linears(model: nn.Module) -> list[PackedLinear]:
-    """Return all packed layers of a model; one that stands for several layers is listed once."""
+    """Return all packed linear layers of a model; a group that is computed as one layer is listed once."""
     found = [module.group.product if isinstance(module, PackedMember) else module for module in model.modules()]
     return list({id(layer): layer for layer in found if isinstance(layer, PackedLinear)}.values())
 
 
 @torch.inference_mode()
 def prepare_linears(model: nn.Module) -> None:
-    """Generate the machine code for products of up to 64 rows, which are the most frequent ones.
+    """Generate oneDNN's machine code for matrix products of up to 64 rows, before requests need it.
 
     Only layers of fewer than 4 million weights are prepared: with more weights a product takes longer than generating
     its code, 0.7 ms each.
@@ -217,7 +204,7 @@ def prepare_linears(model: nn.Module) -> None:
 
 @cache
 def packable_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes of weights that can be packed here; none without oneDNN.
+    """Return the dtypes of weights that oneDNN can pack on this CPU; none without oneDNN.
 
     bfloat16 needs AVX-512, or AVX2 with conversion instructions.
     """

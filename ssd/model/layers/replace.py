@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
-"""The number of positions of a slot for one text of the probe and one more token."""
+"""The size of a KV cache slot that holds one text of the startup test and one more token."""
 
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the model's own logits for the probe, computed row by row without a cache: float32[T, V] each."""
+    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`, without batching."""
     return [
         model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
         for row in probe_texts(model)
@@ -33,7 +33,7 @@ def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
-    """Return random token ids of the model's vocabulary, always the same: int64[2, T]."""
+    """Return two texts of random token ids, int64[2, T], for tests of a model; they are always the same."""
     vocab_size = model.config.get_text_config().vocab_size
     random: Any = np.random.default_rng(0)
     return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
@@ -44,37 +44,31 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""The maximum input size of a compiled loop, which runs on one core; torch's operations on larger inputs use several.
-"""
+"""The maximum input size of a compiled loop, which runs on one core; torch uses several cores for larger inputs."""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""The maximum relative error of a layer's output, by dtype: the error of rounding once or twice."""
+"""The maximum relative error of a replaced layer's output, by dtype: the error of rounding once or twice."""
 
 
 MOST_CHANGE = 1e-3
 MOST_CHANGE_LOW_PRECISION = 0.2
-"""The maximum relative error of logits. A wrong mask, position or state causes an error of about 1; two ways to round
-to bfloat16 differ by up to a tenth.
+"""The maximum relative error of a model's logits in bfloat16 or float16 after its layers have been replaced.
+
+A wrong mask, position or state causes an error of about 1; two ways to round to bfloat16 differ by up to a tenth.
 """
 
 
 class Replaced(NamedTuple):
-    """A replaced layer, or a replaced ``forward``.
+    """A layer, or a ``forward`` method, that has been replaced by a faster one."""
 
-    Attributes:
-        parent: The module that contains it.
-        name: Its name in the parent.
-        again: Returns the original.
-    """
-
-    parent: Any
+    parent: Any  # the module that contains it
     name: str
-    again: Callable[[], Any]
+    again: Callable[[], Any]  # returns the original
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
-"""Replaces the layers of one kind in place and yields each replacement."""
+"""A function that replaces a model's layers of one kind in place and yields a `Replaced` for each."""
 
 
 def replace_layers(
@@ -85,16 +79,11 @@ def replace_layers(
     tolerance: float,
     compute: Callable[[Any], Sequence[torch.Tensor]] = reference_logits,
 ) -> bool:
-    """Replace layers of a model or draft head, and restore all layers if the output changes by more than rounding.
+    """Replace layers of a model by faster ones, and restore all layers if the output changes by more than rounding.
 
-    ``model`` is changed in place. Returns whether layers were replaced; a second call does nothing. O(weights).
-
-    Args:
-        model: The model or draft head.
-        kinds: The replacements, in order.
-        expected: The output before the replacement.
-        tolerance: The maximum relative error of the output that is attributed to rounding.
-        compute: Computes the output.
+    The model, or draft head, is changed in place; ``expected`` is its output before, and ``compute`` computes its
+    output. ``tolerance`` is the maximum relative error that is attributed to rounding. Returns whether layers were
+    replaced; a second call does nothing. O(weights).
     """
     replaced: list[Replaced] = []
     try:
@@ -120,7 +109,7 @@ def replace_layers(
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Replace each module for which ``make`` returns another one; yields each replacement."""
+    """Replace each module of a model for which ``make`` returns a replacement; yields a `Replaced` for each."""
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:
@@ -141,7 +130,7 @@ def is_function(module: nn.Module) -> bool:
 
 
 def parents(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that contain others; modules inside a replaced module disappear with it."""
+    """List the modules that contain other modules, so that these can be replaced during the iteration."""
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
@@ -167,20 +156,20 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks other than transformers' own output collector.
+    """Return whether a module has forward hooks other than transformers' own hooks for collecting outputs.
 
-    The library installs the collector for good once a pass has returned hidden states.
+    transformers installs these for good once a forward pass has returned hidden states.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
 
 
+# The names of layers that read the same input in nearly every model. If they do not, joining them only costs time.
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""The names of layers that read the same input in nearly every model. If they do not, joining them only costs time."""
 
 
 def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """Yield modules with those of their linear layers, by name, that can be computed as one.
+    """Yield modules with those of their linear layers, by name, that can be computed as one, such as q, k and v.
 
     The layers have the same number of inputs, and all or none have a bias. ``is_one`` decides for a single layer
     whether it is eligible.
@@ -196,7 +185,7 @@ def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[
 
 
 class Joint(ABC):
-    """Linear layers that read the same input, computed together in the first call of one of them."""
+    """Linear layers with the same input, such as q, k and v, computed together when the first of them is called."""
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -205,10 +194,10 @@ class Joint(ABC):
 
     @abstractmethod
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute all layers on ``x``, [..., in]; returns their outputs concatenated, [..., outputs of all]."""
+        """Compute all joined layers on ``x``, [..., in]; returns their outputs concatenated, [..., outputs of all]."""
 
     def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """Return the output of layer ``member`` for ``x``; call it once per layer and input."""
+        """Return the output of the joined layer ``member`` for ``x``; call it once per layer and input."""
         if len(self.sizes) == 1:
             return self.compute(x)
         found = self._outputs[member] if x is self._input else None

@@ -1,4 +1,4 @@
-"""Numbers of rows for which a matrix product gives each row the same bits, determined by testing."""
+"""Batch sizes for which a CPU library computes bit-identical matrix products, determined by testing."""
 
 from __future__ import annotations
 
@@ -9,49 +9,35 @@ from typing import Final, NamedTuple
 import torch
 from torch.nn.functional import pad
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-"""Maps rows [n, in], n >= 1, to [n, out]."""
+Product = Callable[[torch.Tensor], torch.Tensor]  # maps rows [n, in], n >= 1, to [n, out]
 
 EXACT_ROWS: Final = 16
+# Candidates for the minimum number of rows of a product: MKL on an EPYC gives each of two threads parts of 5 rows that
+# are summed in another order.
 _MIN_ROWS: Final = (1, 2, 3, 4, 8, 12, EXACT_ROWS)
-"""Candidates for the minimum number of rows of a product: MKL on an EPYC gives each of two threads parts of 5 rows that
-are summed in another order.
-"""
-_MAX_ROWS: Final = (512, 256, 64, 32, 16)
-"""Candidates for the maximum number of rows, in order of preference."""
-_MAX_WORK = 1 << 35
-"""The maximum of weights times rows of a product that is tested and used; 64 rows are always tested."""
-_LARGE = 1 << 21
-"""The number of weights from which a layer's products are slow enough to be timed."""
+_MAX_ROWS: Final = (512, 256, 64, 32, 16)  # candidates for the maximum number of rows, in order of preference
+_MAX_WORK = 1 << 35  # the maximum of weights times rows of a product that is tested and used; 64 rows are always tested
+_LARGE = 1 << 21  # the number of weights from which a layer's products are slow enough to be timed
 _ROUNDS = 5
+# A product of more rows is preferred below this relative time: with some layers two rows are faster than one.
 _MAX_RELATIVE_TIME = 0.9
-"""The maximum relative time of a product of more rows to be preferred: with some layers two rows are faster than one.
-"""
-_DIFFERENT_ROWS = 16
-"""The minimum number of different rows that are tested."""
+_DIFFERENT_ROWS = 16  # the minimum number of different rows that are tested
 _RESULTS = 256
+# The minimum number of results to compare for each number of rows, because two sums may be equal by chance. Sums in
+# another order differ in every other float32, but only in one of several thousand values after rounding to a shorter
+# dtype.
 _ROUNDED_RESULTS = 1 << 16
-"""The minimum number of results to compare for each number of rows, because two sums may be equal by chance. Sums in
-another order differ in every other float32, but only in one of several thousand values after rounding to a shorter
-dtype.
-"""
 
 
 class RowPlan(NamedTuple):
-    """The numbers of rows that a product may have.
-
-    Attributes:
-        least: The minimum number of rows.
-        most: The maximum number of rows.
-        is_exact: Whether all these numbers of rows gave the same bits.
-    """
+    """The numbers of rows for which a linear layer computes bit-identical matrix products: ``least`` to ``most``."""
 
     least: int = 1
     most: int = _MAX_ROWS[0]
-    is_exact: bool = True
+    is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """Apply ``compute`` to rows [n, in], padded or split to allowed numbers of rows; returns [n, out]."""
+        """Compute a matrix product of rows [n, in], padded or split to numbers of rows that give identical bits."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
@@ -60,14 +46,14 @@ class RowPlan(NamedTuple):
 
 
 UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""No padding: compute exactly the requested rows."""
+"""The row plan of layers that are not batch-invariant: matrix products have exactly the requested number of rows."""
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Return the padded number of rows: up to 16 unchanged, above it one of eight values per power of two.
+    """Round a number of rows up, so that oneDNN generates machine code for few different numbers of rows.
 
-    oneDNN generates machine code for each number of rows, which takes longer than a pass of a small model, and caches
-    code of the last thousand products. So there are few values; at most an eighth of the rows is padding.
+    Generating it takes longer than a pass of a small model, and oneDNN caches code of the last thousand products. Up to
+    16 rows are unchanged; above, there are eight values per power of two, so at most an eighth of the rows is padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -76,15 +62,16 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def row_counts(most: int) -> list[int]:
-    """Return all numbers of rows of products of up to ``most`` rows."""
+    """Return all padded numbers of rows that matrix products of up to ``most`` rows can have."""
     return sorted({rounded_rows(count) for count in range(1, most + 1)})
 
 
 @torch.inference_mode()
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
-    """Return the plan of a layer [num_outputs, size]: the largest possible maximum, and the fastest minimum of rows.
+    """Test which numbers of rows give bit-identical results in a linear layer [num_outputs, size].
 
-    O(products of 6,000 rows in total), fewer for layers of more than 64 million weights.
+    Returns the plan with the largest possible maximum and the fastest minimum. O(products of 6,000 rows in total),
+    fewer for layers of more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
@@ -105,7 +92,6 @@ def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: 
 
 
 def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torch.Tensor, numbers: int) -> bool:
-    """Return whether a product of ``count`` rows is bit-identical to ``wanted`` at every row position."""
     again = -(-count // len(some))
     rows, results = some.repeat(again, 1), wanted.repeat(again, 1)
     tried = min(-(-numbers // wanted.shape[1]), len(rows) - count + 1)
@@ -116,7 +102,7 @@ def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torc
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
-    """Return the shortest time of several products of ``x``."""
+    """Return the shortest of several measured times of the matrix product of ``x``."""
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

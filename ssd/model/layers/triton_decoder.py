@@ -1,4 +1,4 @@
-"""Decoder layers on a device that call their parts directly: ten launches each, without the library's code in between.
+"""Decoder layers on a GPU that call their parts directly: ten launches each, without transformers' code in between.
 
 A residual connection is added by the norm that reads the sum next. One kernel rotates queries and keys, and writes keys
 and values to the cache. Import this module only if triton is installed.
@@ -24,7 +24,7 @@ from ssd.model.layers.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of decoder layers of known kinds by `DeviceLayer`; yields each replacement.
+    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields a `Replaced` for each.
 
     Call this after all other replacements.
     """
@@ -38,16 +38,14 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
 
 
 class DeviceLayer(FlatLayer):
-    """A decoder layer on a device, for any number of positions."""
+    """A Llama-style decoder layer on a GPU, for any number of tokens; ``following`` is the norm after it."""
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:
-        """Wrap ``layer``; ``following`` is the norm that reads the layer's output."""
         super().__init__(layer, TritonNorm)
         self._following = following if type(following) is TritonNorm else None
         self._is_known &= "forward" in vars(self._network)  # whose replacement calls `silu_times`
 
     def is_usable(self) -> bool:
-        """Implement `FlatLayer.is_usable`."""
         attention, network = self._attention._modules, self._network._modules
         return self._is_known and all(
             _product_of(first) is not None and all(_product_of(each) is _product_of(first) for each in others)
@@ -60,7 +58,6 @@ class DeviceLayer(FlatLayer):
         )
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Implement `FlatLayer.compute`."""
         norm, inner_norm = self._norms
         attention, network = self._attention._modules, self._network._modules
         heads, gates = attention["q_proj"].product, network["gate_proj"].product
@@ -72,7 +69,7 @@ class DeviceLayer(FlatLayer):
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
     def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim], from [B, T, heads * dim] each of ``read``."""
+        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values, [B, T, heads * dim]."""
         batch, width = angles[0].shape[:2]
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:
@@ -88,15 +85,10 @@ def _product_of(module: Any) -> Product | None:
 def place_by_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
 ) -> None:
-    """Rotate queries in place, and write rotated keys, and values, to the cache.
+    """Apply rotary positions to queries and keys, and write keys and values to the KV cache, in one Triton launch.
 
-    Args:
-        query: [B, T, heads, dim], last axis contiguous, as ``key`` and ``value``.
-        key: [B, T, key heads, dim].
-        value: [B, T, key heads, dim].
-        angles: Cosines and sines, [B, T, dim].
-        stored: The layer's keys and values of all slots, see `SlotKVCache.store`.
-        rows: The rows of the pass.
+    The queries, [B, T, heads, dim], are changed in place; keys and values are [B, T, key heads, dim]. The last axes are
+    contiguous. ``angles`` are cosines and sines, [B, T, dim], and ``stored`` is the result of `SlotKVCache.store`.
     """
     (batch, width, query_heads, dim), key_heads = query.shape, key.shape[2]
     (cos, sin), (keys, values) = angles, stored
@@ -121,7 +113,10 @@ def _place(  # type: ignore[no-untyped-def]
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Process some heads of one position. Grid (B * T, blocks of query heads + of key heads + of value heads)."""
+    """Rotate some heads of one new token, or write its keys or values to the KV cache.
+
+    The grid is (B * T, blocks of query heads + blocks of key heads + blocks of value heads).
+    """
     take_turn(IS_EARLY)
     position, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = position // width, position % width

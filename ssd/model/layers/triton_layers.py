@@ -1,4 +1,4 @@
-"""Triton kernels for gated activations, norms and rotary positions on a device, one launch each.
+"""Triton kernels for gated activations, norms and rotary positions on a GPU, one launch each.
 
 Import this module only if triton is installed.
 """
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` of [..., n], parts of wider tensors or not; silu(gate) is rounded to the dtype."""
+    """Compute ``silu(gate) * up`` in one launch, with silu(gate) rounded; the rows may be parts of wider rows."""
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -33,7 +33,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Fuse gated layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields each replacement."""
+    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields a `Replaced` for each."""
     for module in model.modules():
         if _is_gated(module):
             yield swap_forward(module, _forward)
@@ -46,7 +46,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether a layer has the parts of a gated layer, and computes the same on a few numbers."""
+    """Return whether a module is a gated feed-forward layer: it has the parts and computes the same on a test input."""
     weight = getattr(getattr(module, "gate_proj", None), "weight", None)
     if (
         not isinstance(weight, torch.Tensor)
@@ -65,9 +65,9 @@ def _is_gated(module: nn.Module) -> bool:
 
 @triton.jit
 def _gate(  # type: ignore[no-untyped-def]
-    gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
-    """Compute a block of one row; out is contiguous, [rows, size]. The grid is (rows, blocks)."""
+    gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
+):
+    """Compute ``silu(gate) * up`` for a block of one row, [rows, size]. The grid is (rows, blocks)."""
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
@@ -78,27 +78,19 @@ def _gate(  # type: ignore[no-untyped-def]
 
 
 class TritonNorm(nn.Module):
-    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
+    """An RMS norm on a GPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019, section 3).
 
-    Computed in float32; input and output have the model's dtype.
+    It is computed in float32; input and output have the model's dtype. ``offset`` is the number that the model adds to
+    the weight, [n]. With ``rounds_first``, x is also rounded before the product with the weight.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, rounds_first: bool) -> None:
-        """Create a norm.
-
-        Args:
-            weight: [n].
-            eps: The number added to the mean square.
-            offset: The number that the model adds to the weight.
-            rounds_first: Whether x is also rounded before the product with the weight.
-        """
         super().__init__()
         self.weight, self.eps = weight, eps
         self._offset, self._rounds_first, self._block = offset, rounds_first, triton.next_power_of_2(len(weight))
         self._ready: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x, [..., n]; returns the same shape, contiguous."""
         ready, self._ready = self._ready, None
         if ready is not None and ready[0] is x:
             return ready[1]
@@ -107,7 +99,7 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Return ``x + more``; its norm is computed too and returned by the next `forward` of this sum."""
+        """Return ``x + more``, and compute the sum's norm in the same launch, for the next call of `forward`."""
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -130,10 +122,15 @@ class TritonNorm(nn.Module):
 
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace norms by a `TritonNorm` that computes the same on a few numbers; yields each replacement."""
-    return fuse_norms(model, lambda weight, eps: (
-        TritonNorm(weight, eps, offset=offset, rounds_first=first) for offset in (0.0, 1.0) for first in (True, False)
-    ))  # fmt: skip
+    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields a `Replaced` for each."""
+    return fuse_norms(
+        model,
+        lambda weight, eps: (
+            TritonNorm(weight, eps, offset=offset, rounds_first=first)
+            for offset in (0.0, 1.0)
+            for first in (True, False)
+        ),
+    )
 
 
 @triton.jit
@@ -141,9 +138,9 @@ def _normalise(  # type: ignore[no-untyped-def]
     x, more, total, weight, out, row_stride, more_stride, size, eps, offset,
     IS_SUM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Normalise one row of x, [rows, size], to out, which is contiguous. The grid is (rows,).
+    """Compute the RMS norm of one row of x, [rows, size]; ``out`` is contiguous. The grid is (rows,).
 
-    With IS_SUM the row is x + more, which is written to total, contiguous.
+    With IS_SUM the row is x + more, which is written to ``total``, contiguous.
     """
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -166,7 +163,10 @@ BLOCK_HEADS = 8
 def turn_by_triton(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Implement `vector_layers.Turn`; both results are contiguous as [B, T, heads, dim]."""
+    """Apply rotary positions to queries and keys in one Triton launch.
+
+    Implements `vector_layers.Turn`; both results are contiguous as [B, T, heads, dim].
+    """
     (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
     query_out, key_out = (
         torch.empty(batch, width, heads, dim, dtype=q.dtype, device=q.device) for heads in (query_heads, key_heads)
@@ -188,7 +188,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some heads of one position. The grid is (B * T, blocks of query heads + blocks of key heads)."""
+    """Rotate some heads of one token. The grid is (B * T, blocks of query heads + blocks of key heads)."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
@@ -210,7 +210,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     x, x_head, out, out_head, cos, sin, block,
     HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block's heads at one position: x [HEADS, 2 * HALF] by cos and sin, [2 * HALF], to out or to x."""
+    """Apply rotary positions to a block of heads of one token; ``cos`` and ``sin`` are [2 * HALF]."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     inside = (head < HEADS) & is_pair

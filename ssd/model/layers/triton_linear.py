@@ -1,4 +1,4 @@
-"""Linear layers on a device: one product for layers that read the same input, by a Triton kernel for few rows.
+"""Linear layers on a GPU: one product for layers that read the same input, by a Triton kernel for few rows.
 
 Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile size.
 So tiles may be chosen by the number of rows, and a row's bits still depend only on the row. Libraries compute the same
@@ -27,23 +27,18 @@ from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, sibl
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
-"""The number of rows up to which the kernel is at least as fast as a library: it reads the weights once, in one launch.
-"""
-_MOST_ROWS = 64
-"""The number of rows up to which the kernel replaces a library that would split sums."""
+"""The number of rows up to which our matrix product is at least as fast as cuBLAS: it reads the weights once."""
+_MOST_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
+# The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all.
 _SMALL, _LARGE = 4224, 8192
-"""The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all."""
 _ROOMY = 160 << 10
+# The numbers of rows for which a library's bits are compared with the kernel's.
 _TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
-"""The numbers of rows for which a library's bits are compared with the kernel's."""
 _ALIGNED = 16
-_ASKED = 1024
-"""The bytes of each row of weights that are prefetched; more bytes were slower on an H100."""
+_ASKED = 1024  # the bytes of each row of weights that are prefetched; more bytes were slower on an H100
 
 
 class MatmulTiles(NamedTuple):
-    """The tile sizes of one program, and the number of pipeline stages."""
-
     rows: int
     outputs: int
     inputs: int
@@ -67,7 +62,7 @@ def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: b
 
 @cache
 def _is_roomy(device: torch.device) -> bool:
-    """Return whether a program has the shared memory for larger tiles, as on A100 and H100 or interpreted."""
+    """Return whether a GPU has the shared memory for larger tiles, as A100 and H100 have; True for the interpreter."""
     if device.type != "cuda":
         return True
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -75,9 +70,10 @@ def _is_roomy(device: torch.device) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``x @ weight.T + bias``: x [..., in], weight [out, in], bias [out]; returns [..., out].
+    """Compute a linear layer, ``x @ weight.T + bias``, with a batch-invariant Triton kernel.
 
-    A row is summed over its inputs in order, in float32, independently of the other rows.
+    The shapes are x [..., in], weight [out, in], bias [out] and the result [..., out]. A row is summed over its inputs
+    in order, in float32, independently of the other rows.
     """
     num_outputs, size = weight.shape
     assert x.shape[-1] == size and x.dtype == weight.dtype and weight.stride(1) == 1
@@ -98,17 +94,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
-    """Return the bytes that each thread of a program prefetches; 0 if the weights are not aligned."""
+    """Return the bytes of weights that each thread of a program prefetches; 0 if the weights are not aligned."""
     row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
     return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
 class Product(Joint):
-    """The computation of one linear layer, or of several layers that read the same input."""
+    """The computation of one linear layer on a GPU, or of several layers that read the same input."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """Join the weights of the layers, see `siblings`, or wrap one layer. O(weights)."""
         super().__init__(linears)
         self._linears = linears
         self.is_exact = self._is_library_exact = False
@@ -126,13 +121,12 @@ class Product(Joint):
         return self._joined or (self._linears[0].weight, self._linears[0].bias)
 
     def be_exact(self, wanted: bool) -> None:
-        """Switch batch invariance on or off: a row's bits then depend only on the row."""
+        """Switch batch invariance on or off; if it is on, the bits of a row do not depend on the other rows."""
         self.is_exact = wanted
         if wanted:
             self._is_library_exact = _is_library_exact(*self._weights)
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Implement `Joint.compute`."""
         weight, bias = self._weights
         num_rows = x.numel() // max(1, x.shape[-1])
         if self.is_exact:
@@ -143,13 +137,13 @@ class Product(Joint):
         return nn.functional.linear(x, weight, bias)
 
 
+# The results of `_is_library_exact` in this process, by kind of product.
 _library_is_exact: dict[tuple[Any, ...], bool] = {}
-"""The results of `_is_library_exact` in this process, by kind of product."""
 
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether a library without split sums computes the kernel's bits, in passes too large for the kernel."""
+    """Return whether cuBLAS computes the same bits as our kernel for large batches, if it may not split sums."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -169,7 +163,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 @contextmanager
 def sums_whole() -> Iterator[None]:
-    """Prevent libraries from splitting sums among processors, and from rounding partial sums, inside the context.
+    """Prevent cuBLAS inside the context from splitting sums among processors and from rounding partial sums.
 
     Only one of torch's two libraries supports it. The settings are those of the process, and are restored.
     """
@@ -189,7 +183,7 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of plain linear layers by a `Product`; yields each replacement."""
+    """Replace the ``forward`` of plain linear layers by our matrix product; yields a `Replaced` for each."""
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():
@@ -198,7 +192,6 @@ def own_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """Return each product of a model once."""
     found = {id(each): each for module in model.modules() if isinstance(each := vars(module).get("product"), Product)}
     return list(found.values())
 
@@ -220,10 +213,10 @@ def _is_own(module: Any) -> TypeGuard[nn.Linear]:
 
 
 _THREADS: Final = tl.constexpr(128)
+# Prefetches a number of bytes at an address if the last operand is above 0, without waiting.
 _ASK: Final = tl.constexpr(
     "{ .reg .pred p; setp.gt.s32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
 )
-"""Prefetches a number of bytes at an address if the last operand is above 0, without waiting."""
 
 
 # A kernel that is specialised for one row, or for complete tiles, might compute other bits.
@@ -234,20 +227,23 @@ def _product(  # type: ignore[no-untyped-def]
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
     ASKED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of out, [num_rows, NUM_OUTPUTS] and contiguous. The grid is (tiles of rows, tiles of outputs).
+    """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
     With IS_TURNED outputs are the rows of the tensor cores' product, which has 64 rows. ASKED is the number of bytes
-    that each thread prefetches.
+    that each thread prefetches. The grid is (tiles of rows, tiles of outputs).
     """
     if IS_EARLY and ASKED > 0:
         thread = tl.arange(0, _THREADS)
         wanted = tl.program_id(1) * BLOCK_OUTPUTS + thread % BLOCK_OUTPUTS
         first = (weight + wanted.to(tl.int64) * weight_row).to(tl.int64)
         tl.inline_asm_elementwise(
-            _ASK, "=r,l,r,r",
+            _ASK,
+            "=r,l,r,r",
             [first + thread // BLOCK_OUTPUTS * ASKED, thread * 0 + ASKED, NUM_OUTPUTS - wanted],
-            tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     take_turn(IS_EARLY)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)

@@ -1,4 +1,4 @@
-"""Batch-invariant activations, norms and rotary positions on a CPU.
+"""Batch-invariant activations, RMS norms and rotary positions on a CPU.
 
 Their bits depend only on the number, the row or the pair. torch computes most numbers by vectors and the remaining
 numbers at the end of a row, or of a thread's part, one by one with other rounding.
@@ -27,28 +27,27 @@ from ssd.jit.simd_functions import (
 from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
 
 _NAMES: Final = tuple(FUNCTIONS)
-_WORK = 20
-"""The cost of a number, in multiplications."""
+_WORK = 20  # the cost of computing one number, in multiplications
 
 
 class Activation(nn.Module):
-    """An element-wise function of float32, bfloat16 or float16, computed in float32."""
+    """A batch-invariant activation function on a CPU for float32, bfloat16 or float16, computed in float32.
+
+    ``name`` is a key of `FUNCTIONS`.
+    """
 
     def __init__(self, name: str) -> None:
-        """Create the function with a ``name`` of `FUNCTIONS`."""
         super().__init__()
         self.name = name
         self._number = _NAMES.index(name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the function to x, [..., n], whose rows may be parts of wider rows; returns the same shape."""
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
-        arguments = (
-            self._number, KINDS[str(x.dtype)], rows.data_ptr(), rows.stride(0) * x.itemsize, out.data_ptr(), *rows.shape
-        )  # fmt: skip
+        kind, row_bytes = KINDS[str(x.dtype)], rows.stride(0) * x.itemsize
+        arguments = self._number, kind, rows.data_ptr(), row_bytes, out.data_ptr(), *rows.shape
         run_parallel(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
         return out
 
@@ -56,14 +55,17 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Replace modules by an `Activation` that computes the same on a few numbers; yields each replacement."""
+    """Replace activation modules by an `Activation` that computes the same on test inputs.
+
+    Yields a `Replaced` for each.
+    """
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
 
 @torch.inference_mode()
 def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
-    """Return an activation that computes the same as ``module``, if it is a known function without weights."""
+    """Return an `Activation` that computes the same as ``module``; None if its function is unknown."""
     has_parts = next(module.children(), None) is not None or bool(module.state_dict())
     if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
         return None
@@ -80,35 +82,23 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 def _apply(  # pragma: no cover - compiled
     number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
 ) -> None:
-    """Apply a function to arrays of dtype ``kind``, [num_rows, size], given by addresses.
-
-    The input rows are ``row_bytes`` apart; the output is contiguous.
-    """
+    """Apply an activation function to every ``step``-th row of an array; arrays are given by their addresses."""
     for row in range(first, num_rows, step):
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
 
-_PROBE_SCALES = (1.0, 30.0, 1e-3)
-"""The scales of the test inputs; with the last one eps has a visible effect."""
+_PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the last one eps has a visible effect
 
 
 class FusedNorm(nn.Module):
-    """``weight * x / sqrt(mean(x ** 2) + eps)`` over the last axis (Zhang and Sennrich 2019, section 3).
+    """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
-    Input and output have the weight's dtype, float32, bfloat16 or float16; computed in float32.
-
-    Attributes:
-        row_rule: For `normalise`: the weight's address, whether numbers are rounded before the product, and eps.
+    Input and output have the weight's dtype, float32, bfloat16 or float16; the norm is computed in float32. ``offset``
+    is the number that the model adds to the weight, [n]. `row_rule` are arguments of `normalise`: the weight's address,
+    whether x is rounded before the product, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
-        """Create a norm.
-
-        Args:
-            weight: [n].
-            eps: The number added to the mean square.
-            offset: The number that the model adds to the weight.
-        """
         super().__init__()
         self._offset = offset
         self._kept = (weight.detach().float() + offset).contiguous()  # memory that the loop reads by address
@@ -117,7 +107,6 @@ class FusedNorm(nn.Module):
         self.row_rule = self._kept.data_ptr(), offset == 0.0, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x, [..., n]; returns the same shape."""
         if x.dtype != self.weight.dtype:
             return nn.functional.rms_norm(x.float(), self._kept.shape, self._kept, self.eps).to(x.dtype)
         x = x.contiguous()
@@ -131,13 +120,13 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weight, without offset, by another of the same size."""
+        """Replace the weight of the norm, without the offset, by another of the same size."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
 
+# Returns norms for a weight and eps that differ in when they round, and in whether 1 is added to the weight.
 MakeNorms = Callable[[nn.Parameter, float], Iterable[nn.Module]]
-"""Returns norms for weight and eps that differ in when they round, and in whether 1 is added to the weight."""
 
 
 def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
@@ -145,9 +134,9 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Replace norms by the most accurate of the norms that ``make`` returns, if it computes the same on a few numbers.
+    """Replace a model's RMS norms by the most accurate variant that ``make`` returns; yields a `Replaced` for each.
 
-    Yields each replacement.
+    Norms stay unchanged if no variant computes the same on test inputs.
     """
     return swap(model, lambda norm: _nearest(norm, make))
 
@@ -182,10 +171,18 @@ def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
 
 @kernel
 def normalise(  # pragma: no cover - compiled
-    kind: int, rounds_first: bool, x: int, weight: int, out: int,
-    num_rows: int, size: int, eps: float, first: int, step: int,
-) -> None:  # fmt: skip
-    """Normalise every ``step``-th row from ``first`` on; arrays are given by addresses.
+    kind: int,
+    rounds_first: bool,
+    x: int,
+    weight: int,
+    out: int,
+    num_rows: int,
+    size: int,
+    eps: float,
+    first: int,
+    step: int,
+) -> None:
+    """Compute the RMS norm of every ``step``-th row from ``first`` on; arrays are given by their addresses.
 
     Input and output are [num_rows, size] of dtype ``kind``, and may be the same; the weight is float32[size].
     """
@@ -197,8 +194,10 @@ def normalise(  # pragma: no cover - compiled
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Rotates q and k, [B, heads, T, dim], by cos and sin, [B, T, dim]: each pair of numbers ``dim / 2`` apart by its angle
-(Su et al. 2021, section 3.4.2). Both products and their sum are rounded as libraries do.
+"""A function that applies rotary positions to queries and keys, [B, heads, T, dim], with cos and sin, [B, T, dim].
+
+Each pair of numbers ``dim / 2`` apart is rotated by its angle (Su et al. 2021, section 3.4.2). Both products and their
+sum are rounded as libraries do.
 """
 
 _NAME = "apply_rotary_pos_emb"
@@ -212,16 +211,17 @@ def _turned_both(
 
 
 class FusedRotary:
-    """A faster version of the library's function for the usual case; other cases call the library's function."""
+    """A faster version of transformers' function for rotary positions; it calls the original in unusual cases.
+
+    ``plain`` is the original, and ``turn`` rotates queries or keys of at most ``most_numbers`` numbers.
+    """
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
-        """Wrap ``plain``; ``turn`` rotates queries or keys of at most ``most_numbers`` numbers."""
         self.plain, self.turn, self._most = plain, turn, most_numbers
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Implement `Turn`."""
         if args or kwargs or not all(self._fits(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
         return self.turn(q, k, cos, sin)
@@ -249,15 +249,10 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Redirect layers that rotate queries and keys in the usual way to ``turn``; yields each replacement.
+    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields a `Replaced` for each.
 
-    Args:
-        model: The model.
-        turn: The function that rotates queries and keys.
-        dtype: The dtype of the test inputs.
-        device: The device of the test inputs.
-        most_error: The maximum relative error that is attributed to rounding.
-        most_numbers: The maximum size of queries or keys for ``turn``.
+    The functions are compared on test inputs of the given dtype and device; ``most_error`` is the maximum relative
+    error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` numbers.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -275,7 +270,7 @@ def fuse_rotary(
 
 
 def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
-    """Return a copy of ``forward`` that calls ``rotary``."""
+    """Return a copy of a layer's ``forward`` that calls ``rotary`` instead of transformers' function."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -298,26 +293,29 @@ def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, mos
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
-    strides = [each * x.itemsize for each in x.stride()[:3]]
+    row, head, position, _ = [each * x.itemsize for each in x.stride()]
     rows, heads, width, dim = x.shape
-    turn_rows(
-        KINDS[str(x.dtype)], x.data_ptr(), strides[0], strides[1], strides[2], rows, heads, width, dim,
-        cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+    given, sizes = (x.data_ptr(), row, head, position), (rows, heads, width, dim)
+    turn_rows(KINDS[str(x.dtype)], given, sizes, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     return out
 
 
 @kernel
 def turn_rows(  # pragma: no cover - compiled
-    kind: int, x: int, row_bytes: int, head_bytes: int, position_bytes: int,
-    num_rows: int, num_heads: int, width: int, dim: int, cos: int, sin: int, out: int,
-) -> None:  # fmt: skip
-    """Rotate arrays given by addresses; all but ``x`` are contiguous. ``out`` may be ``x`` if that is contiguous."""
+    kind: int, given: tuple[int, int, int, int], sizes: tuple[int, int, int, int], cos: int, sin: int, out: int
+) -> None:
+    """Apply rotary positions to queries or keys, [rows, heads, T, dim]; arrays are given by their addresses.
+
+    ``given`` has the address of the input, and the bytes between its rows, heads and positions; the other arrays are
+    contiguous. ``out`` may be the input if that is contiguous too.
+    """
+    x, row_bytes, head_bytes, position_bytes = given
+    num_rows, num_heads, width, dim = sizes
     size = dim * (2 if kind else 4)
     for row in range(num_rows):
         for head in range(num_heads):
             for t in range(width):
-                given = x + row * row_bytes + head * head_bytes + t * position_bytes
+                pairs = x + row * row_bytes + head * head_bytes + t * position_bytes
                 angle = (row * width + t) * size
                 found = out + ((row * num_heads + head) * width + t) * size
-                rotate_pairs(kind, given, cos + angle, sin + angle, found, dim // 2)
+                rotate_pairs(kind, pairs, cos + angle, sin + angle, found, dim // 2)

@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded and validated by peft, computed by our layers, which mix adapters in one pass."""
+"""LoRA adapters: loaded and validated by peft, computed by our layers, which mix adapters in one forward pass."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ from ssd.model.layers.replace import PROBE_LENGTH, reference_logits
 from ssd.model.runners.select_runner import PROBE_SLOTS, PROBE_WIDTH, measure_error
 from ssd.model.runners.slot_runner import SlotRunner
 
+# The settings of adapters that change more than linear layers.
 _UNSUPPORTED = (
-    "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "alora_invocation_tokens",
-    "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "velora_config", "monteclora_config",
-    "arrow_config", "kasa_config",
-)  # fmt: skip
-"""Settings of adapters that are more than additions to linear layers."""
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "lora_bias",
+    "layer_replication",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "kasa_config",
+)
 
 
 MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
@@ -30,26 +40,20 @@ MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
 
 @dataclass(slots=True)
 class Adapters:
-    """The adapters of one model.
-
-    Attributes:
-        names: The adapters' names.
-        additions: The additions to layers, by the layer's name, then the adapter's.
-        expected: peft's logits of the probe, by adapter; None is the model without an adapter.
-    """
+    """The LoRA adapters of one model."""
 
     names: tuple[str, ...] = ()
-    lora_weights: dict[str, dict[str, LoraWeights]] = field(default_factory=dict)
+    lora_weights: dict[str, dict[str, LoraWeights]] = field(default_factory=dict)  # by layer name and adapter name
+    # Peft's logits for `probe_texts`; None: no adapter.
     expected: dict[str | None, list[torch.Tensor]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether there are adapters."""
         return bool(self.names)
 
     def attach(self, target: SlotRunner, *, tolerance: float) -> None:
-        """Add the adapters to the layers of a target's model, and check that mixed passes reproduce peft's logits.
+        """Add the LoRA adapters to the layers of a target's model, and check that they reproduce peft's logits.
 
-        Raises ModelError if they do not; ``tolerance`` is the maximum relative error that is attributed to rounding.
+        The check mixes adapters in one batch. Raises ModelError if the relative error exceeds ``tolerance``.
         """
         model, rows = target.model, AdapterRows()
         for path, additions in self.lora_weights.items():
@@ -75,7 +79,7 @@ class Adapters:
 
 
 def load_adapters(model: PreTrainedModel, paths: Mapping[str, str]) -> Adapters:
-    """Load adapters for ``model``, which stays unchanged.
+    """Load LoRA adapters for ``model``, which stays unchanged.
 
     ``paths`` has a directory or hub id for each adapter's name. Raises ModelError unless an adapter is a LoRA adapter
     of linear layers of this model.
@@ -102,7 +106,6 @@ def load_adapters(model: PreTrainedModel, paths: Mapping[str, str]) -> Adapters:
 
 
 def _load_with_peft(model: PreTrainedModel, paths: Mapping[str, str]) -> Any:
-    """Return the model with all adapters in peft's layers."""
     from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 
     wrapped: Any = None

@@ -1,4 +1,4 @@
-"""Load a Hugging Face model and create its runner with slots."""
+"""Loading of a Hugging Face model, and creation of the runner that serves it with KV cache slots."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ from ssd.text.load_tokenizer import ROPE_MODULE, HubOptions, errors_only
 log = logging.getLogger(__name__)
 
 _WIDTHS = (1, 8)
+# The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used.
 _MOST_WEIGHTS = 1 << 24
-"""The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used."""
-_WORTH = 0.9
-"""The maximum time of bfloat16, as a share of float32's, at which it is chosen."""
+_WORTH = 0.9  # The maximum time of bfloat16, as a share of float32's, at which bfloat16 is chosen.
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 @torch.inference_mode()
 def faster_type(model: PreTrainedModel) -> torch.dtype:
-    """Return bfloat16 if the linear layers are batch-invariant and faster with it, else float32.
+    """Return bfloat16 if linear layers on this CPU are batch-invariant and faster with it, else float32.
 
     Products of 1 and 8 rows with the layers' own weights are measured, packed as they will be.
     """
@@ -64,41 +63,41 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
             packed = PackedLinear(weight.to(dtype), None)
             packed.rows = find_invariant_shapes(packed.product, size, tried, dtype)
             if dtype == torch.bfloat16 and not packed.rows.is_exact:
-                log.info("computing in float32: bfloat16 would not be exact to the bit on this machine")
+                log.info("using float32, because bfloat16 is not batch-invariant on this machine")
                 return torch.float32
             took = sum(seconds_of(packed, torch.zeros(width, size, dtype=dtype)) for width in _WIDTHS)
             seconds[dtype] += took * len(layers) * num_outputs / tried
     share = seconds[torch.bfloat16] / seconds[torch.float32]
     found = torch.bfloat16 if share < _WORTH else torch.float32
     log.info(
-        "computing in %s: linear layers take %.2f of float32's time in the checkpoint's bfloat16",
-        str(found).removeprefix("torch."), share,
-    )  # fmt: skip
+        "using %s: linear layers in the checkpoint's bfloat16 take %.2f times as long as in float32",
+        str(found).removeprefix("torch."),
+        share,
+    )
     return found
 
 
 _LONG = "longrope"
-_HELD = "longrope, held"
-"""A RoPE type that transformers does not know, so that it never updates the frequencies."""
+_HELD = "longrope, held"  # a RoPE type that transformers does not know, so that it never updates the frequencies
 
 
 def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Make a position's encoding independent of other positions in a pass; returns the allowed length.
+    """Fix the frequencies of LongRoPE, so that a text's output does not depend on other texts in the batch.
 
-    LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to the original context and for
-    longer ones. transformers chooses one in each pass by its furthest position. One long text in a batch would
-    therefore change the queries of the others, and a text that grows beyond the original context would meet keys of the
-    other set. So without ``max_length``, the original context is the limit, and the output is that of the model's own
-    ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
+    Returns the allowed text length. LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to
+    the original context and for longer ones. transformers chooses one in each pass by its furthest position. One long
+    text in a batch would therefore change the queries of the others, and a text that grows beyond the original context
+    would meet keys of the other set. So without ``max_length``, the original context is the limit, and the output is
+    that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
     """
     original = _original_length(model)
     if original is None:
         return max_length
     if max_length is None:
-        log.warning("max_model_len is %d, the context before scaling: longer ones change every output", original)
+        log.warning("max_model_len is %d, because a longer context would change all outputs of LongRoPE", original)
         return original
     if max_length > original:
-        log.warning("max_model_len %d is beyond %d: long-text frequencies are used throughout", max_length, original)
+        log.warning("max_model_len %d exceeds %d: all texts use LongRoPE's long frequencies", max_length, original)
         for module in model.modules():
             _hold_long(module, original, model.device)
     return max_length
@@ -114,7 +113,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Let one more update choose the long set, and prevent all later updates."""
+    """Make transformers use LongRoPE's frequencies for long texts, and prevent all later updates."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
@@ -128,7 +127,7 @@ def _hold_long(module: Any, original: int, device: torch.device) -> None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096
-"""The context length if the model's configuration gives none."""
+"""The context length in tokens if the model's configuration gives none."""
 
 
 def load_model(
@@ -136,42 +135,36 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an unmodified Hugging Face causal language model, in evaluation mode on its device.
 
-    Args:
-        name_or_path: The model directory or id.
-        dtype: "auto": the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16 and
-            computes faster, see `faster_type`; else float32. Or a name of ``DTYPES``.
-        device: "auto": CUDA if there is a GPU.
-        hub: How an id is fetched.
-
-    Raises:
-        ModelError: The model cannot be loaded, or the checkpoint lacks weights. The message says what to do.
+    With "auto", ``dtype`` is the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16
+    and computes faster, see `faster_type`; else float32. With "auto", ``device`` is CUDA if there is a GPU. Raises
+    ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
     """
     hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not known: use auto, {', '.join(DTYPES)}")
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' was asked for, but torch sees no CUDA device: use --device cpu")
+        raise ModelError("device 'cuda' was requested, but torch finds no CUDA device: use --device cpu")
     name, config = str(name_or_path), None
     try:
         with errors_only(ROPE_MODULE):
             config = AutoConfig.from_pretrained(name, **hub.arguments())
         quantised = getattr(config, "quantization_config", None) is not None
-        if not quantised and "float8" in str(_said_type(config)):
+        if not quantised and "float8" in str(_declared_dtype(config)):
             raise ModelError(
-                f"config.json of {name} says that the weights are {_said_type(config)}, without a quantization_config "
-                "that says how: take a checkpoint in bfloat16, float16 or float32"
+                f"config.json of {name} declares {_declared_dtype(config)} weights, but lacks a quantization_config: "
+                "use a checkpoint in bfloat16, float16 or float32"
             )
         wanted: Any = "auto"
         if dtype != "auto":
             wanted = DTYPES[dtype]
         elif place.type == "cpu" and not quantised:
-            wanted = torch.bfloat16 if _said_type(config) == torch.bfloat16 else torch.float32
-        is_open = dtype == "auto" and wanted is torch.bfloat16  # until it was tried
+            wanted = torch.bfloat16 if _declared_dtype(config) == torch.bfloat16 else torch.float32
+        is_open = dtype == "auto" and wanted is torch.bfloat16  # until it has been measured
         if not quantised:
             most = torch.float32 if is_open else wanted
             check_weights_fit(name, config, most, place, trust_remote_code=hub.trust_remote_code)
-        with errors_only("transformers"):  # its table of missing weights, which `require_complete` says in a line
+        with errors_only("transformers"):  # hides a table of missing weights, which `require_complete` reports
             model, info = AutoModelForCausalLM.from_pretrained(
                 name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **hub.arguments()
             )
@@ -183,7 +176,7 @@ def load_model(
     require_complete(name, info)
     if is_open:
         with one_thread_if_small(model):
-            # Not to the type that it has: that would round what the library keeps in float32, angles among it.
+            # No cast to bfloat16, which would round what the library stores in float32, for example rotary angles.
             model = model.float() if faster_type(model) is torch.float32 else model
     try:
         return model.eval() if model.device == place else model.eval().to(place)
@@ -192,7 +185,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of an error; for a KeyError with an unknown RoPE type, a sentence that names it."""
+    """Return the first line of a loading error, or a sentence that names the RoPE type if it is unknown."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -206,8 +199,8 @@ def _reason(error: Exception, config: Any) -> str:
     return first_line(error)
 
 
-def _said_type(config: Any) -> torch.dtype | None:
-    """Return the data type of the checkpoint's weights; None if it is unknown."""
+def _declared_dtype(config: Any) -> torch.dtype | None:
+    """Return the dtype that a model's configuration declares for the weights; None if it is unknown."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
 
@@ -226,21 +219,13 @@ def open_target(
     keeps_top: bool = False,
     batch_invariant: BatchInvariant = "auto",
 ) -> Target:
-    """Return the fastest runner of ``model`` that reproduces the model's own logits.
+    """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    Args:
-        model: The loaded model.
-        num_slots: The maximum number of slots; there are fewer if memory is short, see `fit_slots`.
-        max_length: The number of tokens that a slot holds. None: the model's limit, or less if memory is short.
-        max_draft_tokens: The maximum number of draft tokens per step.
-        kv_cache_memory_bytes: The memory for the KV cache.
-        gpu_memory_utilization: Alternatively, the share of all memory that may be in use afterwards. Without both, half
-            of the free memory is used.
-        enforce_eager: Whether no CUDA graphs are captured.
-        adapters: The adapters that slots may use.
-        tapped: The features of every position that are stored for a draft head.
-        keeps_top: Whether captured passes find the most probable tokens, which other passes do on request.
-        batch_invariant: See `verify_batch_invariance`.
+    There are fewer than ``num_slots`` KV cache slots if memory is short, see `fit_slots`. A slot holds ``max_length``
+    tokens; by default the model's limit, or less if memory is short. The KV cache has ``kv_cache_memory_bytes``, or all
+    memory up to the share ``gpu_memory_utilization``, or half of the free memory. ``tapped`` are the hidden states that
+    are stored for a draft head. With ``keeps_top``, CUDA graphs also find the most probable tokens. ``exact`` is
+    described in `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.
@@ -256,7 +241,9 @@ def open_target(
     bytes_per_token = max(1, found.bytes_per_token)
     if tapped is not None:
         bytes_per_token += tapped.size * model.dtype.itemsize + tapped.bytes_per_token
-    extra = max_draft_tokens + 1 + found.bytes_per_slot // bytes_per_token  # a state takes room as so many tokens
+    extra = (
+        max_draft_tokens + 1 + found.bytes_per_slot // bytes_per_token
+    )  # a recurrent state takes as much memory as so many tokens
     slots = fit_slots(
         num_slots=num_slots,
         max_length=max_length,
@@ -270,10 +257,15 @@ def open_target(
     held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + extra) * bytes_per_token
     log.info(
         "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
-        type(model).__name__, (held + kv_bytes) / 1e9, held / 1e9, slots.num_slots, slots.max_length, kv_bytes / 1e9,
-    )  # fmt: skip
+        type(model).__name__,
+        (held + kv_bytes) / 1e9,
+        held / 1e9,
+        slots.num_slots,
+        slots.max_length,
+        kv_bytes / 1e9,
+    )
     if found.kind is not SlotRunner:
-        how = f"{type(model).__name__} is driven {found.kind.backend} ({found.reason})"
+        how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
             raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
         if tapped is not None:
@@ -289,7 +281,7 @@ def open_target(
         adapters.attach(target, tolerance=found.tolerance)
     with one_thread_if_small(model):
         target.can_verify_trees = can_verify_trees(target, tolerance=found.tolerance)
-    if not adapters:  # a recorded pass would have those of its recording
+    if not adapters:  # a CUDA graph would always use the adapters of its capture
         target.recapture_graphs = partial(
             attach_cuda_graphs, target, tolerance=found.tolerance, enforce_eager=enforce_eager, keeps_top=keeps_top
         )
@@ -299,7 +291,7 @@ def open_target(
 
 
 def model_limit(model: PreTrainedModel) -> int | None:
-    """Return the maximum text length in tokens; None if the model's configuration gives none."""
+    """Return the maximum text length of a model in tokens; None if its configuration gives none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

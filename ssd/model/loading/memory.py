@@ -1,4 +1,4 @@
-"""The memory of weights and KV cache, and the number and length of slots that fit."""
+"""The memory of weights and KV cache, and the number and length of KV cache slots that fit."""
 
 from __future__ import annotations
 
@@ -15,53 +15,36 @@ from ssd.errors import ModelError
 from ssd.model.layers.packed_linear import packed_linears
 
 MEMORY_SHARE = 0.5
-"""The share of free memory for the KV cache; the rest is left for activations and the retrieval cache."""
+"""The share of free memory that the KV cache uses; the rest is left for activations and the retrieval cache."""
 
+# Slots are shortened down to this context length in favour of more slots, unless a length was requested.
 _USEFUL_LENGTH = 2048
-"""The minimum context length to which slots are shortened in favour of more slots, unless a length was requested."""
 
 _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class ControlGroup(NamedTuple):
-    """A control group.
-
-    Attributes:
-        limit: Its memory limit in bytes.
-        room: The unused part of it in bytes.
-    """
+    """The memory limit of a Linux control group, and its unused part, in bytes."""
 
     limit: int
     room: int
 
 
 class FittingSlots(NamedTuple):
-    """The slots that fit.
-
-    Attributes:
-        num_slots: The number of slots.
-        max_length: The number of tokens of each slot.
-        shortage: Which reduction was necessary and how to change it. None: everything fits.
-    """
+    """The number of KV cache slots that fit into memory, and their length in tokens."""
 
     num_slots: int
     max_length: int
-    shortage: str | None = None
+    shortage: str | None = None  # a message that names the necessary reduction and how to change it
 
 
 def fit_slots(
     *, num_slots: int, max_length: int | None, limit: int, extra: int, bytes_per_token: int, usable_bytes: int
 ) -> FittingSlots:
-    """Return the slots that fit into ``usable_bytes``; raises ModelError if not even one slot fits.
+    """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    Args:
-        num_slots: The maximum number of slots.
-        max_length: The required number of tokens per slot. None: ``limit``, or less if memory is short: slots become
-            shorter first, down to 2,048 tokens, then fewer.
-        limit: The maximum number of tokens per slot.
-        extra: Additional positions per slot.
-        bytes_per_token: The size of the KV cache per token.
-        usable_bytes: The available memory.
+    Each slot has ``max_length`` tokens, and ``extra`` positions. If ``max_length`` is None, slots have ``limit``
+    tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -80,13 +63,15 @@ def fit_slots(
         lower = f"Lower --max-model-len to at most {longest}" if longest > 1 else "Free memory"
         raise ModelError(f"{needed}: not even one fits. {lower}, or choose a smaller model or dtype")
     advice = (
-        "lower --max-num-seqs for longer ones" if fitting == num_slots else "lower --max-model-len for more at once"
+        "lower --max-num-seqs for longer sequences"
+        if fitting == num_slots
+        else "lower --max-model-len for more sequences"
     )
     return FittingSlots(fitting, length, f"{needed}: serving {fitting} of {length} tokens; {advice}")
 
 
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
-    """Return the bytes for the KV cache: ``MEMORY_SHARE`` of the free memory, or up to ``utilization`` of all memory.
+    """Return the bytes for the KV cache: half of the free memory, or up to the share ``utilization`` of all memory.
 
     Raises ModelError if more than ``utilization`` is already in use.
     """
@@ -97,14 +82,14 @@ def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
     usable = int(total * utilization) - max(0, total - free)
     if usable <= 0:
         raise ModelError(
-            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are in use already, more than "
+            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are already in use, more than "
             f"--gpu-memory-utilization {utilization} allows: raise it, or free memory"
         )
     return usable
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of the device, or of main memory within the limits of the control group."""
+    """Return the free bytes of a GPU, or of main memory within the limits of the process's control group."""
     if device.type == "cuda":
         gc.collect()  # an earlier model may refer to itself
         torch.cuda.empty_cache()  # torch caches memory of that model, and of replaced layers
@@ -116,7 +101,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return all memory of the device, or main memory, or the limit of the control group."""
+    """Return all memory of a GPU, or main memory within the limits of the process's control group, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
@@ -147,7 +132,6 @@ def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
 
 
 def _memory_bytes(meminfo: Path, name: str) -> int:
-    """Return a value of /proc/meminfo in bytes; available memory is the memory that needs no swapping."""
     for line in _lines(meminfo):
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
@@ -177,14 +161,8 @@ def check_weights_fit(
 ) -> None:
     """Raise ModelError if the weights alone need more memory than ``device`` has free, before any weight is read.
 
-    Builds the model without memory for its weights, which takes seconds for large models.
-
-    Args:
-        name: The model's name, for the message.
-        config: The model's configuration.
-        dtype: The dtype of the weights; "auto" is that of the configuration.
-        device: The device.
-        trust_remote_code: Whether the model's own code may be run.
+    The model is built without memory for its weights, which takes seconds for large models. ``name`` is used in the
+    message; the dtype "auto" is that of the configuration.
     """
     weight_dtype = config.dtype if dtype == "auto" else dtype
     size = (weight_dtype if isinstance(weight_dtype, torch.dtype) else torch.float32).itemsize
@@ -200,7 +178,7 @@ def check_weights_fit(
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Return the memory of a model's weights; memory that several weights share counts once. O(layers)."""
+    """Return the memory of a model's weights in bytes; memory that several weights share counts once. O(layers)."""
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     plain = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return int(sum(plain.values())) + sum(layer.num_bytes for layer in packed_linears(model))
@@ -234,8 +212,10 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
     if unexpected:
         log.warning(
             "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to it",
-            name, len(unexpected), _some(unexpected),
-        )  # fmt: skip
+            name,
+            len(unexpected),
+            _some(unexpected),
+        )
 
 
 def _some(keys: Iterable[str]) -> str:

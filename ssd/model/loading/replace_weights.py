@@ -1,4 +1,4 @@
-"""Replacement of a loaded model's weights, in whatever layers hold them."""
+"""Replacement of a loaded model's weights, also in layers that have been replaced by faster ones."""
 
 from __future__ import annotations
 
@@ -19,34 +19,25 @@ from ssd.model.loading.threads import one_thread_if_small
 
 
 class StoredWeight(NamedTuple):
-    """A weight of a model.
-
-    Attributes:
-        names: Its names in the ``state_dict``; several if layers share it.
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """A weight of a loaded model; ``names`` are its names in the state dict, several if layers share it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
+# Weights that are stored together, and a function that replaces them, given one tensor for each.
 WeightGroup = tuple[Sequence[StoredWeight], Callable[..., object]]
-"""Weights that are stored together, and a function that replaces them, given one tensor for each."""
 
 
 @torch.inference_mode()
 def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Replace a model's weights by others, also in layers that have been replaced by faster ones.
+    """Replace a loaded model's weights by others, also in layers that have been replaced by faster ones.
 
-    The weights are copied, and captured CUDA graphs stay valid. Raises ModelError with the weight's name before
-    anything is changed. O(weights), and memory for a copy of the largest layer.
-
-    Args:
-        model: The model.
-        weights: All weights, with the names of transformers' ``state_dict``, at least one name for a shared weight; of
-            the model's shapes and dtypes, on any device.
+    The weights are copied, and captured CUDA graphs stay valid. ``weights`` contains all weights by the names of
+    transformers' ``state_dict``, at least one name for a shared weight, with the model's shapes and dtypes, on any
+    device. Raises ModelError with the weight's name before anything is changed. O(weights), and memory for a copy of
+    the largest layer.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters, which belong to its current weights: load it without them")
@@ -66,16 +57,16 @@ def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
 def _select_weight(place: StoredWeight, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     name = next((name for name in place.names if name in weights), None)
     if name is None:
-        raise ModelError(f"the new weights lack {place.names[0]}: give all that the model has")
+        raise ModelError(f"the new weights lack {place.names[0]}: give all weights of the model")
     found = weights[name].detach()
     if (tuple(found.shape), found.dtype) != (place.shape, place.dtype):
         raise ModelError(
             f"the new weight {name} is {_describe(tuple(found.shape), found.dtype)}, and the model's is "
-            f"{_describe(place.shape, place.dtype)}: give those of such a model, in its type"
+            f"{_describe(place.shape, place.dtype)}: give weights of the same shape and dtype"
         )
     for other in place.names:
         if other != name and other in weights and not _is_same(found, weights[other]):
-            raise ModelError(f"the new weights {name} and {other} differ, and the model has one for both")
+            raise ModelError(f"the new weights {name} and {other} differ, but the model shares one weight for both")
     return found
 
 
@@ -90,7 +81,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield all weights of a model; weights that several layers share are yielded once. O(layers)."""
+    """Yield all weights of a model in the groups in which they are stored; shared weights are yielded once."""
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -114,9 +105,8 @@ def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
     for product, sizes, members in packed.values():
         size, _, has_bias, dtype = product.kind
-        read_by = readers.get(
-            id(product.packed), []
-        )  # tied embeddings; only a layer that is not joined with others has them
+        # Tied embeddings; only a layer that is not joined with others has them.
+        read_by = readers.get(id(product.packed), [])
         also = [path for reader in read_by for path in paths[id(reader)]]
         places = [_stored_weight(members[i] + also, "weight", (count, size), dtype) for i, count in enumerate(sizes)]
         if has_bias:
@@ -138,7 +128,6 @@ def _stored_weight(paths: Sequence[str], name: str, shape: Sequence[int], dtype:
 
 
 def _state_entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the entries of a state dict that belong to a module itself."""
     yield from ((name, tensor) for name, tensor in module._parameters.items() if tensor is not None)
     for name, tensor in module._buffers.items():
         if tensor is not None and name not in module._non_persistent_buffers_set:

@@ -1,4 +1,4 @@
-"""The number of threads for forward passes on a CPU."""
+"""The number of CPU threads for forward passes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CONTEXT = 64
 _WIDTHS = (1, 8)
 _ROUNDS = 12
+# The time limit in seconds after which no further round of measurements starts: a busy machine must not delay the
+# start.
 _MAX_S = 1.0
-"""The time limit for measurements, after which no further round starts: a busy machine must not delay the start."""
+# The maximum size of a small model's weights. Larger models use all threads, and measuring would only delay the start.
 _MAX_BYTES = 2_000_000_000
-"""The maximum size of a small model's weights. Larger models use all threads, and measuring would only delay the start.
-"""
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    """Return whether one thread computes passes over a dozen positions in about half a second or less."""
+    """Return whether one CPU thread computes passes over a dozen positions in about half a second or less."""
     return model.device.type == "cpu" and weight_bytes(model) <= _MAX_BYTES
 
 
 @contextmanager
 def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
-    """Use one thread for a small model's passes inside the context, before `tune_threads` has measured.
+    """Use one CPU thread for a small model's forward passes inside the context, until `tune_threads` has measured.
 
-    Next to other processes, several threads wait for each other at the end of every layer, which slows the start many
-    times.
+    If other processes are busy, several threads wait for each other at the end of every layer, which slows the start
+    many times.
     """
     before = torch.get_num_threads()
     if is_small(model):
@@ -51,7 +51,7 @@ def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tune_threads(target: Target) -> int:
-    """Set and return the number of threads that makes passes of this model fastest, on this machine at this moment.
+    """Set and return the number of CPU threads that makes forward passes of this model fastest at this moment.
 
     torch uses one thread per core. A small model's layers are too short to be shared, and a thread whose core is used
     by another process delays all other threads at the end of every layer. So all cores and halvings of their number are
@@ -77,12 +77,11 @@ def tune_threads(target: Target) -> int:
     # The geometric mean gives both widths the same weight.
     best = min(counts, key=lambda count: float(np.log([median(times) for times in seconds[count]]).sum()))
     torch.set_num_threads(best)
-    log.info("passes use %d of %d threads", best, default)
+    log.info("forward passes use %d of %d CPU threads", best, default)
     return best
 
 
 def _time_pass(target: Target, width: int) -> float:
-    """Return the time of one pass of a row of ``width`` positions after a short text."""
     length = max(1, min(_CONTEXT, target.max_length - max(_WIDTHS)))
     width = min(width, target.max_length - length)
     if not target.length(0):

@@ -1,4 +1,4 @@
-"""Selection of CUDA graphs for a target: the first variant that runs and matches its eager passes."""
+"""Selection of the CUDA graph variant for a target: the first one that runs and matches eager forward passes."""
 
 from __future__ import annotations
 
@@ -19,42 +19,30 @@ from ssd.model.sampling.sampler import Sampler, select_sampler
 
 log = logging.getLogger(__name__)
 
+# The number of tokens in each slot of the test, if slots are that long: enough for several splits of the attention
+# kernel, for one split, and for one block of keys. Fewer rows are used if there are fewer slots.
 _PROMPT_LENGTHS = (700, 3, 90)
-"""The number of tokens in each slot of the probe, if slots are that long: enough for several splits of the attention
-kernel, for one split, and for one block of keys. Fewer rows are used if there are fewer slots.
-"""
 _SCORED = 24
 _WIDTHS = (1, 5, 9, 3)
 
 
 class GraphVariant(NamedTuple):
-    """One way to run passes of fixed shapes.
-
-    Attributes:
-        name: The name, for logs.
-        make_capture: Creates the capture function; it may raise, as anything that needs a device may.
-        kernel: The attention kernel. None: torch's attention.
-        sampler: The sampling kernel. None: passes do not sample.
-    """
+    """A combination of graph capture, attention kernel and sampling kernel for fixed-shape forward passes."""
 
     name: str
-    make_capture: Callable[[], CaptureFunction]
-    kernel: AttentionKernel | None = None
-    sampler: Sampler | None = None
+    make_capture: Callable[[], CaptureFunction]  # may raise if the device does not support it
+    kernel: AttentionKernel | None = None  # None: torch's attention
+    sampler: Sampler | None = None  # None: passes do not sample
 
 
 def attach_cuda_graphs(
     target: SlotRunner, *, tolerance: float, enforce_eager: bool = False, keeps_top: bool = False
 ) -> None:
-    """Give ``target``, which must be empty, the fastest CUDA graphs that match its eager passes.
+    """Use CUDA graphs for the target's forward passes, in the fastest variant that matches eager passes.
 
-    Does nothing on other devices, where launches are not the bottleneck.
-
-    Args:
-        target: The target.
-        tolerance: The maximum relative error of the logits.
-        enforce_eager: Whether to capture no graphs, which saves their memory.
-        keeps_top: Whether passes also find the most probable tokens.
+    The target must be empty. Does nothing on other devices, where launches are not the bottleneck. ``tolerance`` is the
+    maximum relative error of the logits. With ``enforce_eager`` no graphs are captured, which saves their memory. With
+    ``keeps_top`` passes also find the most probable tokens.
     """
     if target.device.type == "cuda":
         attach_first_valid(
@@ -65,13 +53,18 @@ def attach_cuda_graphs(
 def attach_first_valid(
     target: SlotRunner, candidates: Iterable[GraphVariant], *, tolerance: float, keeps_top: bool = False
 ) -> None:
-    """Use the first candidate that runs and matches eager passes; without one, passes stay eager."""
+    """Use the first of several CUDA graph variants that runs and matches eager passes; otherwise passes stay eager."""
     for name, make_capture, kernel, sampler in candidates:
         try:
             target.graph_runner = CudaGraphRunner(
-                target, make_capture(), kernel=kernel, sampler=sampler, tolerance=tolerance, name=name,
+                target,
+                make_capture(),
+                kernel=kernel,
+                sampler=sampler,
+                tolerance=tolerance,
+                name=name,
                 keeps_top=keeps_top,
-            )  # fmt: skip
+            )
             error = measure_graph_error(target)
             if error <= tolerance:
                 log.info("forward passes use %s: relative error %.2g", name, error)
@@ -128,7 +121,6 @@ def measure_graph_error(target: SlotRunner) -> float:
 
 
 def _list_variants(device: torch.device, enforce_eager: bool) -> Iterator[GraphVariant]:
-    """Yield the variants to try, the fastest first."""
     kernel: AttentionKernel | None = None
     with suppress(ImportError):  # triton comes with CUDA builds of torch; without it, torch computes attention
         from ssd.model.kv.triton_attention import triton_attention as kernel

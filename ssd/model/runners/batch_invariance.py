@@ -1,10 +1,10 @@
 """Batch invariance: test whether a position's logits are bit-identical in every forward pass, and enforce it.
 
-On a CPU each linear layer computes only numbers of rows that give bit-identical results; `find_invariant_shapes` finds
-them with the layer's own weights. The other layers are batch-invariant by construction. On CUDA, our kernels replace
-a library's matrix products and attention if these are not batch-invariant. Then the whole model is tested
-(`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the same
-model, machine, dtypes and threads.
+On a CPU each linear layer pads or splits its rows to numbers that give bit-identical results; `find_invariant_shapes`
+finds them with the layer's own weights. The other layers are batch-invariant by construction. On CUDA, our kernels
+replace a library's matrix products and attention if these are not batch-invariant. Then the whole model is tested
+(`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the same model,
+machine, dtypes and threads.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from ssd.model.runners.probe import Pairs, score_alone, score_as_trees, score_ba
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import BatchInvariance, Target
 
-_LENGTHS = (61, 38, 17)
-"""The lengths of the test texts, each in its own slot."""
+_LENGTHS = (61, 38, 17)  # the lengths of the test texts, each in its own slot
+# The chunk size and the total number of tokens that are prefilled before the scored tokens.
 _PREFILLS = ((7, 40), (1, 9), (16, 55))
-"""The chunk size and the total number of tokens that are prefilled before the scored tokens."""
 
 
 @torch.inference_mode()
 def compare_passes(target: Target) -> Iterator[tuple[str, int, int]]:
-    """Compare each kind of pass with one pass over the whole text.
+    """Test batch invariance: compare the logits of each kind of forward pass with one pass over the whole text.
 
     Yields for each kind its name, the number of positions compared and the number of positions that are not
     bit-identical. The texts consist of random tokens, each with its own adapter if there are adapters. ``target`` must
@@ -83,8 +82,7 @@ log = logging.getLogger(__name__)
 
 _RESULT_KEYS = {"plans", "kernels", "differ", "compared"}
 
-_results: dict[str, dict[str, Any]] = {}
-"""The test results of this process, by `_result_key`."""
+_results: dict[str, dict[str, Any]] = {}  # The test results of this process, by `_result_key`.
 
 
 def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
@@ -152,7 +150,7 @@ def _test_invariance(target: Target, layers: list[PackedLinear], kernels: SlotRu
 
 
 def _compare_all(target: Target) -> tuple[int, str]:
-    """Return the number of positions compared, and a description of the first difference."""
+    """Test batch invariance; return the number of positions compared, and a description of the first difference."""
     compared, differ = 0, ""
     try:
         for what, count, different in compare_passes(target):
@@ -178,7 +176,7 @@ def _kind_name(layer: PackedLinear) -> str:
 
 
 def _result_key(target: Target, takes_kernels: bool) -> str:
-    """Return a hash of everything that the bits may depend on, except the values of the weights."""
+    """Return a hash of the model, machine and settings on which bit-identical results depend, without the weights."""
     model = target.model
     parts = {
         "model": type(model).__name__,

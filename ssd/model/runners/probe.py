@@ -11,20 +11,19 @@ import torch
 from ssd.model.target import Target, pad_rows
 
 Ints = npt.NDArray[np.int64]
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""The logits of positions as computed and as expected, [n, V] each."""
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # the logits of positions as computed and as expected, [n, V] each
 
 PASS_WIDTHS = (1, 2, 5, 16, 3, 33, 8)
 _TREE_WIDTH, _TREE_EVERY = 9, 3
 
 
 def score_tokens(target: Target, slot: int, tokens: Ints) -> torch.Tensor:
-    """Append tokens, int64[n], to a slot and return a copy of their logits, [n, V]."""
+    """Append tokens, int64[n], to a KV cache slot and return a copy of their logits, [n, V]."""
     return target.forward([slot], tokens[None], [len(tokens)]).logits[0].clone()
 
 
 def score_alone(target: Target, slot: int, text: Ints) -> torch.Tensor:
-    """Return the logits of a text computed in one pass. The slot must be empty, and is left empty."""
+    """Return the logits of a text computed in one forward pass; the slot must be empty, and is left empty."""
     found = score_tokens(target, slot, text)
     target.rollback(slot, 0)
     return found
@@ -39,25 +38,17 @@ def score_batched(
     *,
     after_wrong: bool = False,
 ) -> Pairs:
-    """Score the rest of each text in batched passes of different widths per row.
+    """Compute the logits of texts in batched forward passes of different widths per row, for comparison.
 
-    The slots hold the beginning of each text, and are left empty.
-
-    Args:
-        target: The target.
-        slots: The slot of each text.
-        texts: The texts, int64[n] each.
-        expected: The expected logits of each text's last positions.
-        widths: The widths of the passes, used in rotation.
-        after_wrong: Whether a pass over a wrong draft, which is rolled back, precedes each pass.
+    The slots hold the beginning of each text, and are left empty. ``expected`` are the logits of each text's last
+    positions. The passes have the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft, which is
+    rolled back, precedes each pass. Returns the computed and the expected logits.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0
     while rows := [b for b, text in enumerate(texts) if target.length(slots[b]) < len(text)]:
         of, starts = [slots[b] for b in rows], [target.length(slots[b]) for b in rows]
-        parts = [
-            texts[b][start:][: widths[(number + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)
-        ]  # fmt: skip
+        parts = [texts[b][start:][: widths[(number + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)]
         counts = [len(part) for part in parts]
         if after_wrong:
             target.forward(of, pad_rows([(part[::-1] + 1) % target.vocab_size for part in parts]), counts)
@@ -81,7 +72,10 @@ def score_as_trees(
     random: np.random.Generator,
     most_nodes: int = 2 * _TREE_WIDTH,
 ) -> Pairs:
-    """Score the rest of a text as the accepted path of draft trees with random other nodes. The slot is left empty."""
+    """Compute a text's logits as the accepted path of random draft trees, for comparison with ``expected``.
+
+    The slot holds the beginning of the text, and is left empty.
+    """
     found, first, width = Pairs(), target.length(slot), min(_TREE_WIDTH, most_nodes)
     for place in range(first, len(text), width):
         part = text[place : place + width]
@@ -102,5 +96,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest relative error: the difference's norm divided by the norm of the expected logits."""
+    """Return the largest relative error of pairs of computed and expected logits, by the norm of their difference."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

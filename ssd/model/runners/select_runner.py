@@ -1,4 +1,4 @@
-"""Model runners in order of speed, and the selection of the first one that matches the model's own logits."""
+"""Selection of the fastest model runner that matches the model's own logits."""
 
 from __future__ import annotations
 
@@ -36,21 +36,20 @@ from ssd.model.target import Target
 
 PROBE_SLOTS = 3
 PROBE_WIDTH = 4
-"""The maximum width of a scored pass of the probe."""
+"""The maximum number of new tokens per row in the forward passes of the startup test."""
 
+# The placeholder for a layer that reuses another layer's keys, in versions of transformers that do not omit such
+# layers.
 _KeyReusingLayer: Any = getattr(cache_utils, "DummyLayer", None)
-"""The placeholder for a layer that reuses another layer's keys, in versions of transformers that do not omit such
-layers.
-"""
 
+# The position of each row at which scoring begins; the tokens before it are prefilled in two chunks.
 _SCORING_STARTS = (9, 4)
-"""The position of each row at which scoring begins; the tokens before it are prefilled in two chunks."""
 
 
 def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
-    """Return the relative error of ``target``'s logits compared with ``expected``; of two rows the larger error.
+    """Return the relative error of the target's logits compared with ``expected``, the larger error of two texts.
 
-    Two texts are put into slots in reverse order, with different lengths. They are prefilled in chunks and scored in
+    The texts are put into slots in reverse order, with different lengths. They are prefilled in chunks and scored in
     passes of at most ``PROBE_WIDTH`` positions, each after a wrong draft if the target can roll back. ``target`` is
     left empty.
     """
@@ -65,8 +64,8 @@ def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
 def check_windows(target: SlotRunner) -> None:
     """Raise TypeError unless each layer attended as far back as the model's configuration declares.
 
-    The probe is shorter than the sliding windows of real models, so it does not detect a layer that does not pass its
-    window to the attention function. Call this after a forward pass.
+    The startup test is shorter than the sliding windows of real models, so it does not detect a layer that does not
+    pass its window to the attention function. Call this after a forward pass.
     """
     layers = declared_layers(target.model)
     for index, reach in target.kv_cache.reach.items():
@@ -76,7 +75,7 @@ def check_windows(target: SlotRunner) -> None:
 
 
 def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
-    """Return whether a layer reuses another layer's keys; such a layer declares no window."""
+    """Return whether a layer reuses another layer's keys; such a layer declares no sliding window."""
     if _KeyReusingLayer is None:  # in these versions the last layers are those that reuse keys
         return 0 < len(layers) <= index
     return index < len(layers) and isinstance(layers[index], _KeyReusingLayer)
@@ -96,7 +95,7 @@ _TREE_LENGTH = 40
 
 
 def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
-    """Return whether every node of a draft tree is scored as in a pass over its path, and the path can be kept.
+    """Return whether the target computes correct logits for every node of a draft tree and can keep the accepted path.
 
     Uses slot 0, which must be free. A model whose layers mix neighbouring positions other than by attention, for
     example by a convolution, fails the test. After any failure drafts are chains. ``tolerance`` is the maximum relative
@@ -124,26 +123,17 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """The model runner that was selected.
+    """The fastest model runner that reproduces the model's own logits."""
 
-    Attributes:
-        kind: The runner's class: a subclass of ``Target`` constructed from (model, num_slots, max_length).
-        reason: Why the model does not run with slot attention; empty if it does.
-        bytes_per_token: The size of the KV cache per token. Runners with one cache per row grow it; space for all slots
-            is reserved nevertheless.
-        bytes_per_slot: The size of a slot's recurrent state, which does not grow.
-        tolerance: The maximum relative error of logits that is attributed to rounding.
-    """
-
-    kind: Any
-    reason: str = ""
-    bytes_per_token: int = 0
-    bytes_per_slot: int = 0
-    tolerance: float = MOST_CHANGE
+    kind: Any  # a subclass of ``Target`` constructed from (model, num_slots, max_length)
+    reason: str = ""  # why the model does not run with slot attention
+    bytes_per_token: int = 0  # the size of the KV cache; space for all slots is reserved even if the cache grows
+    bytes_per_slot: int = 0  # the size of a recurrent state, which does not grow
+    tolerance: float = MOST_CHANGE  # the maximum relative error of logits that is attributed to rounding
 
 
 def select_runner(model: PreTrainedModel) -> RunnerChoice:
-    """Return the fastest runner that reproduces the model's own logits on a small probe: a few passes over 13 tokens.
+    """Return the fastest model runner that reproduces the model's own logits in a few passes over 13 tokens.
 
     First the model's layers are replaced by faster ones, see `replace_layers`. Then these runners are tested in order:
 
@@ -184,7 +174,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
 
 
 def _measure_memory(kind: type[SequentialRunner], model: PreTrainedModel) -> tuple[int, int]:
-    """Return the bytes per token and per slot, a checkpoint of the state included, measured at two lengths."""
+    """Measure the KV cache bytes per token and the recurrent state's bytes per slot of a model runner."""
     target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
     target.prefill([0], np.ones((1, few), np.int64), [few])
     of_few = target.slot_bytes(0)
@@ -212,7 +202,6 @@ def _try_slot_runner(model: PreTrainedModel, expected: list[torch.Tensor], limit
 
 
 def _try_runner(kind: type[SequentialRunner], model: PreTrainedModel, expected: list[torch.Tensor]) -> float:
-    """Return the relative error of a runner's logits; infinite if the runner fails."""
     try:
         error = measure_error(kind(model, PROBE_SLOTS, PROBE_LENGTH), expected)
     except Exception as failure:
@@ -223,12 +212,17 @@ def _try_runner(kind: type[SequentialRunner], model: PreTrainedModel, expected: 
 
 
 CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
-    pack_linears, fuse_norms, fuse_rotary, fuse_activations, redirect_matmuls, flatten_layers,
-)  # fmt: skip
+    pack_linears,
+    fuse_norms,
+    fuse_rotary,
+    fuse_activations,
+    redirect_matmuls,
+    flatten_layers,
+)
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
-    """Return the replacements of layers by fused Triton kernels for a ``dtype``; none without triton."""
+    """Return the functions that replace a model's layers by Triton kernels on a GPU; none without triton."""
     try:
         from ssd.model.layers.triton_decoder import flatten_by_triton
         from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
@@ -238,7 +232,11 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplac
     if dtype not in MOST_ERROR:
         return ()
     turn: LayerReplacement = partial(
-        fuse_rotary, turn=turn_by_triton, dtype=dtype, device=device, most_error=min(MOST_ERROR[dtype], 1e-3),
+        fuse_rotary,
+        turn=turn_by_triton,
+        dtype=dtype,
+        device=device,
+        most_error=min(MOST_ERROR[dtype], 1e-3),
         most_numbers=1 << 62,
-    )  # fmt: skip
+    )
     return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears, flatten_by_triton

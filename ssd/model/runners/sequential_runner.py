@@ -1,4 +1,4 @@
-"""Runners that compute one row after another: with transformers' caches, without a cache, and with recurrent states."""
+"""Model runners that compute one row after another: with transformers' caches, uncached, and for recurrent models."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ssd.model.target import Integers, Target, TokenMatrix, has_argument
 
 
 class SequentialRunner(Target):
-    """A runner for models without support for slot attention: one Hugging Face cache per slot, one row after another.
+    """A model runner with one Hugging Face cache per sequence, for models that do not support the slot KV cache.
 
-    It is slower than slot attention in a batch, but supports every position encoding, and every cache that can be
-    cropped.
+    It computes one row after another, so it is slower in a batch, but it supports every position encoding, and every
+    cache that can be cropped.
     """
 
     backend = "row by row"
@@ -30,11 +30,9 @@ class SequentialRunner(Target):
         super().__init__(model, num_slots, max_length)
         self._has_position_ids = has_argument(model, "position_ids")
         self._caches = [self._new_cache() for _ in range(num_slots)]
-        self._num_read = self._lengths
-        """The number of tokens in each cache, int64[num_slots]."""
+        self._num_read = self._lengths  # the number of tokens in each cache, int64[num_slots]
 
     def rollback(self, slot: int, length: int) -> None:
-        """Crop the slot's cache."""
         removed = self.length(slot) - length
         assert removed >= 0
         if length == 0:
@@ -44,7 +42,6 @@ class SequentialRunner(Target):
         self._lengths[slot] = length
 
     def slot_bytes(self, slot: int) -> int:
-        """Return the current size of a slot's cache in bytes."""
         return sum(tensor.nbytes for tensor in _iterate_tensors(self._caches[slot], set()))
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
@@ -59,11 +56,10 @@ class SequentialRunner(Target):
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
 
     def _append_row(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """Run the passes over one row's new tokens, int64[n]; returns logits [n or fewer, V]."""
         return self._read(slot, tokens, **kwargs)
 
     def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """Run one pass on top of the tokens in the slot's cache."""
+        """Run one forward pass over new tokens, after the tokens in the slot's cache."""
         start = int(self._num_read[slot])
         end = start + len(tokens)
         if self._has_position_ids:
@@ -74,7 +70,6 @@ class SequentialRunner(Target):
         return logits
 
     def _run(self, slot: int, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Run the model on ids, int64[1, n], on top of the slot's cache."""
         logits: torch.Tensor = self.model(
             input_ids=ids, use_cache=True, past_key_values=self._caches[slot], **kwargs
         ).logits[0]
@@ -87,7 +82,7 @@ class SequentialRunner(Target):
 
 
 def _iterate_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield each tensor of a cache of any kind once."""
+    """Yield each tensor of a Hugging Face cache of any kind once."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -104,7 +99,7 @@ def _iterate_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 class FullContextRunner(Target):
-    """A runner that stores only token ids, for models that keep their state inside the model or have no cache.
+    """A model runner without a KV cache, for models that keep their state inside the model or have no cache.
 
     Each pass computes the complete context, so verifying a long draft costs hardly more than one token.
     """
@@ -118,12 +113,11 @@ class FullContextRunner(Target):
         self._without_cache = {"use_cache": False} if has_argument(model, "use_cache") else {}
 
     def rollback(self, slot: int, length: int) -> None:
-        """Truncate the slot's text."""
         assert 0 <= length <= self.length(slot)
         self._lengths[slot] = length
 
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
-        """Append tokens to slots; they are computed with the next scored pass."""
+        """Record the tokens of prompts without computing them; the next scored pass computes the whole context."""
         self._append_tokens(slots, tokens, counts, is_scored=False)
 
     def _append(
@@ -137,18 +131,19 @@ class FullContextRunner(Target):
         return PassOutput(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) if rows else torch.empty(0))
 
 
+# The names that models use for the argument with their state and for the output field that returns it.
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
-"""The names that models use for the argument with their state and for the output field that returns it."""
 
+# The maximum number of accepted tokens that are computed again with each pass; more tokens advance the checkpoint.
 _MAX_REPLAYED = 16
-"""The maximum number of accepted tokens that are computed again with each pass; more tokens advance the checkpoint."""
 
 
 class RecurrentRunner(SequentialRunner):
-    """A runner with one recurrent state per slot, one row after another, without rollback: the engine must not draft.
+    """A model runner for recurrent models without rollback, so the engine must not draft; it computes row after row.
 
     Several tokens are computed in one pass only for an empty slot. Some models (Mamba, Jamba) start such a pass from an
-    empty state whatever their state is, so later tokens are computed one at a time.
+    empty state whatever their state is, so later tokens are computed one at a time. Raises TypeError if the model has
+    no argument for a state.
     """
 
     backend = "row by row, without speculation"
@@ -156,7 +151,6 @@ class RecurrentRunner(SequentialRunner):
     can_copy_prefixes = False
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
-        """Create the runner; raises TypeError if the model has no argument for a state."""
         names = [name for name in _CACHE_NAMES if has_argument(model, name)]
         if not names:
             raise TypeError("the model's forward has no argument for a state")
@@ -164,7 +158,7 @@ class RecurrentRunner(SequentialRunner):
         super().__init__(model, num_slots, max_length)
 
     def rollback(self, slot: int, length: int) -> None:
-        """Empty the slot or leave it unchanged; no other length is possible."""
+        """Empty the slot, or leave it unchanged if ``length`` is its length; no other length is possible."""
         assert length in (0, self.length(slot))
         if length == 0:
             self._caches[slot] = None
@@ -190,8 +184,6 @@ class RecurrentRunner(SequentialRunner):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Checkpoint:
-    """A state and the number of tokens that it has read."""
-
     num_tokens: int
     state: Any
 
@@ -200,7 +192,7 @@ _NOTHING_READ = _Checkpoint(0, None)
 
 
 class CheckpointRunner(RecurrentRunner):
-    """A runner that rolls back by restoring a checkpoint of the state from before the draft.
+    """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
     A pass that may contain a draft starts with a copy of the slot's state. After a rollback the copy replaces the
     state, and the accepted tokens that it has not read are computed again within the next pass, which becomes wider;
@@ -216,7 +208,7 @@ class CheckpointRunner(RecurrentRunner):
         self._checkpoints: list[_Checkpoint | None] = [None] * num_slots
 
     def rollback(self, slot: int, length: int) -> None:
-        """Restore the latest state that has read no more than ``length`` tokens."""
+        """Restore the latest copy of the slot's state that has read no more than ``length`` tokens."""
         assert 0 <= length <= self.length(slot)
         self._lengths[slot] = length
         if self._num_read[slot] <= length and length > 0:
@@ -238,7 +230,7 @@ class CheckpointRunner(RecurrentRunner):
 
 
 def copy_state(state: Any) -> Any:
-    """Return a copy that later passes over ``state`` do not change; None stays None.
+    """Return a copy of a recurrent state that later forward passes do not change; None stays None.
 
     The time is O(bytes of the recurrent state): keys and values are shared, because caches replace them instead of
     writing into them.

@@ -1,4 +1,4 @@
-"""The runner for models with attention: one batched pass over the slot KV cache."""
+"""The runner for models with attention: one batched forward pass over the slot KV cache."""
 
 from __future__ import annotations
 
@@ -24,25 +24,16 @@ from ssd.model.target import Integers, Target, TokenMatrix
 
 
 class SlotRunner(Target):
-    """A runner for models that call our attention function: one batched pass over the slot KV cache.
+    """A model runner that computes all sequences in one batched forward pass over the slot KV cache.
 
-    Attributes:
-        graph_runner: Runs scored passes as CUDA graphs. None: every pass is launched eagerly.
-        recapture_graphs: Captures the CUDA graphs again; call it after the model's computation has changed.
+    The model must call our attention function, which replaces its own. ``max_width`` is the maximum number of positions
+    per row of a pass with rows of different lengths; padding may be written up to this width. Call ``recapture_graphs``
+    after the model's computation has changed.
     """
 
     backend = "slot attention"
 
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int, max_width: int) -> None:
-        """Create a runner.
-
-        Args:
-            model: The model; its attention implementation is replaced.
-            num_slots: The number of slots.
-            max_length: The maximum number of tokens of a slot.
-            max_width: The maximum number of positions per row of a pass with rows of different lengths; padding may be
-                written up to this width.
-        """
         super().__init__(model, num_slots, max_length)
         model.set_attn_implementation(ATTENTION_NAME)
         self.max_width = max_width
@@ -50,29 +41,32 @@ class SlotRunner(Target):
         self.graph_runner: CudaGraphRunner | None = None
         self.recapture_graphs: Callable[[], None] = lambda: None
         self._lengths = self.kv_cache.lengths
+        # The context manager in which the model's forward pass runs.
         self._compute_context: Callable[[], AbstractContextManager[None]] = nullcontext
-        """The context manager that the model's forward pass runs in."""
         self._could_verify_trees = False
         self._flat = FlatModel(model) if is_flat(model) else None
         self._adapter_rows: AdapterRows | None = None
         self._feature_spec: FeatureSpec | None = None
+        # The hooks that read hidden states, unless `FlatModel` computes the model.
         self._tap: HiddenStateTap | None = None
-        """The hooks that read the hidden states of a model that is not fused."""
 
     def allocate_features(self, tapped: FeatureSpec) -> None:
-        """Store a draft head's features of every position from now on. Call it before any pass. Raises ModelError."""
+        """Store the hidden states that a draft head reads, for every position; call it before any forward pass.
+
+        Raises ModelError if the model has no such hidden states.
+        """
         self._feature_spec = tapped
         self._tap = HiddenStateTap(self.model, tapped.layers) if self._flat is None else None
         self.kv_cache.allocate_features(tapped.size, self.dtype)
         self.features = self.kv_cache.features
 
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
-        """Allow slots to use adapters from now on. The model's layers look up the adapter of each row in ``rows``."""
+        """Allow slots to use LoRA adapters; the model's layers look up the adapter of each row in ``rows``."""
         self.adapter_names, self._adapter_rows = frozenset(names), rows
         self._flat = None if self._flat is None else FlatModel(self.model)  # the output layer may have been replaced
 
     def use_invariant_kernels(self, wanted: bool) -> None:
-        """Compute linear layers and attention with our batch-invariant kernels from now on, or with the previous ones.
+        """Switch linear layers and attention between our batch-invariant kernels and the libraries' kernels.
 
         With our kernels a row of a draft chain has the same bits in any pass; trees are not verified. Libraries choose
         the order of summation by the shape of the pass. CUDA graphs are captured again. Raises ImportError if triton is
@@ -95,21 +89,18 @@ class SlotRunner(Target):
         self.recapture_graphs()
 
     def rollback(self, slot: int, length: int) -> None:
-        """Lower the slot's length; later tokens overwrite the positions beyond it."""
         assert 0 <= length <= self.kv_cache.lengths[slot]
         self.kv_cache.lengths[slot] = length
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
-        """Lower the length of each slot that is longer than the given length."""
         self.kv_cache.lengths[slots] = np.minimum(self.kv_cache.lengths[slots], lengths)
 
     @property
     def supports_noise(self) -> bool:
-        """Whether forward passes can sample tokens with Gumbel noise."""
         return self.graph_runner is not None and self.graph_runner.supports_noise
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether a CUDA graph of this pass has been captured."""
+        """Return whether the CUDA graph that `run_ahead` replays has been captured."""
         return (
             self.graph_runner is not None
             and self._feature_spec is None
@@ -118,7 +109,6 @@ class SlotRunner(Target):
 
     @torch.inference_mode()
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
-        """Implement `Target.run_ahead`."""
         assert self.graph_runner is not None
         rows = np.asarray(slots, np.int64)
         output = self.graph_runner.run_ahead(rows, noise)
@@ -127,7 +117,7 @@ class SlotRunner(Target):
 
     @torch.inference_mode()
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Move the keys and values of the accepted paths that are not in place, and lower the lengths."""
+        """Move the keys and values of the accepted paths of draft trees into place, and lower the slots' lengths."""
         moves: list[npt.NDArray[np.int64]] = []
         for slot, count, path in zip(slots, counts, paths, strict=True):
             start = self.kv_cache.lengths[slot] - count
@@ -167,7 +157,7 @@ class SlotRunner(Target):
         return self._adapter_rows.assign([self.adapters[slot] for slot in slots], self.device)
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        """Run the model over new tokens, int64[B, T]; returns logits [B, T or fewer, V]. The lengths stay unchanged."""
+        """Run the model over new tokens, int64[B, T], without changing the slots' lengths; returns their logits."""
         tapped, hidden = self._feature_spec, list[torch.Tensor]()
         # Padding may point past the model's last position, where learned position embeddings have no row.
         positions = rows.positions.clamp_max(self.max_length - 1)
@@ -185,7 +175,7 @@ class SlotRunner(Target):
         return logits
 
     def warm_up(self) -> None:
-        """Capture the CUDA graphs of the most frequent passes."""
+        """Capture the CUDA graphs of the most frequent forward passes."""
         super().warm_up()
         if self.graph_runner is not None:
             self.graph_runner.warm_up(with_trees=self.can_verify_trees)

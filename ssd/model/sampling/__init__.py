@@ -1,1 +1,1 @@
-"""Sampling: from logits to the target's tokens."""
+"""Sampling: the selection of the target model's next tokens from its logits."""

@@ -1,13 +1,11 @@
-"""Sampling on a CPU: the token that keyed noise selects among the tokens that top-k, top-p and min-p keep.
+"""Sampling on a CPU: the token that keyed Gumbel noise selects among the tokens that top-k, top-p and min-p keep.
 
-A token is kept if fewer than top-k tokens, and less than top-p of the mass, have a higher score, and if min-p allows
-its score. So tokens with the same score are kept or dropped together, as are all tokens with a higher score. Hence
-nothing is sorted. Take the noisy argmax of a superset of the kept tokens. One sweep tells whether this token is kept:
-then it is the answer. Otherwise no token with as low a score is kept, and the argmax is computed again among the tokens
-above it. The noise makes the first candidate likely, so few candidates are needed: as in Hoare's selection (1961), each
-failure leaves only a part of the mass.
-
-Masses are integers, so that their sums are exact in any order.
+A token is kept if fewer than top-k tokens, and less than top-p of the probability mass, have a higher score, and if
+min-p allows its score. So tokens with the same score are kept or dropped together, and nothing needs to be sorted. The
+search computes the argmax of score plus noise over a superset of the kept tokens. One sweep over the scores tells
+whether this token is kept. If it is, it is the result. Otherwise no token with an equal or lower score is kept, so the
+argmax is computed again among the tokens with higher scores. As in Hoare's selection (1961), each failure leaves only a
+part of the mass, so few rounds are needed. Masses are integers, so that their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -26,16 +24,17 @@ from ssd.jit.addresses import Float64s, Int64s, TokenIds, inlined, kernel
 from ssd.token_rules import TokenRules
 
 Float32s = npt.NDArray[np.float32]
-Float = Any
-"""Numba's float32, for which Python has no type."""
+Float = Any  # Numba's float32, for which Python has no type
 
 LOWEST_TEMPERATURE = 1e-4
-"""The lowest temperature that is applied. 1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from
-greedy decoding.
+"""The lowest temperature that is applied; lower ones are raised to it.
+
+1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from greedy decoding.
 """
 MASS_OF_ONE = 2.0**40
-"""The mass of the most probable token; other tokens have a fraction of it, truncated to an integer. An int64 holds the
-sum of 2^22 such masses.
+"""The integer probability mass of the most probable token, used to sum probabilities exactly for top-p.
+
+Other tokens have a fraction of it, truncated to an integer. An int64 holds the sum of 2^22 such masses.
 """
 
 _BLOCK = 128
@@ -52,9 +51,10 @@ _NO_WEIGHT = np.float32(-80.0)
 def choose_rows(
     logits: Float32s, rows: Int64s, counts: Int64s, temperatures: Float32s, cuts: Float64s, keys: UInt64
 ) -> Int64s:
-    """Return the token with the largest score after Gumbel noise among the kept tokens, int64[sum(counts)].
+    """Sample a token at each position: the one with the largest score after Gumbel noise, int64[sum(counts)].
 
-    The first of equal tokens is selected; never NaN; token 0 if no token is possible. Usually O(V) per position.
+    Only tokens that top-k, top-p and min-p keep are candidates. The first of equal tokens is selected; never NaN; token
+    0 if no token is possible. Usually O(V) per position.
 
     Args:
         logits: [B, T, V], -inf for tokens that are ruled out.
@@ -89,7 +89,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """Return the mass of each token for top-p, int64[N, V], from ``scores`` [N, V]; see `MASS_OF_ONE`."""
+    """Return each token's probability mass for top-p as an integer; the most probable one has `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):
@@ -102,7 +102,7 @@ def masses_of(scores: Float32s) -> Int64s:
 
 @inlined
 def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
-    """Write the scores to ``scores`` and return the highest score; -inf if there is none."""
+    """Write the logits divided by the temperature to ``scores`` and return the highest; -inf if there is none."""
     highest = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block, divided = logits[start : start + _BLOCK], scores[start : start + _BLOCK]
@@ -119,7 +119,7 @@ def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
 
 @inlined
 def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
-    """Write the weights exp(score - highest) to ``weights`` and return the sum of the masses.
+    """Write the weights exp(score - highest) to ``weights`` and return the sum of their integer masses for top-p.
 
     A weight below 2^-115 becomes 0, because no noise of 53 bits can make its token the argmax.
     """
@@ -144,7 +144,6 @@ def _mass(weight: Float) -> int:
 
 @inlined
 def _first_of(scores: Float32s, value: Float) -> int:
-    """Return the first token with the given score; 0 if there is none."""
     for token in range(len(scores)):
         if scores[token] == value:
             return token
@@ -153,7 +152,7 @@ def _first_of(scores: Float32s, value: Float) -> int:
 
 @inlined
 def _noisy(score: Float, bits: UInt) -> float:
-    """Return a score plus the Gumbel noise of 53 random bits, as in `ssd.model.sampling.sampler.gumbel_noise`."""
+    """Return a score plus Gumbel noise from 53 random bits, with the formula of `gumbel_noise`."""
     return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
 
 
@@ -161,15 +160,15 @@ def _noisy(score: Float, bits: UInt) -> float:
 def _left(z: UInt) -> Float:
     """Return a lower bound, float32, of 2^31 (1 - u) for the uniform number u of 64 random bits.
 
-    A token beats the best score b so far if -log(u) < exp(score - b). Since -log(u) >= 1 - u, no token with
-    1 - u >= exp(score - b) can: in most cases a hash and a comparison suffice.
+    It avoids most logarithms: a token beats the best score b so far if -log(u) < exp(score - b). Since -log(u) >= 1 -
+    u, no token with 1 - u >= exp(score - b) can: in most cases a hash and a comparison suffice.
     """
     return np.float32(np.int32(0x7FFFFFFF) - np.int32(z >> np.uint64(33)))
 
 
 @inlined
 def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt) -> int:
-    """Return the noisy argmax of all tokens; blocks that cannot contain it are skipped."""
+    """Return the argmax of scores plus Gumbel noise over the vocabulary; blocks that cannot contain it are skipped."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for start in range(0, len(weights), _BLOCK):
         block = weights[start : start + _BLOCK]
@@ -202,7 +201,7 @@ def _best_kept(
     floor: Float,
     found: TokenIds,
 ) -> int:
-    """Return the noisy argmax of the kept tokens, searched among as many of the highest scores as needed."""
+    """Return the argmax of scores plus Gumbel noise among the tokens that top-k, top-p and min-p keep."""
     is_top_k, is_top_p = top_k < len(scores), top_p < 1.0
     wanted = top_p * np.float64(mass)
     lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of top-k's mass
@@ -239,7 +238,7 @@ def _best_kept(
 
 @inlined
 def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
-    """Write the tokens with a score of at least ``least`` to ``found``, in order; return their number."""
+    """Collect the token ids with a score of at least ``least`` in ``found``, in order; return their number."""
     num_found = 0
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
@@ -265,7 +264,7 @@ def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
 
 @inlined
 def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
-    """Return the mass of the ``top_k`` best of the found tokens, or of all if there are fewer. O(found)."""
+    """Return the sum of the integer probability masses of the ``top_k`` best candidate tokens. O(candidates)."""
     if num_found <= top_k:
         return _mass_of_found(weights, found, num_found)
     among = np.empty(num_found, np.float32)
@@ -294,7 +293,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """Return the noisy argmax of the found tokens with scores above ``above`` and not below ``floor``."""
+    """Return the candidate with the largest score plus noise among those that score > ``above`` and >= ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -316,21 +315,15 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRules:
-    """A request's `TokenRules` for one vocabulary on one device; immutable.
+    """A request's logit bias and allowed tokens as tensors for one vocabulary on one device; immutable."""
 
-    Attributes:
-        bias_ids: The token ids with a bias, int64[n].
-        bias: The biases, float32[n], added to the tokens' logits.
-        allowed: Whether each token is allowed, bool[V]. None: all tokens are allowed.
-    """
-
-    bias_ids: torch.Tensor
-    bias: torch.Tensor
-    allowed: Mask | None
+    bias_ids: torch.Tensor  # the token ids with a bias, int64[n]
+    bias: torch.Tensor  # added to the tokens' logits, float32[n]
+    allowed: Mask | None  # bool[V]; None: all tokens
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
-        """Return the rules of a request; they are built in the first call and cached with the request.
+        """Return a request's bias and allowed tokens on a device; they are built once and cached with the request.
 
         Ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
@@ -346,13 +339,13 @@ class DeviceRules:
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:
-        """Add the bias in place to every row of [T, V]; the sum is computed in float32 for all dtypes."""
+        """Add the request's logit bias to every row of [T, V] in place; the sum is computed in float32."""
         if len(self.bias_ids):
             logits[:, self.bias_ids] = (logits[:, self.bias_ids].float() + self.bias).to(logits.dtype)
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """Return bool[V], True at the ``token_ids`` within the vocabulary."""
+    """Return a mask of the vocabulary, bool[V], that is True at the ``token_ids``; ids outside are ignored."""
     ids = np.fromiter(token_ids, np.int64)
     mask = np.zeros(vocab_size, np.bool_)
     mask[ids[ids < vocab_size]] = True
@@ -360,16 +353,11 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
-    """Set tokens to -inf, in place, that the grammar refuses, that are not allowed, or that are forbidden.
+    """Exclude tokens by setting their scores to -inf in place: by grammar, allowed tokens and forbidden tokens.
 
     If a rule would leave no token after the rules before it, it is not applied. So the grammar always holds, and a
-    token can always be sampled.
-
-    Args:
-        scores: [V].
-        by_grammar: bool[V], True for tokens that the grammar accepts. None: all tokens.
-        allowed: bool[V], True for allowed tokens. None: all tokens.
-        forbidden: The ids of forbidden tokens.
+    token can always be sampled. ``scores`` is [V]; the masks ``by_grammar`` and ``allowed``, bool[V], are True for
+    accepted tokens, and None accepts all tokens.
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:

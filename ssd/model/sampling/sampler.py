@@ -1,4 +1,4 @@
-"""Keyed Gumbel noise, kernels that sample tokens and find the most probable ones, and the output of a pass."""
+"""Keyed Gumbel noise, kernels that sample tokens and find the most probable ones, and the output of a forward pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """The noise with which a pass samples tokens itself.
+    """The Gumbel noise with which a forward pass samples tokens on the device."""
 
-    Attributes:
-        keys: uint64[B, T], from `SequenceNoise.keys`.
-        temperatures: float32[B, T]; 0 selects the most probable token.
-    """
-
-    keys: UInt64
-    temperatures: npt.NDArray[np.float32]
+    keys: UInt64  # uint64[B, T], from `SequenceNoise.keys`
+    temperatures: npt.NDArray[np.float32]  # [B, T]; 0 selects the most probable token
 
 
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -51,12 +46,10 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Return scores, float64[N, V], whose argmax is the sampled token if only a temperature is set.
+    """Return logits / temperature + Gumbel noise, float64[N, V]; the argmax of each row is the sampled token.
 
-    Args:
-        logits: [N, V], any float dtype.
-        keys: int64[N], the bits of `SequenceNoise.keys`.
-        temperatures: float32[N]; 0 selects the most probable token.
+    This holds if a request sets only a temperature. ``logits`` is [N, V] of any float dtype, ``keys``, int64[N], has
+    the bits of `SequenceNoise.keys`, and a temperature of 0 selects the most probable token.
     """
     scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
     noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])
@@ -64,27 +57,25 @@ def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.T
 
 
 def _signed(constant: int) -> int:
-    """Return a 64-bit pattern as a signed integer, which torch requires."""
     return constant - (1 << 64) if constant >= 1 << 63 else constant
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift logically; torch's own shift keeps the sign."""
+    """Shift 64-bit integers right and fill with zeros; torch's own shift keeps the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps logits [N, V], keys int64[N] and temperatures float32[N] to tokens int64[N]: the argmax of `noisy_scores`."""
+"""A function that returns the argmax of `noisy_scores` for logits, noise keys and temperatures: int64[N]."""
 
-_MOST_ERROR = 1e-12
-"""The maximum relative error of float64 scores: the error of two logarithms."""
+_MOST_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
 
 _PROBE_ROWS, _PROBE_TOKENS = 24, 5000
 
 
 @cache
 def select_sampler(device: torch.device) -> Sampler | None:
-    """Return our Triton kernel on CUDA if it is installed and correct; None selects torch's operations."""
+    """Return our Triton sampling kernel if it is installed and correct on this GPU; None selects torch's operations."""
     if device.type != "cuda":
         return None
     try:
@@ -95,7 +86,7 @@ def select_sampler(device: torch.device) -> Sampler | None:
 
 
 def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
-    """Return whether ``sampler`` runs on the device and matches the formula on random logits; log a warning if not."""
+    """Return whether a sampling kernel matches `noisy_scores` on random logits; log a warning if it does not."""
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
     keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, _PROBE_ROWS)).to(device)
@@ -106,26 +97,26 @@ def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
             check_tokens(sampler(cast, keys, heat), cast, keys, heat)
     # The driver or the compiler may fail; torch's operations are right in any case.
     except Exception as failure:
-        log.warning("tokens are sampled by torch: %s", first_line(failure))
-        log.debug("tokens are sampled by torch", exc_info=True)
+        log.warning("tokens are sampled by torch, because the Triton kernel failed: %s", first_line(failure))
+        log.debug("the Triton sampling kernel failed", exc_info=True)
         return False
     return True
 
 
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError unless each token is the formula's, or has the same score up to rounding."""
+    """Raise ValueError unless each sampled token has the largest of `noisy_scores`, up to rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
     if not bool(is_right.all()):
-        raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} tokens are not those of logits and noise")
+        raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} sampled tokens differ from the reference")
 
 
 _AS_IT_IS = [SamplingParams()]
 
 
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
-    """Return the token of each row with the largest score after Gumbel noise, int64[N]: a sample of softmax(scores).
+    """Sample one token per row from softmax(scores): the argmax of scores plus Gumbel noise, int64[N].
 
     The first of equal tokens is returned. ``scores`` is float32[N, V] with -inf for tokens that are ruled out and at
     least one finite score per row; ``keys`` is uint64[N].
@@ -139,7 +130,10 @@ def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int6
 
 
 def device_argmax(scores: torch.Tensor, keys: torch.Tensor, sampler: Sampler | None) -> torch.Tensor:
-    """Like `argmax_with_noise`, by ``sampler`` or torch's operations: int64[N]. ``keys`` is int64[N], their bits."""
+    """Sample one token per row from softmax(scores) on the device, by ``sampler`` or torch's operations: int64[N].
+
+    It equals `argmax_with_noise`; ``keys``, int64[N], has the bits of its keys.
+    """
     if sampler is None:
         return (scores.double() + gumbel_noise(keys, scores.shape[-1])).argmax(-1)
     return sampler(scores, keys, torch.ones(len(scores), device=scores.device))
@@ -152,16 +146,11 @@ _LOWEST = float(np.float32(LOWEST_TEMPERATURE))
 def host_tokens(
     logits: torch.Tensor, rows: Sequence[int], counts: Sequence[int], params: Sequence[SamplingParams], keys: UInt64
 ) -> npt.NDArray[np.int64]:
-    """Return the argmax of `truncated_scores` plus the noise of each key, the first of equals: int64[sum(counts)].
+    """Sample tokens on a CPU with temperature, top-k, top-p, min-p and Gumbel noise: int64[sum(counts)].
 
-    Usually O(V) per position.
-
-    Args:
-        logits: [B, T, V], any float dtype, on a CPU.
-        rows: The rows to sample; results are in this order.
-        counts: The number of positions of each of ``rows``, from the first one on.
-        params: The sampling parameters of each of ``rows``, with temperature > 0.
-        keys: uint64[sum(counts)].
+    The result is the argmax of `truncated_scores` plus the noise of each key, the first of equal tokens. Usually O(V)
+    per position. ``params`` are the sampling parameters of each of ``rows``, with temperature > 0; the other arguments
+    are those of `choose_rows`.
     """
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         logits = logits[list(rows), : max(counts)].float()
@@ -177,15 +166,14 @@ def host_tokens(
 
 
 def log_min_p(params: SamplingParams) -> float:
-    """Return how far a score may be below the highest score; -inf without min-p."""
+    """Return the logarithm of a request's min-p, the maximum distance from the highest score; -inf without min-p."""
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
 Float32s = npt.NDArray[np.float32]
+# The ids of the most probable tokens in descending order, int32[B, T, TOP_K], -1 if there are no more; and their
+# logits, float32.
 TopTokens = tuple[TokenIds, Float32s]
-"""The ids of the most probable tokens in descending order, int32[B, T, TOP_K], -1 if there are no more; and their
-logits, float32.
-"""
 
 _BLOCK = 128
 
@@ -207,7 +195,7 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
 
 @cache
 def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return our Triton kernel for the most probable tokens, if tokens are also sampled by our kernel."""
+    """Return our Triton kernel for the most probable tokens, if our Triton sampling kernel works on this device."""
     if select_sampler(device) is None:
         return None
     from ssd.model.sampling.triton_sampling import triton_top
@@ -216,9 +204,9 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
 
 
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
-    """Return ids and the bits of float32 logits of [..., V] in one tensor on the device, int32[..., 2, TOP_K].
+    """Return the ids and logits of the most probable tokens in one tensor on the device, int32[..., 2, TOP_K].
 
-    Does not synchronise with the device.
+    ``logits`` is [..., V]; the result has the bits of float32 logits. Does not synchronise with the device.
     """
     if (own := _top_of(logits.device)) is not None:
         return own(logits)
@@ -233,14 +221,14 @@ def packed_top(logits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_top(packed: torch.Tensor) -> TopTokens:
-    """Copy the result of `packed_top` for [B, T, V] to the host; waits for the device."""
+    """Copy the result of `packed_top` for logits [B, T, V] to the host; waits for the device."""
     both = packed.cpu().numpy()
     return np.ascontiguousarray(both[..., 0, :]), np.ascontiguousarray(both[..., 1, :]).view(np.float32)
 
 
 @inlined
 def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
-    """Find the best tokens of one row; blocks without a token above the least kept one are skipped."""
+    """Find the most probable tokens of one row of logits in one sweep; blocks without a better token are skipped."""
     least = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block = logits[start : start + _BLOCK]
@@ -269,37 +257,25 @@ def _sweep(logits: Float32s, counts: Int64s, ids: TokenIds, values: Float32s) ->
 
 
 LOWEST_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent; vLLM uses the same number."""
+"""The log-probability that replaces minus infinity, which JSON cannot represent; vLLM uses the same number."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of one token, and its most probable alternatives.
-
-    Attributes:
-        token_id: The token.
-        logprob: Its log-probability.
-        rank: Its rank; 1 for the most probable token.
-        top: (token id, log-probability) of the most probable tokens, best first; they need not include the token
-            itself.
-    """
+    """The log-probability of one token, and its most probable alternatives."""
 
     token_id: int
     logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    rank: int  # 1 for the most probable token
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), best first; may lack the token itself
 
 
 @torch.inference_mode()
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability, rank and alternatives of each token.
+    """Return the log-probability, rank and most probable alternatives of each generated token.
 
-    The probabilities are a float32 softmax over the whole vocabulary. O(n V).
-
-    Args:
-        logits: [>= n, V] of any float dtype, unchanged by sampling rules; row i predicts token i.
-        token_ids: n tokens.
-        num_top: The number of alternatives.
+    The probabilities are a float32 softmax over the whole vocabulary. ``logits`` is [>= n, V], unchanged by sampling
+    rules; row i predicts token i of n. O(n V).
     """
     if not len(token_ids):
         return ()
@@ -313,7 +289,6 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int)
 
 
 def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
-    """Start a copy to the host, which may not be complete on return."""
     if given is None:
         return None
     return torch.empty(given.shape, dtype=given.dtype, pin_memory=given.is_cuda).copy_(given, non_blocking=True)
@@ -321,27 +296,18 @@ def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """The logits of a pass and the tokens that it sampled itself. Valid until the next pass of the same target.
+    """The logits of a forward pass and the tokens that it sampled; valid until the next pass of the same target."""
 
-    Attributes:
-        logits: [B, T, V], any float dtype; ``[b, t]`` predicts the token after the t-th input token of row b.
-        sampled: The sampled tokens, int64[B, T]: by ``noise``, else the most probable tokens. None: the pass sampled
-            none.
-        noise: The noise that the pass used.
-        packed_top: The most probable tokens, see `packed_top`. None: the pass did not search for them.
-        copied: An event that is recorded when the tokens are on the host, see `start_copy_to_host`.
-    """
-
-    logits: torch.Tensor
-    sampled: torch.Tensor | None = None
+    logits: torch.Tensor  # [B, T, V], any float dtype; [b, t] predicts the token after the t-th input token of row b
+    sampled: torch.Tensor | None = None  # int64[B, T]: by ``noise``, else the most probable tokens
     noise: Noise | None = None
-    packed_top: torch.Tensor | None = None
-    copied: torch.cuda.Event | None = None
+    packed_top: torch.Tensor | None = None  # see `packed_top`; None: the pass did not search for them
+    copied: torch.cuda.Event | None = None  # an event, recorded when the tokens are on the host
 
     def start_copy_to_host(self) -> PassOutput:
-        """Start copying the tokens to the host, where later passes do not overwrite them; call `wait` before use.
+        """Start copying the sampled tokens to the host, where later forward passes do not overwrite them.
 
-        The copy has no logits.
+        Call `wait` on the returned output before use. It has no logits.
         """
         sampled, top = _start_copy_to_host(self.sampled), _start_copy_to_host(self.packed_top)
         copied = self.copied
@@ -351,19 +317,15 @@ class PassOutput:
         return PassOutput(self.logits[:, :, :0], sampled, self.noise, top, copied)
 
     def wait(self) -> None:
-        """Wait for the copy that `start_copy_to_host` started."""
+        """Wait until the sampled tokens are on the host, after `start_copy_to_host`."""
         if self.copied is not None:
             self.copied.synchronize()
 
     def top(self, counts: Sequence[int]) -> TopTokens:
-        """Return the most probable tokens at the first ``counts[b]`` positions of each row, by the model's logits.
-
-        They are computed now unless the pass computed them. O(positions V).
-        """
+        """Return the most probable tokens at the first ``counts[b]`` positions of each row. O(positions V)."""
         return top_tokens(self.logits, counts) if self.packed_top is None else unpack_top(self.packed_top)
 
     def row(self, b: int) -> PassOutput:
-        """Return views of row b only."""
         rows = slice(b, b + 1)
         return PassOutput(
             self.logits[rows],

@@ -24,14 +24,10 @@ _FIRST_TOP = 256
 
 
 def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
-    """Return the token that the target samples at each position, int64[B, T].
+    """Sample the target's token at each position of a verification pass, int64[B, T].
 
-    Values beyond a row's positions are meaningless.
-
-    Args:
-        output: The output of a pass over [last token, draft ...] of ``rows``, T wide. Its noise, if any, is that of
-            `make_noise`.
-        rows: The rows; row b has ``rows[b].width`` positions.
+    ``output`` is the output of a pass over [last token, draft ...] of ``rows``, with the noise of `make_noise`, if any.
+    Row b has ``rows[b].width`` positions; values beyond them are meaningless.
     """
     known = [] if output.sampled is None else [b for b, row in enumerate(rows) if _is_sampled(row, b, output.noise)]
     if output.sampled is not None and len(known) == len(rows):
@@ -51,9 +47,9 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
 
 
 def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    """Return the scores that a row's tokens are sampled with: log-probabilities up to a constant, float32[T, V].
+    """Return the scores from which a row's tokens are sampled: log-probabilities up to a constant, float32[T, V].
 
-    The row's draft must be a chain. For greedy rows these are the scores whose argmax is taken. ``logits`` [>= T, V]
+    The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V]
     are the model's own at the row's T positions.
     """
     scores = logits_with_rules(logits[None, : row.width], [row])[0]
@@ -62,13 +58,11 @@ def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 # Padding positions are skipped, because they would cost as much as the tokens of a short draft.
 def _position_indices(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Return the row and position indices of all positions of the selected rows, in order."""
     counts = [rows[b].width for b in picks]
     return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
 
 
 def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return the tokens that noise selects at all positions of the selected rows, in order."""
     keys = np.concatenate([rows[b].noise_keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
@@ -77,19 +71,19 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Seque
 
 
 def has_rules(row: SamplingRow) -> bool:
-    """Return whether the row's rules change the logits at this step."""
+    """Return whether penalties, a bias, a grammar or other rules change the row's logits at this step."""
     return _has_request_rules(row.params) or len(row.output) < row.params.min_tokens or row.grammar is not None
 
 
 def _is_sampled(row: SamplingRow, b: int, noise: Noise | None) -> bool:
-    """Return whether a pass with ``noise`` has already sampled the tokens of ``row``, the pass's row b."""
+    """Return whether the forward pass, with ``noise``, has already sampled the tokens of its row b."""
     if row.params.greedy:
         return not has_rules(row)
     return noise is not None and bool(noise.temperatures[b, 0] > 0)
 
 
 def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return the logits, [B, T, V], after each row's ``apply_prefix_rules``; the same tensor if no row has rules."""
+    """Return logits, [B, T, V], after bias, penalties and forbidden tokens; the same tensor if no row has any."""
     ruled = [b for b, row in enumerate(rows) if has_rules(row)]
     if ruled:
         logits = logits.clone()
@@ -104,7 +98,7 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
 
 
 def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
-    """Return the row that samples only the token after ``node`` of a tree: the path to the node counts as output."""
+    """Return a copy of ``row`` that samples only the token after a node of a draft tree, with its path as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
@@ -131,7 +125,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 
 
 def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_TOP) -> torch.Tensor:
-    """Set tokens to -inf that top-k and top-p drop; tokens equal to the last kept token are kept.
+    """Set the scores of tokens that top-k and top-p drop to -inf; ties with the last kept token are kept.
 
     Sorting the whole vocabulary takes longer than a small model's step, and few tokens are kept as a rule. So the
     ``look`` best tokens are examined first, and only rows that they do not decide are sorted completely.
@@ -163,7 +157,7 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return `masses_of` as int64[N, V]; bit-identical to it on a CPU, equal up to rounding elsewhere."""
+    """Return each token's integer probability mass for top-p, bit-identical to `masses_of` on a CPU."""
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
@@ -175,7 +169,6 @@ def depends_on_prefix(params: SamplingParams) -> bool:
 
 
 def _has_request_rules(params: SamplingParams) -> bool:
-    """Return whether the request has rules that apply to all of its output."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty
@@ -187,11 +180,11 @@ def _has_request_rules(params: SamplingParams) -> bool:
 
 
 def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Apply bias, penalties and forbidden tokens in place; position t counts the draft's first t tokens as output.
+    """Apply logit bias, penalties and forbidden tokens to logits, [T, V], in place.
 
-    The definitions are vLLM's; bias is applied before penalties, as in vLLM and transformers. The repetition penalty
-    counts prompt and output (Keskar et al. 2019, section 4.1); presence and frequency penalties (OpenAI) and bad words
-    count only the output. ``logits`` is [T, V].
+    Position t counts the draft's first t tokens as output. The definitions are vLLM's; bias is applied before
+    penalties, as in vLLM and transformers. The repetition penalty counts prompt and output (Keskar et al. 2019, section
+    4.1); presence and frequency penalties (OpenAI) and bad words count only the output.
     """
     params = row.params
     vocab_size = logits.shape[-1]
@@ -229,10 +222,10 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
-    """Return the noise with which a pass over ``rows``, ``width`` positions wide, can sample tokens itself.
+    """Return the noise with which a forward pass over ``rows`` can sample tokens on the device.
 
     Only rows that are sampled by temperature alone have noise; all other rows have temperature 0. None if there is no
-    such row.
+    such row. ``width`` is the number of positions per row.
     """
     drawn = [b for b, row in enumerate(rows) if has_only_temperature(row)]
     if not drawn:
@@ -251,7 +244,7 @@ def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
 
 
 def has_only_temperature(row: SamplingRow) -> bool:
-    """Return whether the row's tokens are the argmax of `noisy_scores`, without further rules."""
+    """Return whether a row is sampled by temperature and Gumbel noise alone, without further rules."""
     params = row.params
     if params.greedy:
         return False

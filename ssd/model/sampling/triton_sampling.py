@@ -26,10 +26,10 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Implement `Sampler` for float32, bfloat16 and float16: the argmax of `noisy_scores`, the first of equal tokens.
+    """Sample tokens on a GPU, the argmax of `noisy_scores`, from float32, bfloat16 or float16 logits.
 
-    NaN is never chosen; token 0 is returned if no token is possible. O(V) per row, with logarithms in float64 unless
-    the temperature is 0.
+    Implements `Sampler`. The first of equal tokens is chosen, NaN is never chosen, and token 0 is returned if no token
+    is possible. O(V) per row, with logarithms in float64 unless the temperature is 0.
     """
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -50,8 +50,8 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
 # The number of splits is not a compile-time constant, so the same machine code serves any number of rows.
 @triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
 def _sample_split(  # type: ignore[no-untyped-def]
-    logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr
+):
     """Sample one row over one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
 
     Writes the largest score to ``scores``, float64[N, splits], and the first token with it to ``tokens``, int32[N,
@@ -91,10 +91,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select for each row the token of the split with the largest score; ties go to the first split.
-
-    The tokens are written to ``out``, int64[N]. The grid is (N,).
-    """
+    """Write for each row the token of the split with the largest score to ``out``, int64[N]. The grid is (N,)."""
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
@@ -107,9 +104,10 @@ _LOW = tl.constexpr((1 << 31) - 1)
 
 
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
-    """Implement `packed_top` of [..., V] in two launches; the lower id of equal tokens comes first. O(V) per row.
+    """Return the most probable tokens on a GPU in the format of `packed_top`, in two launches. O(V) per row.
 
-    There are no tokens if V is 0, as in the copied output of a pass that did not search for them.
+    The lower id of equal tokens comes first. There are no tokens if V is 0, as in the copied output of a pass that did
+    not search for them.
     """
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -125,12 +123,12 @@ def triton_top(logits: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _top_split(  # type: ignore[no-untyped-def]
-    logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Find the best tokens of one row in one block of the vocabulary: found, int64[N, splits, COUNT]. Grid (N, splits).
+    logits, found, row_stride, vocab_size, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the most probable tokens of one row in one block of the vocabulary to ``found``, int64[N, splits, COUNT].
 
     The upper half of each number is the rank of the logit among all float32 values, the lower half the token's distance
-    from the largest id; _LEAST if there is no token.
+    from the largest id; _LEAST if there is no token. The grid is (N, splits).
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
@@ -147,7 +145,10 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select the best tokens of one row's blocks: out, int32[N, 2, COUNT], ids and logit bits. Grid (N,)."""
+    """Select a row's most probable tokens among those of all blocks of the vocabulary; writes ids and logit bits.
+
+    The grid is (N,).
+    """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     best = tl.load(found + row * size + at, mask=at < size, other=_LEAST)
     out += row * 2 * COUNT
