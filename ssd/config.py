@@ -167,7 +167,7 @@ class EngineConfig:
     enforce_eager: bool = False
     """Whether the model runs without CUDA graphs, as in vLLM: slower, but with less memory."""
 
-    exact: Exact = "auto"
+    batch_invariant: BatchInvariant = "auto"
     """Whether the logits of a position must be bit-identical in every forward pass (batch invariance), so that outputs
     do not depend on drafts or on other sequences. "auto": if the model allows it. "on": refuse a model that does not.
     "off": use the fastest kernels.
@@ -184,7 +184,7 @@ class EngineConfig:
     """
 
     coupled_streams: int = 0
-    """The number of noise streams that sampled requests without a seed share, see ``docs/concepts/coupled-sampling.md``.
+    """The number of noise streams that sampled requests without a seed share (docs/concepts/coupled-sampling.md).
     Requests with the same stream give the same answer to the same prompt, so earlier answers can be drafted. 0: each
     request has its own noise.
     """

@@ -17,8 +17,8 @@ good draft for the other. Occurrences in the prompt count because the prompt may
 stream, so that the turns of a conversation share no key.
 
 All keys of one sequence are different, each key is a function of the preceding text, and the noise of different keys is
-independent. So every token follows the model's distribution, given the preceding text. ``docs/concepts/coupled-sampling.md`` has
-the full argument.
+independent. So every token follows the model's distribution, given the preceding text. The full argument is in
+docs/concepts/coupled-sampling.md.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Engine:
             drafter: The name of the drafter.
             draft_model: A smaller model with the same tokenizer. It drafts when its expected gain exceeds its cost. It
                 requires the drafter "ssd", and is not loaded if speculation is disabled.
-            draft_head: A draft head trained for this model, see ``docs/concepts/draft-heads.md``; the conditions of ``draft_model``
+            draft_head: A draft head trained for this model, see docs/concepts/draft-heads.md; the conditions of ``draft_model``
                 apply.
             adapters: The directories or ids of LoRA adapters, by the names that requests use.
             hub: How ``model`` is downloaded from the Hub.
@@ -183,7 +183,7 @@ class Engine:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enforce_eager=config.enforce_eager,
-            exact="off",  # verified below, when the number of threads is known
+            batch_invariant="off",  # verified below, when the number of threads is known
             adapters=adapted,
             tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",

@@ -9,9 +9,9 @@
 
 The engine has a copy of the policy, whose weights are updated in place after each training step. Every sample is drawn
 from the current policy with the temperature and the truncation of the trainer's settings. Drafts come from the outputs
-of all epochs, and sampling noise is shared (``docs/concepts/coupled-sampling.md``): sample i of a prompt is drawn with noise
-stream i in every epoch. So it repeats the output of the previous epoch as far as the policy has not changed, and the
-repeated part takes few forward passes. Samples of one prompt have different streams and are independent.
+of all epochs, and sampling noise is shared (docs/concepts/coupled-sampling.md): sample i of a prompt is drawn with
+noise stream i in every epoch. So it repeats the output of the previous epoch as far as the policy has not changed, and
+the repeated part takes few forward passes. Samples of one prompt have different streams and are independent.
 
 The disadvantage is that repeated noise is not fresh. When a prompt is sampled for the first time, its samples have the
 policy's distribution, independent of all training data so far. When it is sampled again with the same noise, the

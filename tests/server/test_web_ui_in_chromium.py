@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
-from tests.server import test_page
+from tests.server import test_web_ui
 from tests.server.browser import BROWSER, DRIVER, Page, chromium
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, post
@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="no chromium with chromedriver here")
 
-PROMPT = test_page.PROMPT
+PROMPT = test_web_ui.PROMPT
 """How the last example of the page begins."""
 QUESTION = "Return True if the path is a directory."
 

@@ -224,8 +224,8 @@ def open_target(
     There are fewer than ``num_slots`` KV cache slots if memory is short, see `fit_slots`. A slot holds ``max_length``
     tokens; by default the model's limit, or less if memory is short. The KV cache has ``kv_cache_memory_bytes``, or all
     memory up to the share ``gpu_memory_utilization``, or half of the free memory. ``tapped`` are the hidden states that
-    are stored for a draft head. With ``keeps_top``, CUDA graphs also find the most probable tokens. ``exact`` is
-    described in `verify_batch_invariance`.
+    are stored for a draft head. With ``keeps_top``, CUDA graphs also find the most probable tokens. For
+    ``batch_invariant`` see `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.
