@@ -135,8 +135,8 @@ class Engine:
             drafter: The name of the drafter.
             draft_model: A smaller model with the same tokenizer. It drafts when its expected gain exceeds its cost. It
                 requires the drafter "ssd", and is not loaded if speculation is disabled.
-            draft_head: A draft head trained for this model, see docs/concepts/draft-heads.md; the conditions of ``draft_model``
-                apply.
+            draft_head: A draft head trained for this model, see docs/concepts/draft-heads.md. Conditions as for
+                ``draft_model``.
             adapters: The directories or ids of LoRA adapters, by the names that requests use.
             hub: How ``model`` is downloaded from the Hub.
             draft_hub: How the draft model and the draft head are downloaded from the Hub.
