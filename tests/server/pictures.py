@@ -1,4 +1,4 @@
-"""The pictures of README and docs/guides/web-ui.md, taken of a real server: ``python -m tests.server.pictures``."""
+"""The pictures of README and the docs, taken of a real server: ``python -m tests.server.pictures``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.waiting import wait_until
 _PLACE = Path(__file__).parents[2] / "docs" / "pictures"
 _SEALED_AFTER_S = 6.0
 _INDEX = IndexConfig(rebuild_interval_s=_SEALED_AFTER_S)
-_CALL = 2
-"""The example that calls a tool."""
+_CALL = 1
+"""The number of the example that calls a tool."""
 
 _ASKED_BEFORE = (
     "class Queue:\n    def put(self, item):\n",

@@ -110,8 +110,8 @@ def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
     page["again"].click()
     wait_until(lambda: len(page.all("#asks li")) == 2)
     assert figures(page, "passes")[0] < first
-    assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["ask 1, greedy", "ask 2, greedy"]
-    assert page["hint"].text == "Greedy and asked before: the best case."
+    assert [row.text.split("\n")[0] for row in page.all("#asks li")] == ["run 1, greedy", "run 2, greedy"]
+    assert page["hint"].text == "The answer was in the cache: the best case."
     assert not page["same"].is_displayed()
 
 
@@ -156,7 +156,7 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     assert ring == "solid"
     press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     about = page.all(".inspect")[0].text
-    assert re.fullmatch(r"Pass \d+: \d+ of \d+ drafted tokens accepted, from [\w ]+", about)
+    assert re.fullmatch(r"Pass \d+: \d+ of \d+ draft tokens accepted, source: [\w ]+", about)
     assert len(page.all(".draft.current")) == 1
     press(Keys.ARROW_LEFT)
     assert page.all(".inspect")[0].text != about

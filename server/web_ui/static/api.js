@@ -1,4 +1,4 @@
-// The service, by addresses relative to the page: a proxy may have put a path before both.
+// The server's API, by relative addresses, because a proxy may add a path in front of both.
 
 const KEY = "ssd-api-key";
 
@@ -22,15 +22,15 @@ function headers() {
 async function checked(response) {
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
-  throw new ApiError(body?.error?.message ?? `the service answered ${response.status}`, response.status);
+  throw new ApiError(body?.error?.message ?? `the server answered ${response.status}`, response.status);
 }
 
-/** The counters of the service. Raises ApiError. */
+/** Return the counters of the server. Throws ApiError. */
 export async function stats() {
   return (await checked(await fetch("ui/stats", { headers: headers() }))).json();
 }
 
-/** The chunks of a streamed answer, as they come, those that came together together. Raises ApiError. */
+/** Yield arrays of chunks of a streamed answer as they arrive. Throws ApiError. */
 export async function* stream(path, body, signal) {
   const asked = { method: "POST", headers: headers(), body: JSON.stringify({ ...body, stream: true }), signal };
   const response = await checked(await fetch(path, asked));
@@ -38,7 +38,7 @@ export async function* stream(path, body, signal) {
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new ApiError("the connection ended before the answer did", 0);
+    if (done) throw new ApiError("the connection ended before the answer was complete", 0);
     const events = (text + value).split("\n\n");
     text = events.pop();
     const chunks = [];
@@ -54,4 +54,18 @@ export async function* stream(path, body, signal) {
     }
     yield chunks;
   }
+}
+
+/** Yield the passes of a recorded answer in the format of `stream`, one every `pass_ms` milliseconds. */
+export async function* replay(passes, pass_ms, signal) {
+  for (const draft of passes) {
+    await new Promise((resolve) => setTimeout(resolve, pass_ms));
+    signal.throwIfAborted();
+    yield [{ choices: [{ draft, token_ids: draft.texts, text: draft.texts.join("") }] }];
+  }
+}
+
+/** Return the recorded session that the package contains. */
+export async function recordedSession() {
+  return (await checked(await fetch("ui/session.json"))).json();
 }

@@ -1,6 +1,6 @@
-// The playground: what is asked, in which lanes it runs, and what came of it.
+// The playground: sends a request, shows it with and without drafts, and compares the results.
 
-import { setKey, stats } from "./api.js";
+import { recordedSession, replay, setKey, stats, stream } from "./api.js";
 import { EXAMPLES } from "./examples.js";
 import { Lane } from "./lane.js";
 import { watch } from "./panels.js";
@@ -8,14 +8,17 @@ import { count, element } from "./sources.js";
 import { offerThemes } from "./theme.js";
 
 const MOST_ASKS = 12;
+const PASS_MS = 25; // of a recorded session
+const WITH = ["With drafts", "Point at a draft, or use the arrow keys, to see its source."];
+const WITHOUT = ["Without drafts", "Every token takes one forward pass. Both run at once in one batch, so compare passes, not seconds."];
 
 const find = (id) => document.getElementById(id);
 const prompt = find("prompt"), verdict = find("verdict"), error = find("error");
-let messages = []; // of the conversation so far
-let asked = null; // the request that ran last, without what tells the lanes apart
-let drawn = null; // the seed that was drawn for it; null where it has its own, or needs none
-let extra = {}; // what an example asks for beside its prompt
-let asks = []; // what came of it, each time
+let messages = []; // the conversation so far
+let asked = null; // the last request, without the fields in which the lanes differ
+let drawn = null; // the random seed of both lanes; null if the request has a seed or is greedy
+let extra = {}; // further fields of an example's request
+let asks = []; // the results of the last request, each time it was sent
 let stop = null;
 
 const mode = () => document.querySelector("input[name=mode]:checked").value;
@@ -37,44 +40,64 @@ function request() {
   return { chat, path: chat ? "v1/chat/completions" : "v1/completions", body };
 }
 
-/** `seed` : one that was drawn before, to draw the same again. */
+/** Send a request. `seed` repeats the random seed of an earlier run. */
 async function run(next, seed = null) {
   if (stop || !next) return;
   const isAgain = JSON.stringify(next) === JSON.stringify(asked);
-  // Two lanes that draw need one seed between them; one lane alone is drawn as any request without a seed is.
+  // Two sampled lanes need the same seed; a single lane is sampled as any request without a seed.
   const draws = next.body.seed === undefined && next.body.temperature !== 0;
   drawn = !draws || !find("race").checked ? null : seed ?? Math.floor(Math.random() * 2 ** 31);
   const kind = draws ? (seed === null ? "new seed" : "same seed") : next.body.temperature === 0 ? "greedy" : "your seed";
   asked = next;
   if (drawn !== null) next = { ...next, body: { ...next.body, seed: drawn } };
   if (!isAgain) asks = [];
+  if (next.chat) showMessages(next.body.messages);
+  if (next.chat && !isAgain) prompt.value = "";
+  const bodies = find("race").checked ? [next.body, { ...next.body, num_speculative_tokens: 0 }] : [next.body];
+  const answers = await show((signal) => bodies.map((body) => stream(next.path, body, signal)));
+  find("same").hidden = drawn === null;
+  if (answers) conclude(kind, ...answers);
+  if (next.chat && !asks.length) takeBack(next.body.messages);
+}
+
+/** Show one answer, or two next to each other. Returns them, or null after an error or a stop. */
+async function show(start) {
   error.hidden = find("empty").hidden = true;
   find("outcome").hidden = false;
   showAsks();
   say("Running", "soft");
-  if (next.chat) showMessages(next.body.messages);
-  if (next.chat && !isAgain) prompt.value = "";
-  const lanes = [new Lane("With drafts", "Point at a draft, or use the arrow keys, to see where it came from.")];
-  const bodies = [next.body];
-  if (find("race").checked) {
-    lanes.push(new Lane("Without", "Every token is a pass of its own. Both run at once, in one batch: compare passes, not seconds."));
-    bodies.push({ ...next.body, num_speculative_tokens: 0 });
-  }
-  find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
   stop = new AbortController();
+  const chunks = start(stop.signal);
+  const lanes = chunks.map((_, i) => new Lane(...(i ? WITHOUT : WITH)));
+  find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
   find("run").disabled = find("again").disabled = find("same").disabled = true;
   find("stop").hidden = false;
-  const ended = await Promise.allSettled(lanes.map((lane, i) => lane.run(next.path, bodies[i], stop.signal)));
+  const ended = await Promise.allSettled(lanes.map((lane, i) => lane.run(chunks[i])));
   const stopped = stop.signal.aborted;
   stop = null;
   find("run").disabled = find("again").disabled = find("same").disabled = false;
-  find("same").hidden = drawn === null;
   find("stop").hidden = true;
   const failed = ended.find((end) => end.status === "rejected");
   if (stopped) say("Stopped.");
   else if (failed) complain(failed.reason);
-  else conclude(kind, ...ended.map((end) => end.value));
-  if (next.chat && !asks.length) takeBack(next.body.messages);
+  return stopped || failed ? null : ended.map((end) => end.value);
+}
+
+/** Replay the recorded session: real text, drafted by the cache as it grows, with the same time for every pass. */
+async function playSession() {
+  if (stop) return;
+  forget();
+  const { requests } = await recordedSession();
+  for (const { prompt: question, passes } of requests) {
+    const plain = passes.flatMap(({ texts }) => texts).map((text, i) => (
+      { pass: i + 1, source: null, num_drafted: 0, num_accepted: 0, texts: [text] }));
+    showMessages([{ role: "user", content: question }]);
+    const answers = await show((signal) => [passes, plain].map((each) => replay(each, PASS_MS, signal)));
+    if (!answers) return;
+    conclude("recorded", ...answers);
+    find("again").disabled = true;
+    await new Promise((resolve) => setTimeout(resolve, 40 * PASS_MS));
+  }
 }
 
 function say(text, kind = "") {
@@ -90,10 +113,12 @@ function complain(reason) {
 }
 
 const HINTS = {
-  greedy: ["Greedy: the likeliest token each time. It is learned now, so ask again.", "Greedy and asked before: the best case."],
-  "new seed": ["Sampled, as most clients ask. Again draws another answer.", "Another seed, another answer: what clients get."],
-  "same seed": ["", "The same seed gives the same answer: only clients that send their seeds see this."],
-  "your seed": ["Sampled with your seed. It is learned now, so ask again.", "Your seed again: the same answer, asked before."],
+  greedy: ["Greedy decoding. The answer is in the cache now: run it again.", "The answer was in the cache: the best case."],
+  "new seed": ["Sampled, as for most clients. Another run samples another answer.", "Another seed gives another answer, as clients get."],
+  "same seed": ["", "The same seed gives the same answer. Only clients that send their seed see this."],
+  "your seed": ["Sampled with your seed. The answer is in the cache now: run it again.", "The same seed gives the same answer, which was in the cache."],
+  recorded: ["A recorded session of an SQL agent; no model runs. Each request is drafted from itself and the requests before it.",
+    "Later requests are drafted from the earlier ones, which are in the cache."],
 };
 
 function conclude(kind, drafted, plain) {
@@ -107,11 +132,11 @@ function conclude(kind, drafted, plain) {
     const ratio = plain.passes / Math.max(1, drafted.passes);
     const times = ratio < 10 ? ratio.toFixed(ratio < 1.05 ? 2 : 1) : Math.round(ratio);
     const firstOther = (differs < 0 ? Math.min(drafted.tokens.length, plain.tokens.length) : differs) + 1;
-    if (!isSame) say(`The outputs differ from token ${count(firstOther)} on.`, "bad");
-    else say(`${ratio > 1.005 ? `${times}× fewer` : "As many"} passes, the same ${tokens}.`);
+    if (!isSame) say(`The outputs differ from token ${count(firstOther)} on. Please report this.`, "bad");
+    else say(`${ratio > 1.005 ? `${times}× fewer` : "Equally many"} passes, the same ${tokens}.`);
   }
-  const isEarly = find("state").textContent.includes("drafts join");
-  find("hint").textContent = isEarly ? "Drafts had not joined yet: their kernels are being compiled."
+  const isEarly = find("state").textContent.includes("compiling");
+  find("hint").textContent = isEarly ? "There were no drafts yet, because their kernels are being compiled."
     : HINTS[kind][asks.length ? 1 : 0];
   asks = [...asks, { ...drafted, kind, number: (asks.at(-1)?.number ?? 0) + 1 }].slice(-MOST_ASKS);
   showAsks();
@@ -124,12 +149,12 @@ function showAsks() {
     const bar = element("i");
     bar.style.setProperty("--share", answer.passes / most);
     const text = `${count(answer.passes)} ${answer.passes === 1 ? "pass" : "passes"}, ${answer.seconds.toFixed(2)} s`;
-    return element("li", "", element("span", "soft", `ask ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
+    return element("li", "", element("span", "soft", `run ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
       element("span", "number", text));
   }));
 }
 
-/** A message that got no answer goes back to where it was written. */
+/** Put a message without an answer back into the prompt. */
 function takeBack(sent) {
   if (!prompt.value) prompt.value = sent.at(-1).content;
   asked = null;
@@ -137,7 +162,7 @@ function takeBack(sent) {
   showMessages(messages);
 }
 
-/** The last question and its answer become part of the conversation. */
+/** Add the last message and its answer to the conversation. */
 function goOn() {
   if (!asked?.chat || !asks.length) return;
   messages = [...asked.body.messages, { role: "assistant", content: asks.at(-1).text }];
@@ -151,7 +176,7 @@ function useMode() {
   const chat = mode() === "chat";
   find("prompt-label").textContent = chat ? "Message" : "Prompt";
   prompt.rows = chat ? 2 : 5;
-  prompt.placeholder = chat ? "Message to the model" : "Text that the model goes on with";
+  prompt.placeholder = chat ? "Message to the model" : "Text that the model continues";
   find("transcript").hidden = !chat;
   find("new-chat").hidden = !chat || !asked?.chat;
 }
@@ -167,15 +192,23 @@ function forget() {
   prompt.focus();
 }
 
+function choose(example) {
+  document.querySelector(`input[name=mode][value=${example.mode}]`).checked = true;
+  useMode();
+  prompt.value = example.prompt;
+  extra = example.extra ?? {};
+}
+
 function offerExamples() {
-  find("examples").append(...EXAMPLES.map((example) => {
+  const session = element("button", "example", element("b", "", "Watch a recorded session"),
+    element("span", "soft", "An SQL agent with real text: four requests, each faster than the one before."));
+  session.type = "button";
+  session.addEventListener("click", playSession);
+  find("examples").append(element("li", "", session), ...EXAMPLES.map((example) => {
     const button = element("button", "example", element("b", "", example.title), element("span", "soft", example.about));
     button.type = "button";
     button.addEventListener("click", () => {
-      document.querySelector(`input[name=mode][value=${example.mode}]`).checked = true;
-      useMode();
-      prompt.value = example.prompt;
-      extra = example.extra ?? {};
+      choose(example);
       run(request());
     });
     return element("li", "", button);
@@ -189,6 +222,7 @@ find("ask").addEventListener("submit", (event) => {
   run(request());
 });
 find("ask").addEventListener("change", () => {
+  if (mode() !== "chat" && prompt.value === EXAMPLES[0].prompt) prompt.value = "", extra = {};
   if (mode() !== "chat") goOn();
   useMode();
 });
@@ -208,17 +242,16 @@ const look = watch({
   onRefused: () => find("key-form").hidden = false,
   onReady: ({ has_chat, model }) => {
     find("toy").hidden = model !== "ssd-bundled";
-    if (!has_chat || prompt.value || asked) return; // chat first, where nobody has begun
-    document.querySelector("input[name=mode][value=chat]").checked = true;
-    useMode();
+    if (!has_chat || prompt.value || asked) return; // the user has begun already
+    choose(EXAMPLES[0]);
   },
 });
 find("key-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   setKey(find("key").value);
   const refused = await stats().then(() => null, (reason) => [401, undefined].includes(reason.status) ? reason : null);
-  if (refused) setKey(""); // a key that no header can hold is refused by the browser, without a status
-  find("key-error").textContent = refused?.status === 401 ? "That key is not known here." : refused?.message ?? "";
+  if (refused) setKey(""); // the browser refuses keys that no header can contain, without a status
+  find("key-error").textContent = refused?.status === 401 ? "This key is unknown." : refused?.message ?? "";
   if (refused) return;
   find("key-form").hidden = error.hidden = true;
   find("key").value = "";

@@ -1,4 +1,4 @@
-// What people ask a model for: text that repeats is what gains.
+// Examples of requests that gain: their text repeats. The first one is offered when the page opens.
 
 const FILE = `class Point:
     """A point on a plane."""
@@ -28,28 +28,28 @@ const READ = {
 
 export const EXAMPLES = [
   {
-    title: "Edit this file",
-    about: "The answer is the file but for a few words: it is sent as the expected output, and most of it is drafted.",
-    mode: "chat",
-    prompt: `Add a third coordinate, z. Answer with the whole file.\n\n${FILE}`,
-    extra: { prediction: { type: "content", content: FILE } },
-  },
-  {
-    title: "SQL like the last one",
-    about: "One more query of a kind: what it shares with the others is drafted.",
-    mode: "chat",
-    prompt: `${QUERIES}\nWrite the same query for returns.`,
-  },
-  {
-    title: "Call this tool",
-    about: "The call is held to the tool's schema, and drafts with it. Ask it again, as agents do.",
+    title: "Call a tool",
+    about: "The tool's schema constrains the call and drafts parts of it. Send it again, as agents do.",
     mode: "chat",
     prompt: "Read the first line of README.md.",
     extra: { tools: [{ type: "function", function: READ }], tool_choice: "required", parallel_tool_calls: false },
   },
   {
-    title: "Go on with this code",
-    about: "Methods alike are drafted from the answer's own text.",
+    title: "Edit a file",
+    about: "The answer is nearly the file, which is sent as the predicted output. Most of it is drafted.",
+    mode: "chat",
+    prompt: `Add a third coordinate, z. Answer with the whole file.\n\n${FILE}`,
+    extra: { prediction: { type: "content", content: FILE } },
+  },
+  {
+    title: "Write a similar SQL query",
+    about: "The parts that the query shares with the two queries of the prompt are drafted.",
+    mode: "chat",
+    prompt: `${QUERIES}\nWrite the same query for returns.`,
+  },
+  {
+    title: "Continue code",
+    about: "Similar methods are drafted from the answer's own text.",
     mode: "completion",
     prompt: `class Point:
     def __init__(self, x, y):

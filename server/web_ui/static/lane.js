@@ -1,6 +1,5 @@
 // One answer as it streams, with its clock and its counts.
 
-import { stream } from "./api.js";
 import { count, element, nameOf } from "./sources.js";
 import { TokenStream } from "./tokens.js";
 
@@ -11,7 +10,7 @@ export class Lane {
   #stream;
   #view;
 
-  /** `title` : what runs here. `about` : a sentence until a draft is pointed at. `element` is to be put somewhere. */
+  /** `title` is the heading; `about` is shown until a draft is selected. The caller adds `element` to the document. */
   constructor(title, about) {
     this.element = document.getElementById("lane").content.cloneNode(true).firstElementChild;
     this.element.querySelector("h2").textContent = title;
@@ -24,8 +23,8 @@ export class Lane {
     this.#view = new TokenStream(this.#stream, (about) => inspect.textContent = about);
   }
 
-  /** What the answer was: its tokens, text, passes and seconds. Raises ApiError, or AbortError once stopped. */
-  async run(path, body, signal) {
+  /** Show the chunks as they come, and return the tokens, text, passes and seconds of the answer. Passes errors on. */
+  async run(chunksOfPasses) {
     const answer = { tokens: [], text: "", passes: 0, bySource: {}, seconds: 0 };
     const started = performance.now();
     let first = 0;
@@ -41,7 +40,7 @@ export class Lane {
     this.#stream.setAttribute("aria-busy", "true");
     this.element.classList.add("running");
     try {
-      for await (const chunks of stream(path, body, signal)) {
+      for await (const chunks of chunksOfPasses) {
         const choices = chunks.flatMap((chunk) => chunk.choices).filter((choice) => choice.draft);
         if (choices.length && !first) first = performance.now();
         for (const { draft, token_ids, text, delta } of choices) {
@@ -68,6 +67,7 @@ export class Lane {
     this.#figures.passes.textContent = count(answer.passes);
     this.#figures.tokens.textContent = count(answer.tokens.length);
     this.#figures.rate.textContent = count(Math.round(rate));
+    this.#figures.rate.parentElement.hidden = answer.passes < 2; // one pass has no rate
     if (answer.tokens.length === this.#numShown) return;
     this.#numShown = answer.tokens.length;
     const sources = Object.entries(answer.bySource);

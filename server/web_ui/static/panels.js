@@ -1,4 +1,4 @@
-// Beside the playground: what the service does now, where its drafts come from, what its cache holds.
+// The panels next to the playground: load, sources of drafts, and cache sizes.
 
 import { stats } from "./api.js";
 import { Chart } from "./charts.js";
@@ -10,7 +10,7 @@ const ALWAYS = ["context", "recent", "cache"];
 
 const find = (id) => document.getElementById(id);
 
-/** Ask once a second while the page is seen. `onRefused` : called where a key is needed; `onReady` : once, with counters. */
+/** Poll once a second while the page is visible. Calls `onRefused` if a key is needed, and `onReady` once with the counters. */
 export function watch({ onRefused, onReady }) {
   const place = find("charts");
   const rate = new Chart(place, "tokens/s", { least: 10, format: (value) => count(Math.round(value)) });
@@ -29,7 +29,7 @@ export function watch({ onRefused, onReady }) {
       return;
     }
     const isCompiling = now.state === "ready" && !now.is_drafting;
-    show(isCompiling ? "ready; drafts join once compiled" : now.state, now.state === "ready" ? "good" : "loading");
+    show(isCompiling ? "ready; compiling kernels for drafts" : now.state, now.state === "ready" ? "good" : "loading");
     find("model").textContent = now.model;
     if (now.tokens === undefined) return;
     if (!isKnown) onReady(now);
@@ -60,15 +60,14 @@ function show(text, kind) {
   state.dataset.state = kind;
 }
 
-/** What drafts have saved since the service started, with what the figure rests on. */
+/** Show the passes and the time that drafts have saved since the start. */
 function showSaved({ tokens, passes, since_s, pass_s }) {
   const saved = tokens - passes;
   find("saved").hidden = saved <= 0 || !pass_s;
   const share = Math.floor(100 * saved / Math.max(1, tokens));
   find("saved").replaceChildren(element("b", "", `${share}% of ${count(tokens)} passes saved`),
-    element("span", "", ` and ${span(saved * pass_s)} of waiting, since the start ${span(since_s)} ago.`),
-    element("span", "soft", ` Without drafts each token is a pass; the time is at ${(1000 * pass_s).toFixed(pass_s < 0.01 ? 1 : 0)} ms a pass, `
-      + "the mean so far, added over all requests."));
+    element("span", "", ` and ${span(saved * pass_s)} of waiting time, since the start ${span(since_s)} ago.`),
+    element("span", "soft", ` Without drafts, each token takes a pass. A pass takes ${(1000 * pass_s).toFixed(pass_s < 0.01 ? 1 : 0)} ms on average.`));
 }
 
 function bar(parts) {
@@ -96,7 +95,7 @@ function showSources(now) {
   });
   const own = now.tokens - now.accepted;
   rows.push(element("li", "target", element("span", "swatch"), element("b", "", "the model"),
-    element("span", "soft about", "a token of every pass is its own"), element("span", "number", count(own)),
+    element("span", "soft about", "every pass yields one token of the model"), element("span", "number", count(own)),
     bar([["target", own / all]]), element("span", "soft rate", percent(own / all))));
   find("sources").replaceChildren(...rows);
 }
@@ -112,6 +111,6 @@ function showNamespaces(namespaces) {
       element("span", "soft rate", about));
   });
   if (names.length > rows.length) rows.push(element("li", "soft", `and ${count(names.length - rows.length)} more`));
-  if (!names.length) rows.push(element("li", "soft", "no cache: speculation is off"));
+  if (!names.length) rows.push(element("li", "soft", "no cache, because speculation is off"));
   find("namespaces").replaceChildren(...rows);
 }

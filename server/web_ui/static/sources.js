@@ -15,7 +15,7 @@ export const SOURCES = {
 
 export const nameOf = (source) => (source === "target" ? "the model" : (SOURCES[source] ?? [source])[0]);
 
-/** An element with a class, text and children; text is never markup. */
+/** Create an element with a class and children. Text is never parsed as markup. */
 export function element(tag, className = "", ...children) {
   const made = document.createElement(tag);
   if (className) made.className = className;
@@ -26,7 +26,7 @@ export function element(tag, className = "", ...children) {
 const GROUPED = new Intl.NumberFormat("en");
 export const count = (number) => GROUPED.format(number);
 
-/** 1,234,567 as 1.23M, for places that are narrow. */
+/** Format a number shortly: 1,234,567 as 1.23M. */
 export function short(number) {
   for (const [unit, name] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
     if (number >= unit) return (number / (name === "k" ? 1e3 : unit)).toPrecision(3) + name;
@@ -36,7 +36,7 @@ export function short(number) {
 
 export const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.095 ? 1 : 0)}%`;
 
-/** Seconds as people say them. */
+/** Format seconds in a suitable unit. */
 export function span(seconds) {
   for (const [unit, name] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
     if (seconds >= 2 * unit) return `${Math.round(seconds / unit)} ${name}`;

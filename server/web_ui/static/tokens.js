@@ -1,4 +1,4 @@
-// A stream of tokens: what was drafted and accepted is one group, in the colour of its source.
+// A stream of tokens: the accepted tokens of a draft form a group in the colour of its source.
 
 import { element, nameOf } from "./sources.js";
 
@@ -12,7 +12,7 @@ export class TokenStream {
   #numNodes = 0;
   #current = null;
 
-  /** `place` : where tokens go. `inspect` : gets a sentence about the draft that is pointed at. */
+  /** Tokens are added to `place`. `inspect` receives a sentence about the selected draft. */
   constructor(place, inspect) {
     this.#place = place;
     this.#inspect = inspect;
@@ -21,13 +21,13 @@ export class TokenStream {
     place.addEventListener("keydown", (event) => this.#move(event));
   }
 
-  /** What passes gave, drawn with the next frame. */
+  /** Add the tokens of passes; they are drawn with the next frame. */
   push(drafts) {
     this.#waiting.push(...drafts);
     if (!this.#frame) this.#frame = requestAnimationFrame(() => this.flush());
   }
 
-  /** Draw what waits now. */
+  /** Draw all waiting tokens now. */
   flush() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
@@ -47,8 +47,8 @@ export class TokenStream {
       const group = element("span", "draft", ...accepted.map((text) => element("span", "t", text)));
       group.dataset.source = draft.source;
       group.dataset.about =
-        `Pass ${draft.pass}: ${draft.num_accepted} of ${draft.num_drafted} drafted tokens accepted, ` +
-        `from ${nameOf(draft.source)}`;
+        `Pass ${draft.pass}: ${draft.num_accepted} of ${draft.num_drafted} draft tokens accepted, ` +
+        `source: ${nameOf(draft.source)}`;
       drawn.append(group);
       last = group;
       this.#numNodes += 1 + accepted.length;
