@@ -1,4 +1,4 @@
-"""The hosts and origins that may call a server without keys, as a browser sends requests for any page it shows."""
+"""Protection of servers without API keys against cross-site requests, which browsers send for any web page shown."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class KnownSites:
-    """Rejects requests from pages of other sites, even if that site's name resolves to this server (DNS rebinding)."""
+    """Rejects HTTP requests that a web page of a foreign site sent through a user's browser.
+
+    The Host header is checked too, because the foreign site's name may resolve to this server (DNS rebinding). Any IP
+    address and localhost are allowed as hosts.
+    """
 
     def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        """Store the allowed names.
-
-        Args:
-            hosts: The server's names in addition to IP addresses and localhost.
-            origins: The origins whose pages may call the server.
-        """
         self._hosts = frozenset(map(_name, hosts))
         self._suffixes = tuple(host[1:] for host in self._hosts if host.startswith("*."))
         self._origins = frozenset(origins)
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raise ApiError (403, 415) if another site may have caused the request with these headers."""
+        """Raise ApiError with status 403 or 415 if a foreign web page may have sent the request with these headers."""
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type")
         if not self._knows(_name(host)):
             raise ApiError(
@@ -67,6 +65,6 @@ class KnownSites:
 
 
 def _name(host: str) -> str:
-    """Return the name or address in a Host header, without the port."""
+    """Return the host name or IP address of a Host header without its port."""
     found = _HOST.fullmatch(host)
     return (host if found is None else found[1] or found[2] or "").rstrip(".").lower()

@@ -1,9 +1,9 @@
-"""Connections and bodies with limits on everything for which uvicorn's protocol would wait forever.
+"""Limits for slow or hostile clients on everything for which uvicorn's HTTP protocol would wait forever.
 
-A client may keep a connection open and send nothing, send the headers of a request byte by byte, continue a body that
-was answered already, or not read its answer. Each of these uses a file descriptor and some memory, and has a limit
-here. Received bytes are parsed in slices, and the event loop serves other connections in between. A body is received
-within time limits and within a memory budget, and large bodies are parsed on another thread.
+A client may open a connection and send nothing, send the headers of a request byte by byte, continue a body that was
+answered already, or not read its answer. Each of these uses a file descriptor and some memory, so each has a limit.
+Received bytes are parsed in slices, and the event loop serves other connections in between. A body must arrive within
+time limits and fit into a shared memory budget, and large bodies are parsed on another thread.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOO_MANY = "too_many_connections"
-"""Set in ``scope["state"]`` for requests on a connection beyond the limit, which are answered 503. The connection is
-closed after the answer, because only few such connections are kept.
+"""The key in ``scope["state"]`` that marks requests on connections above ``max_connections``, which are answered 503.
 """
 
 BODY_FAULT = "body_fault"
-"""Set in ``scope["state"]`` to the ApiError that rejects a chunked body, whose remaining bytes are not parsed."""
+"""The key in ``scope["state"]`` with the ApiError that rejects a chunked body whose remaining bytes are not parsed."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
 _MOST_LOOK_S = 5.0
-"""The maximum interval in seconds between two checks of a connection. A check takes about a microsecond."""
+"""The maximum interval in seconds between two checks of a connection for idleness. A check takes about a microsecond.
+"""
 _HEAD_BYTES = 64 << 10
-"""The maximum size of a request's headers in bytes; httptools has no limit."""
+"""The maximum size of an HTTP request's headers in bytes; the parser (httptools) has no limit of its own."""
 _MOST_AHEAD = 8
-"""The maximum number of pipelined requests without an answer; uvicorn has no limit."""
+"""The maximum number of pipelined HTTP requests on a connection that are not answered yet; uvicorn has no limit."""
 _UNSENT_BYTES = 64 << 10
-"""The maximum number of bytes of an answer that are buffered; asyncio buffers eight times as much with TLS."""
+"""The maximum number of bytes of a response that are buffered for a client; asyncio buffers eight times as much with
+TLS.
+"""
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The number of bytes that are received and parsed at once if a few bytes may be a chunk or a header, each of which is
-a Python call. Parsing a slice blocks the event loop for at most 0.3 ms.
+"""The bytes received and parsed at once while headers or chunk sizes are expected, so that parsing takes up to 0.3 ms.
 """
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
-"""After the first ``_FREE_CHUNKS`` chunks, a body is rejected if its chunks are smaller than this on average."""
+"""A chunked body is rejected if its chunks, after the first ``_FREE_CHUNKS``, are smaller than this on average."""
 _LINGER_S = 1.0
-"""The time in seconds that a client has to read the answer while it still sends the body of a rejected request. The
-answer would be lost if the connection were closed at once.
+"""The seconds a connection stays open after a request was rejected within its body; the answer would be lost otherwise.
 """
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return how many connections beyond the limit are answered 503; further ones are closed at once."""
+    """Return how many connections above ``max_connections`` are answered with 503; further ones are closed at once."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection: uvicorn's protocol, which receives few bytes at once and is checked regularly."""
+    """An HTTP connection (uvicorn's protocol) that reads small slices and is closed if its client is too slow."""
 
     limits: ClassVar[Limits]
     received: ClassVar[memoryview]
-    """The buffer for the bytes that a connection receives in one iteration of the event loop."""
+    """The receive buffer that all connections share, as the event loop reads from one connection at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. Beyond the limit, ``TOO_MANY`` marks its requests."""
+        """Accept a connection. If there are too many, its requests are marked with ``TOO_MANY`` or it is closed."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         # What answers are written to: it leaves the end of the connection to this object.
@@ -114,16 +114,15 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next bytes: a slice, or more for the rest of a body of known length."""
+        """Return the buffer for the next received bytes: one slice, or more for the rest of a body of known length."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """Parse the received bytes."""
         if not self._is_discarding:
             self.data_received(bytes(self.received[:num_bytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and time them as headers if they do not belong to the body of a running request."""
+        """Parse received bytes, and start the time limit for headers unless a request is being answered."""
         self._head_bytes += len(data)
         if self._is_chunked:
             self._body_bytes += len(data)
@@ -141,7 +140,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start a request. Raises ValueError, for which uvicorn closes the connection, if there are too many."""
+        """Start handling a request. Raises ValueError (uvicorn then closes) if too many are unanswered."""
         self._head_bytes, self._is_head = 0, False
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:
@@ -175,7 +174,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_complete()
 
     def _take_pieces(self) -> None:
-        """Append the received chunks to the body, and reject it if chunks are too small or the body is too large."""
+        """Append received chunks to the request body; reject the body if it is too large or its chunks too small."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             content = b"".join(pieces)
@@ -200,7 +199,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.message_event.set()
 
     def _end(self) -> None:
-        """Close the connection after an answer; discard the rest of the request's body for a while first."""
+        """Close the connection after a response; if the client still sends its body, discard it for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return
@@ -219,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._looking = self.loop.call_later(delay, self._look)
 
     def _look(self) -> None:
-        """Close the connection if the client or the connection has been idle for too long."""
+        """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
         now = self.loop.time()
         if self._takes_nothing(now):
             log.debug("gave up a connection: it takes nothing of what was sent")
@@ -233,7 +232,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._look_later()
 
     def _takes_nothing(self, now: float) -> bool:
-        """Return whether the client read too little of the buffered answer for too long."""
+        """Return whether the client has read the response more slowly than ``min_bytes_per_second`` for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
             self._sending = None
@@ -253,12 +252,15 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
-    """Return the protocol class for uvicorn with these limits."""
+    """Return a subclass of `GuardedProtocol` with the given limits, which uvicorn instantiates for each connection."""
     return type("Protocol", (GuardedProtocol,), {"limits": limits, "received": memoryview(bytearray(_RECEIVED_BYTES))})
 
 
 class BodyReader:
-    """Reads the bodies of all requests. Bodies that are not small share a memory budget and a thread."""
+    """Receives and parses the bodies of all HTTP requests.
+
+    Bodies of more than 64 KiB share a memory budget and are parsed on another thread.
+    """
 
     def __init__(self, limits: Limits, lanes: FairExecutors) -> None:
         self._limits, self._lanes = limits, lanes
@@ -266,9 +268,9 @@ class BodyReader:
         self._memory = SharedBudget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
-        """Receive and decode a body, and return the result of ``check``.
+        """Receive a request's body, parse it as JSON and return ``check(value)``.
 
-        Raises RequestError, ApiError (413, 408) or QueueFull.
+        ``max_values`` limits the JSON values in large bodies. Raises RequestError, ApiError (413 or 408) or QueueFull.
         """
         share = self._memory.share()
         try:

@@ -1,4 +1,4 @@
-"""Create a server's tenants from the operator's keys, files and secret, and reload them when a file changes."""
+"""Create a server's tenants from the operator's API keys, files and secret, and reload them when a file changes."""
 
 from __future__ import annotations
 
@@ -43,19 +43,16 @@ _MOST_BYTES: Final = 4096
 
 
 def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """Return the secret from a file or from ``$SSD_SECRET``, without surrounding white space; None without both.
-
-    Raises ConfigError.
-    """
+    """Return the secret for cache names from a file or ``text``, the value of ``$SSD_SECRET``. Raises ConfigError."""
     if path is not None:
         return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret in a cache directory, creating it if needed; without a directory, a random secret.
+    """Return the secret stored in the cache directory, creating it if needed; without a directory, a random secret.
 
-    Raises ConfigError, also if there are tenants' caches whose secret is missing or damaged.
+    Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """
     if cache_directory is None:
         return secrets.token_bytes(32)
@@ -108,7 +105,11 @@ def open_tenants(
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """Create the tenants from ``keys``, a file's current keys, and the rules at ``path``. Raises ConfigError."""
+    """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
+
+    ``keys`` are fixed, and ``read_keys`` returns the current keys of the key file at each reload. ``counters`` exchange
+    deletion counts of caches between replicas.
+    """
     names = NamespaceNames(secret)
 
     def read() -> tuple[Tenant, ...]:
@@ -162,7 +163,7 @@ INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Reloads tenants when a file has changed and is valid, and completes deletions, on two threads."""
+    """Background threads that reload tenants when a file has changed and is valid, and complete deletions of caches."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants
@@ -180,7 +181,6 @@ class TenantReloader:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads after their current work."""
         self._stopping.set()
 
     def _reload(self) -> None:
@@ -202,7 +202,7 @@ class TenantReloader:
                 log.exception("what is left of deleted caches is looked for again")
 
     def _look(self) -> list[tuple[int, ...] | None]:
-        """Return the state of each file that shows whether it was changed, replaced, or made readable for others."""
+        """Return the modification times and access modes of the watched files, to see whether one has changed."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

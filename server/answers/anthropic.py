@@ -1,4 +1,4 @@
-"""Messages for Anthropic's clients: content blocks, bodies and events."""
+"""Responses of Anthropic's /v1/messages: content blocks, bodies and events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _BlockPart(AnswerPart):
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse the arguments of a call; of truncated arguments the complete part. None if nothing can be parsed."""
+    """Parse the JSON arguments of a tool call; if they are truncated, parse their complete part. None if that fails."""
     if not arguments:
         return {}
     try:
@@ -52,7 +52,7 @@ def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
 
 
 class AnthropicAnswer(PartsAnswer):
-    """/v1/messages, which has one choice."""
+    """The response of Anthropic's /v1/messages, which has one choice."""
 
     id_prefix, object_name, kind = "msg_", "message", _BlockPart
 
@@ -62,11 +62,11 @@ class AnthropicAnswer(PartsAnswer):
         return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
-        """Return the start of the message; the number of cached prompt tokens is not known yet."""
+        """Return the event ``message_start``; the number of cached prompt tokens is not known yet."""
         return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
     async def closing(self) -> bytes:
-        """Return the end of the last block and the reason why the message ended."""
+        """Return the end of the last content block and the reason why the message ended."""
         events = self.parts.finish()
         delta = self._stopped(self.generation.choices[0])
         ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
@@ -82,7 +82,7 @@ class AnthropicAnswer(PartsAnswer):
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        """Return token counts as Anthropic defines them: cached tokens are not counted as input tokens."""
+        """Return token counts as Anthropic defines them: ``input_tokens`` excludes cached tokens."""
         usage = self.generation.usage
         counts: dict[str, Any] = {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -95,7 +95,7 @@ class AnthropicAnswer(PartsAnswer):
         return counts
 
     def _stopped(self, choice: ChoiceState) -> dict[str, Any]:
-        """Return the reason why the message ended. The text must have been parsed before."""
+        """Return the fields ``stop_reason`` and ``stop_sequence``. The whole text must have been parsed before."""
         reason = choice.finish_reason
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}

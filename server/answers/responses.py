@@ -1,4 +1,4 @@
-"""Responses: output items, bodies and events."""
+"""Responses of OpenAI's /v1/responses: output items, bodies and events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from server.tools.messages import ToolCall
 
 
 class _Item(AnswerPart):
-    """A message, a function call, or reasoning, which is shown in full, neither summarized nor encrypted."""
+    """An output item of /v1/responses: a message, a function call, or reasoning, which is shown in full."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
-        """Create an item. ``namespaces`` maps the model's names of functions to their namespaces."""
+        """Create an item. ``namespaces`` maps names of functions to the tool namespaces in the request."""
         super().__init__(index, of)
         self._called: dict[str, Any] = {}
         if isinstance(of, ToolCall):
@@ -78,12 +78,11 @@ class _Item(AnswerPart):
 
 
 class ResponseAnswer(PartsAnswer):
-    """/v1/responses, which has one choice."""
+    """The response of OpenAI's /v1/responses, which has one choice."""
 
     id_prefix, object_name = "resp_", "response"
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
-        """Prepare an answer. A response repeats the fields of ``asked``."""
         assert isinstance(asked, ResponsesBody)
         self.kind = partial(_Item, namespaces=asked.namespaces)
         super().__init__(settings, asked, **options)
@@ -96,7 +95,7 @@ class ResponseAnswer(PartsAnswer):
         return self._is_small and super().is_short
 
     async def beginning(self) -> bytes:
-        """Return two events, "created" and "in_progress", with the response at its start; it is never queued."""
+        """Return the events ``response.created`` and ``response.in_progress``."""
 
         def write() -> bytes:
             response = self._response("in_progress", [])
@@ -115,7 +114,7 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     def failed(self, error: Exception) -> bytes:
-        """Return the event of a failed response with the output so far."""
+        """Return the event ``response.failed`` with the output so far."""
         events = self.parts.finish("incomplete")
         response, why = self._response("failed", self.parts.done), as_api_error(error)
         response["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}
@@ -129,7 +128,6 @@ class ResponseAnswer(PartsAnswer):
         return super().named(numbered)
 
     def finished(self) -> dict[str, Any]:
-        """Return the body of a finished or truncated response."""
         found = self._response(self.status, self.parts.done)
         usage = self.generation.usage
         found["usage"] = {
@@ -159,7 +157,7 @@ class ResponseAnswer(PartsAnswer):
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request's fields that a response repeats, and those of features that do not exist here."""
+    """Return the request's fields that a /v1/responses body repeats, and fixed values for unsupported features."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {

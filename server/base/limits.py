@@ -1,4 +1,4 @@
-"""Limits of one request and of all requests together. They are checked by count before anything is allocated."""
+"""Limits for one request and for all requests together, which are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ssd.errors import ConfigError
 
 N = TypeVar("N", int, float)
 _Fixed = Annotated[N, Parameter(parse=False)]
-"""A limit without a command line option."""
+"""The type of a limit that has no command line option."""
 
 SMALL_BODY_BYTES = 64 << 10
-"""The maximum size of a body that is parsed on the event loop, within about a millisecond."""
+"""The maximum size of a request body that is parsed on the event loop, within about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits beyond which requests are refused. The defaults are above the needs of ordinary clients."""
+    """Limits above which requests are rejected. The defaults exceed the needs of ordinary clients."""
 
     max_body_bytes: int = 8 << 20
     """Maximum size of a request's body in bytes, including chunk headers and extensions."""
     # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
     max_body_values: _Fixed[int] = 1 << 18
-    """The maximum number of values, names and brackets in a body's JSON; at least twice the context."""
+    """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
     # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
     max_body_seconds: _Fixed[float] = 20.0
-    """The maximum time in seconds for which a body may stall, see ``min_bytes_per_second``."""
+    """The maximum time in seconds for which a client may stop sending a body; longer at ``min_bytes_per_second``."""
     max_bodies_bytes: _Fixed[int] = 128 << 20
-    """The maximum total size of bodies above 64 KiB that are being received or checked. A tenant may use half of the
-    part that other tenants leave.
+    """The maximum total size of request bodies above 64 KiB that are being received or parsed. A tenant may use half of
+    the part that other tenants leave.
     """
     max_answers_bytes: _Fixed[int] = 1 << 30
-    """The maximum total size of complete answers above 256 KiB that clients have not read yet, shared like
-    ``max_bodies_bytes``.
+    """The maximum total size of complete responses above 256 KiB that clients have not read yet. A tenant may use half
+    of the part that other tenants leave.
     """
     max_choices: int = 1024
     """Maximum number of choices of a request: prompts times `n`."""
@@ -63,7 +63,7 @@ class Limits:
     max_send_seconds: float = 30.0
     """Time in seconds after which a client that reads nothing of its answer is disconnected."""
     min_bytes_per_second: _Fixed[int] = 8192
-    """A client that sends a body, or reads an answer, at this rate never times out."""
+    """A client that sends a body, or reads a response, at this rate or faster never times out."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,13 +72,13 @@ class Limits:
 
 
 class LeakyBucket:
-    """A leaky bucket that drains in ``seconds`` and that transferred bytes refill at ``bytes_per_s``."""
+    """A time limit for slow clients: a bucket that drains in ``seconds`` and is refilled by transferred bytes."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s
         self.until = now + seconds
-        """The time at which the bucket is empty."""
+        """The time at which the bucket is empty and the client has timed out."""
 
     def moved(self, num_bytes: int, now: float) -> None:
-        """Add the bytes transferred since the last call. O(1)."""
+        """Refill the bucket by the number of bytes transferred since the last call."""
         self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

@@ -1,4 +1,4 @@
-"""Options of ``ssd-serve``, one field per flag; names and meanings are those of ``vllm serve`` if it has the option."""
+"""Options of ``ssd-serve``, one field per option, with the names and meanings of ``vllm serve`` if it has the option."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ssd.numbers import parse_number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
-"""The name of the model that comes with the package."""
+"""The name of the small model that comes with the package."""
 
 _ENGINE, _DRAFT, _INDEX, _CACHE = EngineConfig(), DraftConfig(), IndexConfig(), CacheConfig()
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,30}")
-"""Becomes part of a namespace's name and of module names, in which a dot would be a level."""
+"""Matches names of LoRA adapters that can be part of cache namespaces and of torch module names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,6 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """The model's name if the service gives no other."""
         return BUNDLED_NAME if self.model is None else self.model
 
     @property
@@ -83,7 +82,7 @@ class ModelOptions:
 
     @property
     def draft_hub(self) -> HubOptions:
-        """How draft models and heads are fetched."""
+        """The Hugging Face hub settings for draft models and draft heads."""
         return HubOptions(cache_dir=self.download_dir, trust_remote_code=self.trust_remote_code)
 
     @property
@@ -97,12 +96,12 @@ class ModelOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """The data type without the additional names of ``vllm serve``."""
+        """The data type, with the aliases of ``vllm serve`` resolved."""
         return _DTYPE_NAMES.get(self.dtype, self.dtype)
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The paths or ids of LoRA adapters, by name."""
+        """Maps the names of LoRA adapters to their paths or Hugging Face ids."""
         return read_adapters(self.lora_modules)
 
 
@@ -170,7 +169,7 @@ class ServiceOptions:
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
-        """Add the keys and the secret from environment variables. Raises ConfigError."""
+        """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty: requests could not name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
@@ -233,7 +232,6 @@ class EngineOptions:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's configuration. Raises ConfigError."""
         check_range("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
         same = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
         return EngineConfig(
@@ -256,7 +254,6 @@ class SpeculationOptions:
 
     @property
     def draft(self) -> DraftConfig:
-        """The drafting configuration. Raises ConfigError."""
         return DraftConfig(num_speculative_tokens=0 if self.no_speculation else self.num_speculative_tokens)
 
 
@@ -281,7 +278,6 @@ class CacheOptions:
 
     @property
     def config(self) -> CacheConfig:
-        """The cache's configuration. Raises ConfigError."""
         index = IndexConfig(capacity_tokens=self.cache_tokens, rebuild_interval_s=self.rebuild_interval)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis)
 
@@ -308,7 +304,7 @@ class ObserveOptions:
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Parse words ``NAME=PATH``, or JSON objects of ``name`` and ``path``. Raises ConfigError."""
+    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``. Raises ConfigError."""
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):
