@@ -1,4 +1,4 @@
-"""``python -m server`` and the console script ``ssd-serve``."""
+"""The command ``python -m server`` and the console script ``ssd-serve``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
 
 def main() -> int:
-    """Run the server and return the exit status."""
+    """Run the command line of the server and return the exit status."""
     if wants_json(sys.argv[1:]):  # what is wrong with the other options is a line of JSON too
         set_up_logging("info", "json")
     hide_keys()  # before anything else is loaded: they are visible until then
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def hide_keys() -> None:
-    """Overwrite keys in the process's command line, which every user of the machine can read."""
+    """Overwrite API keys in the process's command line, which all users of the machine can read."""
     if not any(word.partition("=")[0] == "--api-key" for word in sys.argv):
         return
     try:

@@ -1,4 +1,4 @@
-"""Options of ``ssd-serve``, one field per option, with the names and meanings of ``vllm serve`` if it has the option."""
+"""Options of ``ssd-serve``, one field per option. Names and meanings are those of ``vllm serve`` if it has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of the web UI: /, /docs, their files, and /page/stats."""
+"""The routes of the web UI: /, /docs, their static files, and /page/stats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""Allows scripts, styles and requests of this origin only, none of them inline, so text never becomes markup."""
+"""The Content-Security-Policy: only scripts, styles and requests of this origin, and nothing inline."""
 
 SECURITY_HEADERS: Mapping[str, str] = {
     "content-security-policy": _POLICY,
@@ -40,7 +40,7 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 def page_files() -> dict[str, Path]:
-    """Return the files of the web UI by their path in the service, below /page/ as its links expect."""
+    """Return the static files of the web UI by their URL path."""
     files = {f"/page/{path.name}": path for path in sorted(_PAGE.iterdir())}
     files["/"] = files.pop("/page/index.html")
     files["/favicon.ico"] = files["/page/icon.svg"]
@@ -48,7 +48,7 @@ def page_files() -> dict[str, Path]:
 
 
 def docs_files() -> dict[str, Path]:
-    """Return the files of /docs by their path in the service."""
+    """Return the static files of the API documentation by their URL path."""
     files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
     files["/docs/icon.svg"] = _PAGE / "icon.svg"
@@ -56,7 +56,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
+    """Return the counters that the web UI shows. A tenant sees the size of its own cache only."""
     found: dict[str, Any] = {
         "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
     }  # fmt: skip
@@ -101,7 +101,7 @@ def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, accou
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Serve files by path without a key. Browsers revalidate them on every use."""
+    """Serve static files without API key. Browsers check for a newer version at every use."""
 
     def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
         content, (kind, _) = path.read_bytes(), guess_type(path.name)
@@ -127,7 +127,7 @@ def add_page(
     tenants: Tenants,
     aside: FairExecutor,
 ) -> None:
-    """Serve the web UI and its counters, which need a key if there are keys. ``aside`` runs the reading of counters."""
+    """Serve the web UI, and its counters, which need an API key if the server has keys."""
     add_files(app, files)
 
     @app.get("/page/stats", include_in_schema=False)

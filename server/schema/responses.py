@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and its conversion to a chat completion."""
+"""The request body of OpenAI's /v1/responses, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _REFUSED: Refused = {
 
 
 class _Part(BaseModel):
-    """A part of an earlier response; it has fields that mean nothing to a model."""
+    """An item of an earlier response that the client sends back. Fields without a meaning for the model are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -72,7 +72,7 @@ class _Output(_Part):
 
 
 class _Reasoning(_Part):
-    """Reasoning; ignored unless it contains plain text."""
+    """A reasoning item, which is ignored unless it contains plain text."""
 
     content: _Texts | None = None
 
@@ -91,7 +91,7 @@ _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
-    """Convert items to messages of /v1/chat/completions, joining those of one turn. Raises RequestError."""
+    """Convert input items to messages of /v1/chat/completions, merging the items of one turn. Raises RequestError."""
     conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)
@@ -114,16 +114,16 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
 
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
 _LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-"""Tools that clients offer by default and that they can do without, so they are left out."""
+"""Unsupported tools that are silently left out, because clients offer them by default and work without them."""
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a function in a namespace."""
+    """Return a function's name for the model, which includes its tool namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield each supported tool with its place and its namespace. Raises RequestError."""
+    """Yield the JSON path, namespace and definition of each supported tool. Raises RequestError."""
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind == "namespace":
@@ -136,7 +136,7 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """Convert ``tool_choice`` to that of chat completions. Raises RequestError."""
+    """Convert ``tool_choice`` of the Responses API to that of chat completions. Raises RequestError."""
     if isinstance(choice, str):
         return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -178,7 +178,7 @@ _CHAT_NAMES = {
 
 
 class TextFormat(RequestObject):
-    """The form of the text. A schema is always enforced strictly."""
+    """The form of the output. A JSON schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -188,14 +188,14 @@ class TextFormat(RequestObject):
 
 
 class TextConfig(RequestObject):
-    """``text``. ``verbosity`` is a hint that is not used."""
+    """The form of the output. ``verbosity`` has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)
 
 
 class ReasoningConfig(RequestObject):
-    """``reasoning``: the effort is passed to the chat template. Reasoning is returned in full, never as a summary."""
+    """Settings of reasoning. The effort is passed to the chat template, and reasoning is never summarized."""
 
     effort: str | None = Field(default=None, max_length=64)
     summary: str | None = Field(default=None, max_length=64)
@@ -217,7 +217,7 @@ Include = Literal[
 
 
 class ResponsesBody(SamplingFields, ChatForm):
-    """POST /v1/responses, without references to stored responses."""
+    """The request body of POST /v1/responses, which cannot refer to stored responses."""
 
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
@@ -247,18 +247,18 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def is_small(self) -> bool:
-        """Return whether the part of the request that the response repeats is small."""
+        """Whether the request's fields that a response repeats are small enough to be serialized on the event loop."""
         return self._is_small
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Return the namespace of each function that has one, by the model's name of the function."""
+        """Map the functions' names for the model to their tool namespaces."""
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether log-probabilities are requested, in either of OpenAI's two ways."""
+        """Whether log-probabilities are requested, by ``top_logprobs`` or by ``include``."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:

@@ -1,4 +1,4 @@
-"""Tables of the models' formats for calls and reasoning, under vLLM's parser names. `readers` and `reasoning` use them.
+"""Tables of the formats in which models write tool calls and reasoning, by vLLM's names of their parsers.
 
 The parsers are our own: transformers' ``parse_response`` and parsers of partial JSON read the whole text again for each
 chunk, and openai-harmony needs the tokens of a vocabulary that it downloads.
@@ -21,13 +21,13 @@ from server.tools.values import Functions
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
 AUTO, OFF = "auto", "none"
-"""What options take beside the names of formats."""
+"""Values of the options for tool call and reasoning formats other than names of formats."""
 
 FORMAT_IN_WORDS = "hermes"
-"""The format of calls for templates without support for tools, see `ssd.text.messages`."""
+"""The tool call format that is described to models whose chat template does not support tools."""
 
 JSON = "json"
-"""The format of forced calls if the model's own format has no grammar or is unknown."""
+"""The format of forced tool calls if the model's own format is unknown or has no grammar."""
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
@@ -249,7 +249,7 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     ),
     JSON: CallFormat(bare=("{", "["), written=CallTemplate(call=_PARAMETERS, before="[", between=", ", after="]")),
 }  # fmt: skip
-"""The formats of calls, the most specific first. A chat template has the first format that it mentions."""
+"""All tool call formats by name, the most specific first. The first format that a chat template mentions is used."""
 
 _INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the prompt closed it
 
@@ -301,19 +301,18 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "step3": _INSIDE,
     "step3p5": _INSIDE,
 }  # fmt: skip
-"""The formats of reasoning, the most specific first."""
+"""All reasoning formats by name, the most specific first. The first format that a chat template mentions is used."""
 
 _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*>|\[/?THINK\]")
-"""Matches the texts of a format that may be special tokens."""
+"""Matches markers of tool calls and reasoning that may be special tokens."""
 
 
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
-    """Return the names of a chat template's formats of calls and of reasoning; None for an unknown one.
+    """Return the names of the tool call format and the reasoning format of a chat template; None for an unknown format.
 
-    Args:
-        chat_template: The template's source.
-        sample: A call as the template writes it. The format is the first that parses it, of the formats that the
-            template mentions and then of all others. None: the first format that the template mentions.
+    ``sample`` is a tool call as the template renders it. The tool call format is the first that can parse it, among the
+    formats that the template mentions and then all others. Without it, the first format that the template mentions is
+    used.
     """
     mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.mentions, chat_template)]
     reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.mentions, chat_template)), None)
@@ -324,11 +323,11 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
 
 
 _NO_CONTENT = re.compile(r"(?:\s|<think>\s*</think>|<[^<>\s]*>|\[/?[A-Z_]+\])*")
-"""Text that may surround a call without being content: end markers and empty reasoning."""
+"""Matches text next to a tool call that is not content: end markers and empty reasoning."""
 
 
 def _reads_back(name: str, sample: CallSample) -> bool:
-    """Return whether a format parses the call in ``sample`` and finds no content."""
+    """Return whether the parser of a tool call format finds the rendered sample call, and no content besides."""
     for text in sample.texts:
         messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
         found = messages.whole(0, text)
@@ -343,10 +342,9 @@ def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
 
 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Write functions, each with ``name`` and ``arguments``, in the given format.
+    """Write tool calls, each with ``name`` and ``arguments``, in the format called ``tool_call``.
 
-    The Hermes format is used for formats that cannot be written, and in formats with tags for arguments that are no
-    object.
+    The Hermes format is used if the format cannot be written or cannot express arguments that are not an object.
     """
     form = TOOL_FORMATS[tool_call or FORMAT_IN_WORDS]
     if form.arguments == "python":
@@ -387,14 +385,14 @@ def _json(value: object) -> str:
 def make_parser(
     tool_call: str | None, reasoning: str | None, *, functions: Functions | None = None, prompt: str = ""
 ) -> MessageParser:
-    """Create the parser of one message, which reads reasoning first and then calls and content.
+    """Create the parser of one message of a model, which first reads reasoning and then tool calls and content.
 
     Args:
-        tool_call: The name of the format of calls. None: the message has no calls.
-        reasoning: The name of the format of reasoning. None: the message has no reasoning.
-        functions: The functions of the request. Their schemas determine the types of values, and formats without
-            markers accept only calls of these functions.
-        prompt: The end of the prompt, of which 64 characters are enough. It may have opened the reasoning already.
+        tool_call: The name of the tool call format. None: the message has no tool calls.
+        reasoning: The name of the reasoning format. None: the message has no reasoning.
+        functions: The functions of the request. Their schemas determine the types of argument values. In formats
+            without markers, only calls of these functions are recognized.
+        prompt: The last 64 or more characters of the prompt, which may have opened the reasoning.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]
@@ -416,7 +414,7 @@ def make_parser(
 
 @cache
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
-    """Return the special tokens that must stay in the parser's text, because they are markers of the formats."""
+    """Return the special tokens that must not be removed from the output because the parser needs them as markers."""
     found: set[str] = set()
     if tool_call is not None:
         found |= {*TOOL_FORMATS[tool_call].special, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}
