@@ -1,4 +1,4 @@
-"""Run one function over many items on the cores of this machine."""
+"""Parallel execution of one function over many items, with a process for each CPU core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from ssd.errors import SSDError
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes read and of tokens made or decoded since the last call."""
+"""A callback that receives the numbers of bytes read and of tokens produced since its last call."""
 
 Item = TypeVar("Item")
 Options = TypeVar("Options")
@@ -28,15 +28,14 @@ def map_items(
     work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
     jobs: int,
 ) -> Iterator[Result]:  # fmt: skip
-    """Yield the result of ``work`` for each item, in order.
+    """Yield the result of ``work`` for each item, in order, computed by ``jobs`` processes.
 
     Args:
-        work: A function at module level, called with an item, ``options`` and a progress function.
+        work: A function at module level, called with an item, ``options`` and a progress callback.
         items: The items.
         options: The options for every call.
-        progress: Called when an item is finished, with the sum of its reports.
-        jobs: The number of processes. 1: this process does the work. Worker processes end with this process, however it
-            ends, and with the iterator.
+        progress: Called when an item is finished, with the sum of the item's progress.
+        jobs: The number of processes. 1: the work is done in this process. Worker processes never outlive this process.
 
     Raises:
         SSDError: A worker process died.
@@ -64,7 +63,7 @@ def map_items(
 
 
 def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
-    """Run ``work`` in a worker process and return its result with the sum of its progress reports."""
+    """Call ``work`` in a worker process and return its result with the sum of its progress reports."""
     told = [0, 0]
 
     def tell(num_bytes: int, num_tokens: int) -> None:
@@ -86,7 +85,7 @@ def _begin(parent: int) -> None:
 
 
 def prepare_worker() -> None:
-    """Prepare a worker process: libraries may use one thread each, and torch cannot be imported."""
+    """Prepare a worker process: limit libraries to one thread each, and make torch unimportable."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.load_tokenizer import hide_torch
 

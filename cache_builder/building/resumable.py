@@ -1,4 +1,4 @@
-"""The working directory of a build, next to its output: the output appears complete, and a killed build can resume."""
+"""The working directory of a build, next to its output. The output appears complete, and a killed build can resume."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ _OLD = "old"
 
 
 def resumable_directory(out: Path) -> Path:
-    """Return the working directory of a build: next to ``out``, or next to the target if ``out`` is a link."""
+    """Return the path of a build's working directory, next to ``out`` (or to the target of a symbolic link)."""
     out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
 
 
 @contextmanager
 def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """Create the working directory with ``new`` and ``journal``, and remove it at the end.
+    """Create the locked working directory of a build, and delete it at the end.
 
-    It is kept after an error if a block with segments is finished.
-
-    Args:
-        out: The cache directory of the build.
-        fresh: Whether the files of an earlier build are removed first.
+    After an error it is not deleted if it contains a finished block, so that the next build resumes. ``fresh`` deletes
+    the files of an earlier build first.
 
     Raises:
         ConfigError: The directory cannot be created.
@@ -83,10 +80,7 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
 
 
 def find_resumable(out: Path) -> Path | None:
-    """Return the working directory of an interrupted build that the same command would resume.
-
-    Returns None if there is no such directory, or if another process uses it.
-    """
+    """Return the working directory of an interrupted build of ``out``; None without one, or if it is in use."""
     working = resumable_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
@@ -98,13 +92,16 @@ def find_resumable(out: Path) -> Path | None:
 
 
 def _restore_output(out: Path, working: Path) -> None:
-    """Restore ``out`` if `replace_directory` was interrupted between its two renames."""
+    """Move the old cache back to ``out`` if `replace_directory` was interrupted between its two renames."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Move ``new`` of ``working`` to ``out``. Raises CacheLocked if a server writes to ``out``."""
+    """Replace the cache at ``out`` by the finished one in the working directory.
+
+    Raises CacheLocked if a server writes to ``out``.
+    """
     with closing(DirectoryLock(out)) if out.exists() else nullcontext():
         if out.exists():
             out.rename(working / _OLD)
@@ -115,7 +112,7 @@ def replace_directory(out: Path, working: Path) -> None:
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
 ) -> Iterator[PrebuiltWriter]:
-    """Yield a writer, and move its cache to ``out`` if the block ends without an exception.
+    """Create a cache: yield a writer of segments, and move the result to ``out`` unless an exception is raised.
 
     Args:
         out: The cache directory; it is unchanged after an error.
@@ -139,12 +136,12 @@ def new_cache(
 
 
 def check_output(out: Path, *, force: bool) -> Path:
-    """Return ``out`` without links, after the check that a cache may be written there.
+    """Check that a cache may be written to ``out``, and return ``out`` with symbolic links resolved.
 
-    A cache that a killed command had moved away is restored first.
+    An old cache that a killed command had moved away is restored first.
 
     Raises:
-        ConfigError: There is a cache and ``force`` is not set, or there is something other than a cache.
+        ConfigError: A cache exists and ``force`` is not set, or ``out`` is something other than a cache.
         CacheLocked: A server or another build uses the directory.
     """
     given, out = out, out.resolve()

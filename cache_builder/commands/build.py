@@ -1,4 +1,4 @@
-"""The command ``ssd-cache build``."""
+"""The command ``ssd-cache build``, which builds a cache directory from logs and documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ssd-cache evaluate``."""
+"""The command ``ssd-cache evaluate``, which estimates from logs what a cache would save."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check the combinations of options that argparse cannot check. Raises ConfigError."""
+    """Raise ConfigError for combinations of options that argparse cannot check."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _some_prompts(log: Log) -> list[list[int]]:
-    """Return prompts from evenly spaced places of the log."""
+    """Return a few prompts, evenly spaced in the log, for measurements."""
     numbers = log.replayable
     some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
     return [log.row(number).context.tolist() for number in some]

@@ -1,4 +1,4 @@
-"""``ssd-cache explain``: show what a server's drafter drafts after a text, and where the cache contains that text."""
+"""``ssd-cache explain``: show the draft that a server would make after a text, and the text's places in the cache."""
 
 from __future__ import annotations
 
@@ -125,10 +125,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
-    """Read the acceptance model from learned.bin.
+    """Read the acceptance model in learned.bin, and the number of draft tokens that it was trained on.
 
-    Returns the model and the number of draft tokens that it was trained on; an empty model and None if the file is
-    missing or damaged.
+    If the file is missing or damaged, return an untrained model and None.
     """
     stored = read_learned_state(path)
     try:
@@ -140,7 +139,7 @@ def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
 def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
     """Find every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
 
-    Yields, for each occurrence, the segment, the ``position`` of the token that follows, and the surrounding text.
+    Yields for each occurrence the segment, the ``position`` of the next token, and the surrounding text.
     """
     tail = context[-length:]
     for segment in cache.segments:
@@ -159,7 +158,7 @@ def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Itera
 
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:
-    """Format the explanation as lines of text."""
+    """Format the output of ``ssd-cache explain`` as lines of text."""
     yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
         f"chances as learned from {facts['learned_from']:,} candidates"
         if facts["learned_from"]
@@ -198,7 +197,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the descendants of a draft tree's node; only branches increase the indentation."""
+    """Format the descendants of a node in a draft tree, one per line. Only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = f"{format_probability(draft['chances'][node]):>6}   {format_probability(draft['products'][node]):>9}"
@@ -207,9 +206,9 @@ def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: 
 
 
 def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
-    """Encode the prompt in the file ``name`` as a server does.
+    """Tokenize a prompt or conversation in a file as the server does, and return the token ids and the tokenizer.
 
-    Returns the token ids and the tokenizer. Raises InputError, RequestError.
+    Raises InputError or RequestError.
     """
     text = _read(name)
     if not name.endswith(".json"):

@@ -26,7 +26,7 @@ def merge(
     unique: bool = False,
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
 ) -> None:
-    """Write the sequences of the caches ``paths``, in order, to ``out``, and print a summary.
+    """Write the sequences of several caches, in order, to one cache directory, and print a summary.
 
     Repeated sequences are kept by default, because drafts are ranked by how often a text occurs.
 
@@ -35,8 +35,8 @@ def merge(
         out: The resulting directory, which may be one of ``paths``. It is unchanged after an error.
         namespace: The namespace of the result. None: that of ``paths``, which must be the same.
         force: Whether an existing cache is replaced.
-        unique: Whether only the first of equal sequences is kept; takes about 100 bytes of memory per sequence.
-        segment_tokens: The maximum number of tokens of a segment; a merge takes about 18 bytes of memory per token.
+        unique: Whether only the first of equal sequences is kept; requires about 100 bytes of memory per sequence.
+        segment_tokens: The maximum number of tokens of a segment; requires about 18 bytes of memory per token.
 
     Raises:
         ConfigError: The caches have several namespaces, or ``out`` cannot be used.

@@ -1,4 +1,4 @@
-"""``ssd-cache prune``: keep the part of a cache, up to a number of tokens, that a replay of logs uses most."""
+"""``ssd-cache prune``: reduce a cache to a number of tokens, keeping the text that a replay of logs uses most."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 BLOCK_TOKENS: Final = 64
-"""The number of tokens in a block. Usage is counted per block."""
+"""The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
 
 RUN_TOKENS: Final = 8
-"""The length of the token runs that are compared. Runs of this length rarely coincide by accident."""
+"""The number of consecutive tokens by which accepted drafts are found in a cache. Such runs rarely coincide by
+accident.
+"""
 
 _WARM: Final = SOURCES.index("warm")
 _WIDTH: Final = 32
-"""The number of tokens up to which a verification pass is assumed to be free. Drafts are long at this cost, so the
-replay finds the text that helps on any device.
-"""
+"""The number of tokens up to which the replay assumes that verification is free, so that drafts are long."""
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
@@ -82,9 +82,9 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Replay a log over a cache and hash the token runs of accepted drafts.
+    """Replay a log over a cache and hash the token runs of accepted drafts, for `prune`.
 
-    It takes about 30 microseconds per token without accepted drafts, and less with them.
+    It takes about 30 microseconds per token without accepted drafts, and less with accepted drafts.
 
     Args:
         directory: The cache directory.
@@ -115,7 +115,7 @@ def accepted_runs(
 
 
 def _hash_runs(tokens: Tokens) -> Keys:
-    """Return the hash of each run of RUN_TOKENS tokens, by its first position: uint64[n - RUN_TOKENS + 1]. O(n)."""
+    """Return the hashes of all runs of ``RUN_TOKENS`` consecutive tokens: uint64[n - RUN_TOKENS + 1]. O(n)."""
     room = max(0, len(tokens) - RUN_TOKENS + 1)
     keys = np.zeros(room, np.uint64)
     for place in range(RUN_TOKENS):
@@ -124,12 +124,9 @@ def _hash_runs(tokens: Tokens) -> Keys:
 
 
 def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
-    """Count for each block of the cache the accepted runs whose first occurrence lies in the block.
+    """Count for each block of a cache how many token runs of accepted drafts occur in it first: int64[blocks].
 
-    Only the first occurrence of a run counts, so that repeated text is kept once.
-
-    Returns:
-        int64[number of blocks]. O(tokens).
+    Only the first occurrence of a run counts, so that repeated text is kept only once. O(tokens).
     """
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
@@ -145,27 +142,23 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens that are kept before a used block, so that a context matches from the block's first token on."""
+"""The number of tokens kept before a used block, so that contexts match from the first token of the block on."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""The minimum length of a kept piece. Shorter pieces yield hardly any drafts."""
+"""The minimum number of tokens of a kept part of a sequence. Shorter parts yield hardly any drafts."""
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
-    """Choose the half blocks to keep, the most used first.
+    """Choose the halves of a cache's blocks to keep, the most used first: bool[2 n].
 
     Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For text that no log used,
     this served held-out requests better than the newest text or the text near used blocks.
 
-    Args:
-        credits: int64[n], the usage count of each block.
-        budget: The maximum number of kept tokens, with separators.
-
-    Returns:
-        bool[2 n]. O(n log n).
+    ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens with
+    separators. O(n log n).
     """
     count = len(credits)
     spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # evenly, however many are taken
@@ -187,7 +180,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the kept parts of a sequence that begins at ``start``, in order, as views. O(n / 32 + pieces)."""
+    """Return the parts of a sequence that are kept, in order, as views. ``kept`` flags the half blocks of the cache."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first
@@ -200,7 +193,7 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 
 
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
-    """Write at most ``budget`` tokens of the cache ``directory`` to ``out``, and print a summary.
+    """Write the most used text of a cache, at most ``budget`` tokens, to ``out``, and print a summary.
 
     Args:
         directory: The cache directory.
@@ -233,7 +226,7 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
 
 
 def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:
-    """Yield each sequence with its first position. A separator follows each sequence."""
+    """Yield each sequence of a cache with the position of its first token in the cache."""
     start = 0
     for sequence in iter_sequences(cache.segments):
         yield start, sequence

@@ -1,4 +1,4 @@
-"""The command ``ssd-cache pull``."""
+"""The command ``ssd-cache pull``, which copies the text that replicas share in Redis to a cache directory."""
 
 from __future__ import annotations
 

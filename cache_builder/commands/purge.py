@@ -1,4 +1,4 @@
-"""The command ``ssd-cache purge``."""
+"""The command ``ssd-cache purge``, which deletes a namespace from Redis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ssd-cache push``."""
+"""The command ``ssd-cache push``, which copies a cache directory to the Redis stream that replicas share."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 REPLICA_ID: Final = b"ssd-push"
-"""The replica id of pushed entries. Running replicas have random ids, so it never collides with theirs."""
+"""The replica id of Redis entries written by ``ssd-cache push``. Servers have random replica ids."""
 
 _BATCH: Final = 64
 
@@ -63,9 +63,8 @@ _BATCH: Final = 64
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest are written. The id of an entry is a hash of its place and its
-    tokens, so replicas ignore a repeated push while they remember the entries. O(tokens) time; memory of a few blocks
-    and the longest sequence.
+    If not all sequences fit into the stream, the newest are written. Replicas ignore entries that were pushed before,
+    as long as they remember the entries' ids. O(tokens) time; memory of a few blocks and the longest sequence.
 
     Args:
         directory: The cache directory.

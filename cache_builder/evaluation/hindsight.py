@@ -1,4 +1,4 @@
-"""The hindsight optimum: the number of steps with the best possible draft from all earlier text."""
+"""The hindsight optimum: the number of decoding steps if every draft were the best continuation in all earlier text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_order
 
 _MOST_TOKENS: Final = 1 << 26
-"""The maximum size of a log in tokens; the computation takes 24 bytes per token."""
+"""The maximum size of a log in tokens; the computation requires 24 bytes per token."""
 
 
 @kernel
 def _longest_before(text: TokenIds, order: TokenIds) -> TokenIds:
-    """Return for each position the length of the longest run that also begins earlier: int32[n]. O(n).
+    """Return for each position the length of the longest token run that also occurs earlier: int32[n]. O(n).
 
-    It computes the common prefixes of neighbours in the suffix array (Kasai et al. 2001), and removes positions from
-    the last to the first to find the nearest earlier ones (Crochemore and Ilie 2008, "Computing longest previous
+    It computes the common prefixes of neighbors in the suffix array (Kasai et al. 2001), and removes positions from the
+    last to the first to find the nearest earlier positions (Crochemore and Ilie 2008, "Computing longest previous
     factor").
     """
     n = len(text)
@@ -65,7 +65,7 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
 
 
 def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
-    """Return the minimum number of steps of each request if every draft is the best continuation found in earlier text.
+    """Return the minimum number of decoding steps of each request, if every draft is the best in all earlier text.
 
     At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
     continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices

@@ -48,7 +48,7 @@ def require_matplotlib() -> None:
 
 
 def write_page(evaluation: Evaluation, path: Path) -> None:
-    """Write the HTML file. Names of classes and files are escaped, because they come from logs. Raises OSError."""
+    """Write an evaluation as an HTML file. Names are escaped, because they come from logs. Raises OSError."""
     assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
     path.write_text(
         _PAGE.substitute(

@@ -1,6 +1,6 @@
 """An evaluation as text for a terminal.
 
-Names of classes and files come from logs, which anybody may have written, so they are escaped.
+Names of classes and files come from logs and may contain control characters, so they are escaped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return one line with the speed-up and its assumptions, without a figure if there are too few requests."""
+    """Return one line with the speed-up and its assumptions, or no speed-up if there are too few requests."""
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:
         if evaluation["requests"] < LEAST_REQUESTS:
@@ -51,12 +51,11 @@ def _too_few(requests: int) -> str:
 
 
 def format_sampling(way: Evaluation) -> str:
-    """Return the sampling parameters of a measurement."""
     return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
 
 
 def summary(evaluation: Evaluation) -> str:
-    """Return the whole report; long tables are shortened."""
+    """Return the whole report as text, with long tables shortened."""
     lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
@@ -128,7 +127,7 @@ def _bytes(count: int) -> str:
 
 
 _Columns = tuple[tuple[str, str], ...]
-"""The heading and the format of each column."""
+"""The headings and cell formats of a table's columns."""
 _STEPS: Final[_Columns] = (
     ("tokens a step", "{tokens_per_step:.2f}"), ("of the best", "{of_oracle:.0%}"), ("speed-up", "{speedup:.2f}"),
 )  # fmt: skip
@@ -142,7 +141,7 @@ _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 
 
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
-    """Yield the title, the columns and the rows of each table."""
+    """Yield the title, the columns and the rows of each table in the report."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
     ways = [{**way, "way": format_sampling(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (

@@ -1,4 +1,4 @@
-"""Detect the format of a file from its first bytes: JSON, CSV, a table, text, or a kind that cannot be learned."""
+"""Detection of a file's format from its first bytes: JSON, CSV, a table, text, or an unsupported kind of file."""
 
 from __future__ import annotations
 
@@ -16,29 +16,24 @@ _REFUSED: Final = (
     (0, b"Obj\x01", "an Avro file"), (0, b"FEA1", "a Feather file of version 1"),
     (0, b"%PDF-", "a PDF file"), (0, b"\x89HDF\r\n", "an HDF5 file"),
 )  # fmt: skip
-"""The offset and the bytes that identify each refused kind of file, and its name."""
+"""Unsupported kinds of files: the offset of the identifying bytes, these bytes, and the name of the kind."""
 _UTF_16: Final = re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00[^\x00]\x00|\x00[^\x00]\x00[^\x00]")
 _JSON: Final = re.compile(
     rb"""(?:[\s\x1e]|\xef\xbb\xbf)*(?:\#[^\n]*\n[\s\x1e]*)*(?:\{\s*(?:["'}]|\Z)|\[\s*(?:\{|\Z))"""
 )
-"""The beginning of a JSON object or an array of objects, after optional comments. It also matches Python's spelling,
-which is refused later with a clear message.
+"""Matches the beginning of a JSON object or an array of objects, after optional comments.
+
+It also matches Python literals, which are rejected later with a clear message.
 """
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
-"""The beginning of server-sent events."""
+"""Matches the beginning of server-sent events."""
 _DELIMITERS: Final = ",\t;|"
 
 
 def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
-    """Return ``format``, or if it is "auto" the format of a file with this decompressed ``beginning``.
+    """Return the format of a file, which is detected from its first decompressed bytes if ``format`` is "auto".
 
-    Args:
-        format: The format that the user or the file's name gives.
-        beginning: The first bytes of the file.
-        shown: The file's name in messages.
-
-    Raises:
-        InputError: Files of this kind cannot be read.
+    ``shown`` is the file's name in messages. Raises InputError for an unsupported kind of file.
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
@@ -66,7 +61,7 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
 
 
 def _has_prefixed_json(line: bytes) -> bool:
-    """Return whether a line ends with a JSON record after a prefix such as a time or a log level."""
+    """Return whether a log line consists of a prefix, such as a time or a log level, and a JSON record."""
     at = line.find(b'{"')
     try:
         value = json.loads(line[at:]) if at > 0 else None
@@ -76,7 +71,7 @@ def _has_prefixed_json(line: bytes) -> bool:
 
 
 def detect_delimiter(heading: bytes) -> str:
-    """Return the delimiter of a CSV file with this heading."""
+    """Return the column delimiter of a CSV file from its first line."""
     return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
 
 

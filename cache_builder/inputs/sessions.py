@@ -1,4 +1,4 @@
-"""Read sessions of the coding agents Claude Code and Codex, which log parts of a turn per line, as conversations."""
+"""Reading of session logs of the coding agents Claude Code and Codex, which have several lines per turn."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _CODEX_ITEMS: Final = (
 )  # fmt: skip
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
-"""Fields that a line of a session does not have."""
+"""Fields that never occur in a line of a session log, so that other logs are not taken for one."""
 
 Line = Mapping[str, Any]
 
 
 def is_session(line: bytes | str) -> bool:
-    """Return whether ``line``, the first of a file, begins a session."""
+    """Return whether a file is a session log of a coding agent, from its first line."""
     return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
 
 
 def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
-    """Yield the conversations if the first of ``records`` begins a session, else ``records``.
+    """Convert the lines of an agent's session log to conversations; records of other files are yielded unchanged.
 
     A line that is not JSON remains a record. Raises InputError for a session of more than 1 GiB.
     """
@@ -76,10 +76,10 @@ def _loaded(text: bytes | str) -> Any:
 
 
 def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield a conversation for the session, one for the text after each summary, and one for each subagent.
+    """Yield the conversations of a Claude Code session: the session, the text after each summary, and each subagent.
 
-    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel calls
-    are siblings in the tree.
+    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel tool
+    calls are siblings in the tree.
     """
     parents = {line["uuid"]: line.get("parentUuid") for line in lines if isinstance(line.get("uuid"), str)}
     roots: dict[str, str] = {}
@@ -115,7 +115,7 @@ def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield a conversation for the session, and one for the text after each compaction."""
+    """Yield the conversations of a Codex session: the session, and the text after each compaction."""
     begin: dict[str, Any] = {}
     items: list[Any] = []
     for line in lines:
@@ -134,7 +134,7 @@ def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex_item(item: Line) -> Line:
-    """Convert an item to OpenAI's responses format; calls of other kinds become function calls."""
+    """Convert a line of a Codex session to an item of OpenAI's Responses API; all calls become function calls."""
     kind = item.get("type")
     if kind in ("custom_tool_call", "local_shell_call"):
         name, given = item.get("name", "local_shell"), item.get("action", {"input": item.get("input")})

@@ -1,4 +1,4 @@
-"""Resolve the inputs of a command line to files in order, and divide large files into parts."""
+"""Resolution of the command line's inputs to files, in order, and division of large files into parts."""
 
 from __future__ import annotations
 
@@ -32,28 +32,26 @@ _FORMATS: dict[str, Format] = {
     ".tsv": "csv", ".arrow": "arrow", ".feather": "arrow",
     **dict.fromkeys((".traj", ".txt", ".text", ".md", ".rst", ".log"), "auto"),
 }  # fmt: skip
-"""The format of a file by its suffix; "auto" is decided by the content."""
+"""Maps file name suffixes to formats; "auto" means that the content decides."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
-"""The number or the date at the end of a rotated log's name."""
+"""Matches the number or date at the end of a rotated log's name."""
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
-"""The assumed ratio of uncompressed to compressed size."""
+"""The assumed ratio of uncompressed to compressed size of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or a range of it, in bytes for text and lines, or in row groups.
+    """An input file, or a range of its bytes or row groups.
 
     Attributes:
-        name: The path or the URL.
-        format: The format.
         size: The size of the file in bytes. None: unknown.
-        stamp: Changes when the file or one of ``requests`` changes, and on every run if changes cannot be detected.
+        stamp: A text that changes with the file or ``requests``; random if changes cannot be detected.
         start: The first byte or row group.
         stop: The end of the range. None: the end of the file.
-        requests: For responses of a batch, the files with their requests, the most likely first.
+        requests: For a file of batch responses, the files with the requests, the most likely first.
     """
 
     name: str
@@ -66,10 +64,10 @@ class Source:
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
-    """Resolve files, patterns, directories (sorted), URLs, and - for standard input, to files in order.
+    """Resolve the command line's inputs to files in order: paths, patterns, directories, URLs, - for standard input.
 
-    Each file is returned once. In directories only files of known formats are returned. The requests of a batch are
-    joined with its responses if both exist. Raises InputError.
+    Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
+    joined with those of their requests. Raises InputError.
     """
     found: dict[str, Source] = {}
     for name in names:
@@ -144,7 +142,7 @@ def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
 
 
 def _bare(name: str) -> str:
-    """Return the name without the suffixes of compression and rotation, and without a URL's query."""
+    """Return a file name without suffixes of compression and rotation and without a URL's query."""
     if is_url(name):
         name = name.partition("?")[0]
     for suffix in COMPRESSED:
@@ -153,16 +151,13 @@ def _bare(name: str) -> str:
 
 
 def _is_known(inside: str) -> bool:
-    """Return whether a file in a directory is used: no part of its path is hidden or generated."""
+    """Return whether a file in a directory is read: its format is known, and no part of its path is hidden."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
     return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
 
 
 def _is_card(name: str) -> bool:
-    """Return whether a file describes a data set: a Hugging Face card, or a README with a YAML heading.
-
-    Raises InputError.
-    """
+    """Return whether a file only describes a data set, like a Hugging Face card. Raises InputError."""
     last = name.rpartition("/")[2].lower()
     if last == "readme.md":
         with input_errors(name), open_raw(name) as file:
@@ -175,9 +170,9 @@ def _format_of(name: str, format: Format) -> Format:
 
 
 def _join_batches(sources: list[Source]) -> list[Source]:
-    """Join each file of batch responses with all files of requests, the i-th responses preferring the i-th requests.
+    """Assign to each file of batch responses the files with the requests, the i-th file of requests first.
 
-    If several files of requests begin with the same ``custom_id``, only the i-th one is used, because programs number
+    If several files of requests begin with the same ``custom_id``, only the i-th file is used, because programs number
     their requests alike. Raises InputError if the right file is unclear.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
@@ -218,13 +213,13 @@ def _side(name: str) -> tuple[Side, str] | None:
 
 
 def estimate_text_bytes(source: Source) -> int:
-    """Return the estimated number of bytes of text in a file, at least 1."""
+    """Return the estimated number of bytes of text in a file after decompression, at least 1."""
     size = source.size or 0
     return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
 def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
-    """Divide a file into parts of about ``part_weight`` bytes of text, and return them with their weights.
+    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its bytes.
 
     Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """
@@ -246,7 +241,7 @@ def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
 
 
 def _kind_of(source: Source) -> Format | None:
-    """Return the format of a file that can be divided; None for any other file."""
+    """Return the format of a file if parts of it can be read independently, else None."""
     if source.format == "parquet":
         return source.format
     with input_errors(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:
