@@ -25,9 +25,13 @@ _PARENT_DIES = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def map_items(
-    work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
+    work: Callable[[Item, Options, Progress], Result],
+    items: Sequence[Item],
+    options: Options,
+    progress: Progress,
+    *,
     jobs: int,
-) -> Iterator[Result]:  # fmt: skip
+) -> Iterator[Result]:
     """Yield the result of ``work`` for each item, in order, computed by ``jobs`` processes.
 
     Args:

@@ -409,10 +409,17 @@ def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
         tokenizer = options.tokenizer
     return json.dumps(
         [
-            __version__, codec.fingerprint, tokenizer, codec.eos_token_ids, codec.chat_template(options.chat_template),
-            options.namespace, sorted(options.fields.names.items()), options.skip_invalid, options.segment_tokens,
+            __version__,
+            codec.fingerprint,
+            tokenizer,
+            codec.eos_token_ids,
+            codec.chat_template(options.chat_template),
+            options.namespace,
+            sorted(options.fields.names.items()),
+            options.skip_invalid,
+            options.segment_tokens,
         ]
-    )  # fmt: skip
+    )
 
 
 def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:

@@ -51,9 +51,11 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="Namespace of the cache (default: %(default)s)")
     command.add_argument("--force", action="store_true", help="Replace an existing cache in DIR")
     command.add_argument(
-        "--executor", choices=("local", "ray"), default="local",
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
         help="Where inputs are tokenized and sorted: on this machine, or on a Ray cluster (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
@@ -89,9 +91,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         with progress_bar(0, "B", quiet=options.quiet) as bar:
             result = build(
-                options.inputs, options.out, build_options, begin=lambda num_bytes: bar.reset(num_bytes or None),
-                progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,
-            )  # fmt: skip
+                options.inputs,
+                options.out,
+                build_options,
+                begin=lambda num_bytes: bar.reset(num_bytes or None),
+                progress=lambda num_bytes, _: bar.update(num_bytes),
+                executor=executor,
+            )
     except BaseException:
         if (kept := find_resumable(options.out)) is not None and STANDARD_INPUT not in options.inputs:
             print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)

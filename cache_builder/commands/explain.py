@@ -64,13 +64,18 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     add_chat_template(command)
     command.add_argument(
-        "--draft-limit", type=int, default=DraftConfig().num_speculative_tokens, metavar="K",
+        "--draft-limit",
+        type=int,
+        default=DraftConfig().num_speculative_tokens,
+        metavar="K",
         help=f"Maximum number of tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--shape", choices=("tree", "chain"), default="tree",
+        "--shape",
+        choices=("tree", "chain"),
+        default="tree",
         help="Shape of the draft. A server drafts trees for one sequence, chains for many (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 
 

@@ -152,9 +152,11 @@ def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options that determine how logs are read, as for ``ssd-cache build``."""
     command.add_argument(
-        "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
+        "--tokenizer",
+        default=str(MODEL_PATH),
+        metavar="DIR_OR_MODEL",
         help="Tokenizer of the served model: directory, hub id or tokenizer.json (default: the bundled model's)",
-    )  # fmt: skip
+    )
     add_chat_template(command)
     command.add_argument(
         "--format",
@@ -163,10 +165,13 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         help="Format of all inputs (default: detected from names and first bytes)",
     )
     command.add_argument(
-        "--field", action="append", default=[], metavar="OURS=THEIRS",
+        "--field",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
         help="The records' name of text, prompt, completion, messages, token_ids or prompt_length, e.g. a.b.0; "
         "repeatable. THEIRS without OURS is the text",
-    )  # fmt: skip
+    )
     command.add_argument("--skip-invalid", action="store_true", help="Skip lines that cannot be used, and count them")
 
 

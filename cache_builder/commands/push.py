@@ -43,10 +43,13 @@ def add(command: argparse.ArgumentParser) -> None:
     add_redis_argument(command)
     command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
     command.add_argument(
-        "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
+        "--max-tokens",
+        type=token_count,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
         help="Size of the stream in tokens, as the servers' --cache-tokens "
         f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:

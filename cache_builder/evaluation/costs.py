@@ -128,10 +128,11 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
-        "--measure", metavar="MODEL",
+        "--measure",
+        metavar="MODEL",
         help="Measure the costs on this machine with this model (directory or hub id), then decode requests of the log "
         "alternately with and without drafts, and compare every output",
-    )  # fmt: skip
+    )
     one.add_argument("--cost", type=Path, metavar="FILE", help="Read the costs from a file that --save-cost wrote")
     group.add_argument("--save-cost", type=Path, metavar="FILE", help="Write the measured costs to a file")
 
@@ -171,9 +172,13 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _PROGRAM, what, model], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **quiet}, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", _PROGRAM, what, model],
+            input=json.dumps(asked),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **quiet},
+            check=False,
+        )
     except OSError as error:
         raise ModelError(f"the measurement did not start: {error}") from error
     lines = done.stdout.strip().splitlines()

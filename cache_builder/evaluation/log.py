@@ -144,10 +144,16 @@ def read_log(
         )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     return Log(
-        np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy(),
-        labels if class_by is not None else None, np.frombuffer(records, np.int64), num_records, num_invalid,
-        num_without_prompt, num_without_answer,
-    )  # fmt: skip
+        np.frombuffer(tokens, np.int32),
+        starts,
+        np.frombuffer(prompts, np.int64).copy(),
+        labels if class_by is not None else None,
+        np.frombuffer(records, np.int64),
+        num_records,
+        num_invalid,
+        num_without_prompt,
+        num_without_answer,
+    )
 
 
 def _label(record: InputRecord, path: str) -> str:

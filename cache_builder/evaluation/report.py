@@ -129,14 +129,19 @@ def _bytes(count: int) -> str:
 _Columns = tuple[tuple[str, str], ...]
 """The headings and cell formats of a table's columns."""
 _STEPS: Final[_Columns] = (
-    ("tokens a step", "{tokens_per_step:.2f}"), ("of the best", "{of_oracle:.0%}"), ("speed-up", "{speedup:.2f}"),
-)  # fmt: skip
+    ("tokens a step", "{tokens_per_step:.2f}"),
+    ("of the best", "{of_oracle:.0%}"),
+    ("speed-up", "{speedup:.2f}"),
+)
 _WAY: Final[_Columns] = (("sampling", "{way}"),)
 _REQUESTS: Final[_Columns] = (("requests", "{requests:,}"),)
 _RATES: Final[_Columns] = (
-    ("tokens", "{output_tokens:,}"), ("passes without", "{passes_without:,}"), ("with", "{passes_with:,}"),
-    ("tokens/s without", "{without_per_s:.2f}"), ("with", "{with_per_s:.2f}"),
-)  # fmt: skip
+    ("tokens", "{output_tokens:,}"),
+    ("passes without", "{passes_without:,}"),
+    ("with", "{passes_with:,}"),
+    ("tokens/s without", "{without_per_s:.2f}"),
+    ("with", "{with_per_s:.2f}"),
+)
 _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 
 
@@ -145,15 +150,17 @@ def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Ev
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
     ways = [{**way, "way": format_sampling(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (
-        ("of output", "{output_speedup:.2f}"), ("outputs that differ", "{outputs_differ:,}"),
+        ("of output", "{output_speedup:.2f}"),
+        ("outputs that differ", "{outputs_differ:,}"),
         ("slower requests", "{num_slower:,}"),
-    )  # fmt: skip
+    )
     yield "Measured", (*_WAY, *_REQUESTS, *_RATES, *alone, *_SPEED_UP), ways
     parts = [{**part, "way": way["way"]} for way in ways for part in way["growth"]]
     yield (
         "Measured, as it is used: parts of the requests in their order, the cache empty at first",
-        (("up to request", "{up_to:,}"), *_WAY, *_REQUESTS, *_RATES, *_SPEED_UP), parts,
-    )  # fmt: skip
+        (("up to request", "{up_to:,}"), *_WAY, *_REQUESTS, *_RATES, *_SPEED_UP),
+        parts,
+    )
     of_class: _Columns = (("class", "{name}"), *_REQUESTS, ("output tokens", "{output_tokens:,}"), *_STEPS)
     yield "By class of traffic", of_class, evaluation["classes"]
     yield "It grows with use", (("after requests", "{requests:,}"), *_STEPS), evaluation["growth"]

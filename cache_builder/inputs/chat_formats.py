@@ -124,14 +124,20 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
 
 
 _REFUSED: Final = (
-    ({"chosen", "rejected"}, "a pair of answers, one of them preferred (DPO),",
-     "the preferred one by --field prompt=prompt --field completion=chosen"),
-    ({"preferred_output", "non_preferred_output"}, "a pair of answers, one of them preferred (DPO),",
-     "the preferred one by --field messages=input.messages --field completion=preferred_output"),
+    (
+        {"chosen", "rejected"},
+        "a pair of answers, one of them preferred (DPO),",
+        "the preferred one by --field prompt=prompt --field completion=chosen",
+    ),
+    (
+        {"preferred_output", "non_preferred_output"},
+        "a pair of answers, one of them preferred (DPO),",
+        "the preferred one by --field messages=input.messages --field completion=preferred_output",
+    ),
     ({"run_type", "inputs"}, "a run of LangSmith", "its messages by --field"),
     ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
     ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
-)  # fmt: skip
+)
 """Record formats that are recognized but not supported: their fields, their names, and alternatives for the user."""
 
 
@@ -142,26 +148,29 @@ def _refusal(what: str, instead: str) -> RequestError:
 def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
     """Return the only list of chat messages in a record, under any key; None if there is none or more than one."""
     found = [
-        value for value in line.values()
+        value
+        for value in line.values()
         if isinstance(value, list) and value and all(_has(each, "role") and len(each) > 1 for each in value)
-    ]  # fmt: skip
+    ]
     return found[0] if len(found) == 1 else None
 
 
 def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
     """Return whether the last message equals the answer, so that the messages are the whole conversation."""
     text = answer if isinstance(answer, str) else answer["content"]
-    return any(_has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
-               for each in last)  # fmt: skip
+    return any(
+        _has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
+        for each in last
+    )
 
 
 # -- conversations, whole ---------------------------------------------------------------------------------------------
 
 _ROLES: Final = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "function_call": "assistant", "tool_call": "assistant", "observation": "tool", "function_response": "tool",
-    "tool_response": "tool", "ai": "assistant", "prompter": "user",
-}  # fmt: skip
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+}
 
 
 def _sharegpt(line: Mapping[str, Any]) -> Any:
@@ -220,8 +229,10 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
 
 
 CONVERSATIONS: Final[tuple[tuple[str, tuple[type, ...], Callable[[Mapping[str, Any]], Any]], ...]] = (
-    ("mapping", (dict,), _chatgpt), ("chat_messages", (list,), _claude), ("conversations", (list, dict), _sharegpt),
-)  # fmt: skip
+    ("mapping", (dict,), _chatgpt),
+    ("chat_messages", (list,), _claude),
+    ("conversations", (list, dict), _sharegpt),
+)
 """Formats of exported conversations: a key that identifies the format, the types of its value, and a converter."""
 
 
@@ -246,9 +257,9 @@ def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
 # -- what was asked ---------------------------------------------------------------------------------------------------
 
 _CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "proxy_server_request")
-PROMPT_KEYS: Final = (
-    "request", "params", "body", "request_body", "requestBody", "messages", "prompt", "input", "proxy_server_request",
-)  # fmt: skip
+PROMPT_KEYS: Final = tuple(
+    "request params body request_body requestBody messages prompt input proxy_server_request".split()
+)
 """Keys under which records may contain the prompt; the first key with a prompt is used."""
 _PLAIN: Final = ("messages", "prompt", "input")
 
@@ -420,9 +431,7 @@ ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_bo
 
 The last keys belong to records that are themselves an API response.
 """
-_NO_MODEL: Final = (
-    "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
-)  # fmt: skip
+_NO_MODEL: Final = ("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL")
 """Types of Langfuse's observations that are not model calls."""
 _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 

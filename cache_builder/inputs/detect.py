@@ -10,12 +10,18 @@ from typing import Final
 from cache_builder.inputs.record import BYTE_ORDER_MARK, COLUMNS, Format, InputError
 
 _REFUSED: Final = (
-    (0, b"PK\x03\x04", "a zip archive"), (0, b"PK\x05\x06", "a zip archive"), (257, b"ustar", "a tar archive"),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (0, b"Rar!\x1a", "a rar archive"),
-    (0, b"\x1f\x9d", "a file that compress(1) made"), (0, b"SQLite format 3\x00", "an SQLite database"),
-    (0, b"Obj\x01", "an Avro file"), (0, b"FEA1", "a Feather file of version 1"),
-    (0, b"%PDF-", "a PDF file"), (0, b"\x89HDF\r\n", "an HDF5 file"),
-)  # fmt: skip
+    (0, b"PK\x03\x04", "a zip archive"),
+    (0, b"PK\x05\x06", "a zip archive"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (0, b"Rar!\x1a", "a rar archive"),
+    (0, b"\x1f\x9d", "a file that compress(1) made"),
+    (0, b"SQLite format 3\x00", "an SQLite database"),
+    (0, b"Obj\x01", "an Avro file"),
+    (0, b"FEA1", "a Feather file of version 1"),
+    (0, b"%PDF-", "a PDF file"),
+    (0, b"\x89HDF\r\n", "an HDF5 file"),
+)
 """Unsupported kinds of files: the offset of the identifying bytes, these bytes, and the name of the kind."""
 _UTF_16: Final = re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00[^\x00]\x00|\x00[^\x00]\x00[^\x00]")
 _JSON: Final = re.compile(

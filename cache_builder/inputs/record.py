@@ -51,16 +51,25 @@ def display_name(name: str) -> str:
 
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
-    *NAMES, *PROMPT_KEYS, *ANSWER_KEYS, *STATUSES, "conversations", "mapping", "current_node", "chat_messages",
-    "observations", "attributes", "events", "resourceSpans",
-    "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
-    "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
-)  # fmt: skip
+    *NAMES,
+    *PROMPT_KEYS,
+    *ANSWER_KEYS,
+    *STATUSES,
+    *(
+        "conversations mapping current_node chat_messages observations attributes events resourceSpans "
+        "instruction question context history instructions system system_prompt type tools model_parameters "
+        "modelParameters optional_params chat_template_kwargs"
+    ).split(),
+)
 """The columns of Parquet and Arrow tables that are read."""
 _SETS = (
-    {"text"}, {"prompt", "completion"}, {"messages"}, {"messages", "completion"}, {"token_ids"},
+    {"text"},
+    {"prompt", "completion"},
+    {"messages"},
+    {"messages", "completion"},
+    {"token_ids"},
     {"token_ids", "prompt_length"},
-)  # fmt: skip
+)
 _WHOLE: Final = (*(key for key, _, _ in CONVERSATIONS), "observations", "token_ids")
 _MISSING: Final = object()
 

@@ -19,12 +19,11 @@ _ERROR_PAGE: Final = re.compile(
 )
 """Matches error pages of Envoy, nginx, Cloudflare and other gateways."""
 _ERROR_KEYS: Final = frozenset(
-    ("error", "detail", "message", "code", "status", "status_code", "type", "param", "object", "request_id", "path",
-     "timestamp", "success")
-)  # fmt: skip
-STATUSES: Final = (
-    "status", "status_code", "statusCode", "response_status", "responseStatus", "http_status", "http_status_code",
-)  # fmt: skip
+    "error detail message code status status_code type param object request_id path timestamp success".split()
+)
+STATUSES: Final = tuple(
+    "status status_code statusCode response_status responseStatus http_status http_status_code".split()
+)
 _FAILED: Final = re.compile("[45][0-9][0-9]")
 _GROWING: Final = ("content", "text", "arguments", "reasoning_content", "reasoning", "response", "thinking", "refusal")
 

@@ -14,10 +14,9 @@ from cache_builder.inputs.recorded_responses import as_mapping
 
 _MOST_BYTES: Final = 1 << 30
 _CODEX: Final = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
-_CODEX_ITEMS: Final = (
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-    "local_shell_call",
-)  # fmt: skip
+_CODEX_ITEMS: Final = tuple(
+    "message function_call function_call_output custom_tool_call custom_tool_call_output local_shell_call".split()
+)
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
 """Fields that never occur in a line of a session log, so that other logs are not taken for one."""

@@ -28,10 +28,17 @@ from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, quote_value
 
 _FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".csv": "csv",
-    ".tsv": "csv", ".arrow": "arrow", ".feather": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+    ".feather": "arrow",
     **dict.fromkeys((".traj", ".txt", ".text", ".md", ".rst", ".log"), "auto"),
-}  # fmt: skip
+}
 """Maps file name suffixes to formats; "auto" means that the content decides."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
 """Matches the number or date at the end of a rotated log's name."""

@@ -16,9 +16,12 @@ from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, di
 from ssd.errors import first_line
 
 _COMPRESSIONS: Final = (
-    (".gz", b"\x1f\x8b", "gzip"), (".zst", b"\x28\xb5\x2f\xfd", "zstd"), (".xz", b"\xfd7zXZ\x00", "xz"),
-    (".bz2", b"BZh", "bz2"), (".lz4", b"\x04\x22\x4d\x18", "lz4"),
-)  # fmt: skip
+    (".gz", b"\x1f\x8b", "gzip"),
+    (".zst", b"\x28\xb5\x2f\xfd", "zstd"),
+    (".xz", b"\xfd7zXZ\x00", "xz"),
+    (".bz2", b"BZh", "bz2"),
+    (".lz4", b"\x04\x22\x4d\x18", "lz4"),
+)
 """The file name suffix, the first bytes and the name of each supported compression."""
 COMPRESSED: Final = tuple(suffix for suffix, _, _ in _COMPRESSIONS)
 _BUFFER = 1 << 18

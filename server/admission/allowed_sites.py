@@ -32,10 +32,11 @@ class KnownSites:
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type")
         if not self._knows(_name(host)):
             raise ApiError(
-                403, f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
+                403,
+                f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
                 "it with --allowed-hosts and this name, or with API keys",
                 code="host_not_allowed",
-            )  # fmt: skip
+            )
         if origin is not None:
             is_foreign = origin.partition("://")[2] != host
         else:  # a link that leads here does no harm: the page that has it cannot read what comes
@@ -43,16 +44,18 @@ class KnownSites:
             is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link
         if is_foreign and not self._origins & {origin, "*"}:
             raise ApiError(
-                403, f"this server has no API keys and answers no page of {quote_value(origin or 'another site')}: "
+                403,
+                f"this server has no API keys and answers no page of {quote_value(origin or 'another site')}: "
                 "start it with --allowed-origins and the site, or with API keys",
                 code="origin_not_allowed",
-            )  # fmt: skip
+            )
         if kind is not None and method not in _READS and kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
-                415, f"a server without API keys takes only JSON: send the header 'content-type: application/json', "
+                415,
+                f"a server without API keys takes only JSON: send the header 'content-type: application/json', "
                 f"not {quote_value(kind)}",
                 code="unsupported_content_type",
-            )  # fmt: skip
+            )
 
     def _knows(self, name: str) -> bool:
         if {name, "*"} & self._hosts or name in ("", "localhost") or name.endswith((".localhost", *self._suffixes)):

@@ -188,10 +188,11 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             fault = _too_long(self.limits.max_body_bytes)
         elif self._num_chunks > _FREE_CHUNKS and self._content_bytes < _CHUNK_BYTES * self._num_chunks:
             fault = ApiError(
-                400, f"the body comes in chunks of less than {_CHUNK_BYTES} bytes on average: send larger chunks, or "
+                400,
+                f"the body comes in chunks of less than {_CHUNK_BYTES} bytes on average: send larger chunks, or "
                 "the whole body with a content-length",
                 code="body_chunks_too_small",
-            )  # fmt: skip
+            )
         else:
             return
         self.scope["state"][BODY_FAULT] = fault
@@ -324,7 +325,8 @@ def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) ->
     count = num_values(content)
     if count > max_values:
         raise ApiError(
-            413, f"the body has {count} values, at most {max_values} are taken: send several requests",
+            413,
+            f"the body has {count} values, at most {max_values} are taken: send several requests",
             code="body_too_long",
-        )  # fmt: skip
+        )
     return check(_decode(content))

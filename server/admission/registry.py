@@ -182,8 +182,10 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.error(
             "%s is damaged (%s): how often caches were deleted is found again only of those whose directories are "
-            "there, or by Redis. Restore it from a copy", path, error,
-        )  # fmt: skip
+            "there, or by Redis. Restore it from a copy",
+            path,
+            error,
+        )
         return {}, True
     found = {
         str(name): number for name, number in numbers.items() if type(number) is int and 0 <= number < _MOST_DELETIONS
@@ -413,8 +415,10 @@ class Tenants:
                 elif found:
                     log.warning(
                         "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
-                        "goes with the next deletion", tenant.name, ", ".join(found),
-                    )  # fmt: skip
+                        "goes with the next deletion",
+                        tenant.name,
+                        ", ".join(found),
+                    )
                 for name in found:
                     del unknown[name]
         return self._strangers(unknown)

@@ -82,8 +82,11 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
     except OSError as error:
         log.warning(
             "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
-            path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
-        )  # fmt: skip
+            path,
+            error.strerror,
+            SECRET_OPTION,
+            SECRET_VARIABLE,
+        )
         return secrets.token_bytes(32)
 
 
@@ -142,8 +145,10 @@ def open_tenants(
             log.warning(
                 "%s in %s were made with another secret, or by tenants that are no more: nobody finds them, and no "
                 "deletion removes them. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
-                summarize_names(strangers), own_caches, own_caches,
-            )  # fmt: skip
+                summarize_names(strangers),
+                own_caches,
+                own_caches,
+            )
     if path is not None and not tenants.is_closed:
         raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
     return tenants

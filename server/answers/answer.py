@@ -122,9 +122,14 @@ class Answer(ABC):
                 body |= {"token_ids": choice.token_ids, "prompt_token_ids": self.prompt_of(index)}
             choices.append(body)
         return {
-            "id": self.id, "object": self.object_name, **self._common, "choices": choices,
-            "usage": self.generation.usage.body(), **self.whole_extras(), **self._draft_metrics(),
-        }  # fmt: skip
+            "id": self.id,
+            "object": self.object_name,
+            **self._common,
+            "choices": choices,
+            "usage": self.generation.usage.body(),
+            **self.whole_extras(),
+            **self._draft_metrics(),
+        }
 
     @abstractmethod
     def whole_choice(self, index: int) -> dict[str, Any]:

@@ -77,9 +77,15 @@ class AnthropicAnswer(PartsAnswer):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.id, "type": self.object_name, "role": "assistant", "model": self._common["model"],
-            "content": content, "stop_reason": None, "stop_sequence": None, "usage": self._usage(),
-        }  # fmt: skip
+            "id": self.id,
+            "type": self.object_name,
+            "role": "assistant",
+            "model": self._common["model"],
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
 
     def _usage(self) -> dict[str, Any]:
         """Return token counts as Anthropic defines them: ``input_tokens`` excludes cached tokens."""

@@ -149,11 +149,20 @@ class ResponseAnswer(PartsAnswer):
         sampling = self.generation.sampling
         assert sampling is not None  # it was submitted
         return {
-            "id": self.id, "object": self.object_name, "created_at": self._common["created"], "status": status,
-            "completed_at": None, "error": None, "incomplete_details": None, "model": self._common["model"],
-            "output": output, "usage": None, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "id": self.id,
+            "object": self.object_name,
+            "created_at": self._common["created"],
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._common["model"],
+            "output": output,
+            "usage": None,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             **self._asked,
-        }  # fmt: skip
+        }
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:

@@ -20,9 +20,13 @@ from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, Re
 log = logging.getLogger(__name__)
 
 _TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 NO_THREADS = "thread_unsupported_request"
 """The error code for requests to store a conversation on the server; clients then send all of it with each request."""
 
@@ -59,9 +63,15 @@ class ApiError(Exception):
     """An error with an HTTP status code, for errors that the engine and the request's parameters do not cause."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-        code: str | None = None, headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Create an error. ``kind`` becomes its ``type``, and ``headers`` replace the default headers of the status."""
         super().__init__(message)
         self.status = status

@@ -52,10 +52,12 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "api-server-count": (("1",), "this server is one process"),
 }
 """Options of ``vllm serve`` for which only one value is supported, usually the default."""
-_MEANINGLESS = (
-    "enable-chunked-prefill", "disable-frontend-multiprocessing", "enable-request-id-headers", "async-scheduling",
-    "no-async-scheduling", "enable-lora", "enable-auto-tool-choice",
-)  # fmt: skip
+_MEANINGLESS = tuple(
+    (
+        "enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling "
+        "no-async-scheduling enable-lora enable-auto-tool-choice"
+    ).split()
+)
 """Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
 _ELSEWHERE = {
     "hf-token": "others can read a command line: set $HF_TOKEN",
@@ -88,10 +90,10 @@ def _check_vllm_options(found: object) -> None:
 _GROUPS = {
     title: group(title)
     for title in (
-        "model", "network", "service", "engine", "streams", "page", "tools", "speculation", "cache", "limits",
+        *"model network service engine streams page tools speculation cache limits".split(),
         "logs and traces",
     )
-}  # fmt: skip
+}
 _VLLM = group("vllm", show=False)
 
 

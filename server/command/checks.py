@@ -26,16 +26,19 @@ _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _GGUF = b"GGUF"
-_ENCODERS = (
-    "Albert", "Bert", "BigBird", "Camembert", "CLIP", "ConvBert", "Deberta", "DistilBert", "Electra", "ErnieFor",
-    "ErnieModel", "Esm", "Eurobert", "Flaubert", "Longformer", "MPNet", "ModernBert", "NomicBert", "Roberta",
-    "RoFormer", "SqueezeBert", "XLMRoberta", "XLNetModel",
-)  # fmt: skip
+_ENCODERS = tuple(
+    (
+        "Albert Bert BigBird Camembert CLIP ConvBert Deberta DistilBert Electra ErnieFor ErnieModel Esm Eurobert "
+        "Flaubert Longformer MPNet ModernBert NomicBert Roberta RoFormer SqueezeBert XLMRoberta XLNetModel"
+    ).split()
+)
 """Prefixes of the class names of encoder models, which cannot generate text."""
-_ENCODER_HEADS = (
-    "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-    "ForNextSentencePrediction",
-)  # fmt: skip
+_ENCODER_HEADS = tuple(
+    (
+        "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice "
+        "ForNextSentencePrediction"
+    ).split()
+)
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "Decoder")
 _ADVICE = "give a Hugging Face model directory, or the id of a model, which is OWNER/NAME"
 
@@ -193,9 +196,12 @@ def check_before_loading(options: Options) -> None:
         _check_cache(cache)
         return
     asked = {
-        "--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories,
-        "--draft-model": drafting.draft_model, "--draft-head": drafting.draft_head,
-    }  # fmt: skip
+        "--redis": cache.config.redis_url,
+        "--cache-dir": cache.config.directory,
+        "--warm": cache.warm_directories,
+        "--draft-model": drafting.draft_model,
+        "--draft-head": drafting.draft_head,
+    }
     if unused := [option for option, value in asked.items() if value]:
         log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))
 
@@ -313,7 +319,8 @@ def _check_redis(url: str) -> None:
     except Exception as error:  # of the client, of the system, of the server's own words
         log.warning(
             "Redis at %s does not answer (%s): going on without, and trying again all the time",
-            redacted_address(url), redact_password(first_line(error), url),
-        )  # fmt: skip
+            redacted_address(url),
+            redact_password(first_line(error), url),
+        )
     finally:
         client.close()

@@ -58,8 +58,11 @@ def docs_files() -> dict[str, Path]:
 def page_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
     """Return the counters that the web UI shows. A tenant sees the size of its own cache only."""
     found: dict[str, Any] = {
-        "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
-    }  # fmt: skip
+        "state": worker.state.value,
+        "model": settings.model_name,
+        "time_s": time.monotonic(),
+        "namespaces": {},
+    }
     engine = worker.loaded_engine
     if engine is None:
         return found

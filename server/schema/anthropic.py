@@ -43,7 +43,7 @@ _REFUSED: Refused = {
     "mcp_servers": (([],), _NO_TOOLS),
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
     "inference_geo": (("global",), "the server does not know where it stands"),
-}  # fmt: skip
+}
 """Unsupported request fields that would change the output, each with its neutral values and the reason."""
 
 
@@ -205,9 +205,12 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 _CHAT_NAMES = {
-    "stop": "stop_sequences", "response_format": "output_config", "prompt": "messages",
-    "parallel_tool_calls": "tool_choice", "continue_final_message": "messages",
-}  # fmt: skip
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "prompt": "messages",
+    "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
+}
 _THINKS = {"enabled": True, "disabled": False}
 
 

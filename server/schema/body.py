@@ -63,11 +63,13 @@ IGNORED: Mapping[str, str] = {
 }
 """Request fields that are ignored because they do not change the output, with the reason."""
 
-ELSEWHERE = {
-    "cache_prompt", "detokenize", "do_sample", "enable_thinking", "grammar", "kv_transfer_params", "max_new_tokens",
-    "mirostat", "n_predict", "options", "provider", "reasoning", "repeat_last_n", "repeat_penalty", "slot_id",
-    "thinking", "top_a", "transforms", "typical_p", "usage", "vllm_xargs",
-}  # fmt: skip
+ELSEWHERE = set(
+    (
+        "cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat "
+        "n_predict options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms "
+        "typical_p usage vllm_xargs"
+    ).split()
+)
 """Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -275,10 +277,15 @@ def _is_kind(complaint: ErrorDetails) -> bool:
 
 
 _KINDS = {
-    "string_type": "be a string", "list_type": "be a list", "bool_type": "be true or false",
-    "int_type": "be an integer", "float_type": "be a number", "dict_type": "be an object",
-    "model_type": "be an object", "model_attributes_type": "be an object",
-}  # fmt: skip
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "bool_type": "be true or false",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+}
 
 
 def _words(complaint: ErrorDetails) -> str:

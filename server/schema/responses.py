@@ -83,10 +83,12 @@ def _kind(item: Any) -> str | None:
 
 
 _Item = Annotated[
-    Annotated[_Message, Tag("message")] | Annotated[_Call, Tag("function_call")]
-    | Annotated[_Output, Tag("function_call_output")] | Annotated[_Reasoning, Tag("reasoning")],
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Call, Tag("function_call")]
+    | Annotated[_Output, Tag("function_call_output")]
+    | Annotated[_Reasoning, Tag("reasoning")],
     Discriminator(_kind),
-]  # fmt: skip
+]
 _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail_fast=True)])
 
 
@@ -172,9 +174,14 @@ def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CHAT_NAMES = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
-    "reasoning_effort": "reasoning", "logprobs": "include", "prompt": "input", "max_tokens": "max_output_tokens",
-}  # fmt: skip
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "logprobs": "include",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+}
 
 
 class TextFormat(RequestObject):

@@ -69,9 +69,13 @@ def call_grammar(
 
 
 def _call(
-    form: CallTemplate, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
+    form: CallTemplate,
+    number: int,
+    name: str,
+    schema: Mapping[str, Any],
+    special: Mapping[str, int],
     rules: dict[str, str],
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Return the grammar rule for a call of one function, and add the rules that it refers to to ``rules``."""
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
@@ -120,9 +124,16 @@ def _tagged(
     """Write grammar rules for a function's parameters in tags, in order; None if tags cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = {
-        "type", "properties", "required", "description", "title", "additionalProperties", "$comment", "$defs",
+        "type",
+        "properties",
+        "required",
+        "description",
+        "title",
+        "additionalProperties",
+        "$comment",
+        "$defs",
         "$schema",
-    }  # fmt: skip
+    }
     if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= known:
         return None
     if not set(map(str, required)) <= properties.keys() or not (

@@ -13,8 +13,15 @@ from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, discard
 Functions = Mapping[str, Mapping[str, Any]]
 """The functions that a model may call: their names with the JSON schemas of their parameters."""
 
-_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number",
-          type(None): "null"}  # fmt: skip
+_TYPES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
 _CONSTANTS = {**PYTHONS, **{word: word for word in PYTHONS.values()}}
 
 _TEXT = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
