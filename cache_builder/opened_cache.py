@@ -32,9 +32,9 @@ class OpenedCache:
 
 
 def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
-    """Open cache directories read-only and check their files. A server may continue to write to them.
+    """Open cache directories read-only and check their files. A server may continue to write to them. O(tokens).
 
-    O(tokens). Raises TokenizerMismatch if the caches have different tokenizers, and CacheError.
+    Raises TokenizerMismatch if the caches have different tokenizers, and CacheError.
     """
     found: list[OpenedCache] = []
     for path in paths:

@@ -34,16 +34,8 @@ def map_items(
 ) -> Iterator[Result]:
     """Yield the result of ``work`` for each item, in order, computed by ``jobs`` processes.
 
-    Args:
-        work: A function at module level, called with an item, ``options`` and a progress callback.
-        items: The items.
-        options: The options for every call.
-        progress: Called when an item is finished, with the sum of the item's progress.
-        jobs: The number of processes. 1: the work is done in this process. Worker processes never outlive this process.
-
-    Raises:
-        SSDError: A worker process died.
-        Exception: The error of the first item, in order, for which ``work`` raised.
+    ``work`` must be a function at module level. ``progress`` is called when an item is finished. Worker processes never
+    outlive this process. Raises the error of the first item that failed, or SSDError if a worker died.
     """
     if min(jobs, len(items)) <= 1:
         for item in items:
@@ -67,7 +59,6 @@ def map_items(
 
 
 def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
-    """Call ``work`` in a worker process and return its result with the sum of its progress reports."""
     told = [0, 0]
 
     def tell(num_bytes: int, num_tokens: int) -> None:

@@ -12,7 +12,6 @@ _SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
 
 def main() -> int:
-    """Run the command line of the server and return the exit status."""
     if wants_json(sys.argv[1:]):  # what is wrong with the other options is a line of JSON too
         set_up_logging("info", "json")
     hide_keys()  # before anything else is loaded: they are visible until then

@@ -47,11 +47,9 @@ BLOCKS: Final = 16
 class Block:
     """A sequence of input files, or parts of files, that one process builds into segments.
 
-    Attributes:
-        key: A hash of the inputs, their modification times and the build options. A finished block is found again by
-            it.
-        place: A hash of the names and ranges of the inputs.
-        weight: The approximate number of bytes of text.
+    ``key`` is a hash of the inputs, their modification times and the build options, by which a finished block is found
+    again. ``place`` is a hash of the names and ranges of the inputs, ``weight`` the approximate number of bytes of
+    text.
     """
 
     number: int
@@ -62,17 +60,10 @@ class Block:
 
 
 def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """Divide the inputs into blocks, in order, each of which one process builds.
+    """Divide the inputs into blocks, in order, each of which one process builds. Raises InputError.
 
-    Small inputs share a block, and a large input is split if its format allows it.
-
-    Args:
-        sources: The inputs.
-        how: A description of all build options that influence the segments.
-        block_bytes: The size of a block in bytes of text. None: chosen from the total size of the inputs.
-
-    Raises:
-        InputError: An input cannot be read.
+    Small inputs share a block, and a large input is split if its format allows it. ``how`` describes all build options
+    that influence the segments.
     """
     if block_bytes is None:
         total = sum(map(estimate_text_bytes, sources))
@@ -103,13 +94,8 @@ def _make_block(number: int, parts: list[Source], how: str, weight: int) -> Bloc
 class BuildOptions:
     """The options of ``ssd-cache build``, which are sent to worker processes.
 
-    Attributes:
-        force: Whether an existing cache is replaced.
-        fields: Maps our field names to those in the input's records.
-        jobs: The number of processes. None: one for each core.
-        block_bytes: The size of a block in bytes of text. None: chosen by `plan_blocks`.
-        directory: The working directory of the build. Set by `build`.
-        fingerprint: The tokenizer's fingerprint. Set by `build`.
+    ``jobs`` is the number of processes, by default one for each core. ``block_bytes`` is the size of a block in bytes
+    of text, by default chosen by `plan_blocks`. `build` sets ``directory``, its working directory, and ``fingerprint``.
     """
 
     namespace: str
@@ -170,7 +156,6 @@ class BlockResult:
 
 @lru_cache(maxsize=2)
 def load_codec(tokenizer: str, chat_template: str | None) -> TextCodec:
-    """Load a tokenizer, once per process. Raises ModelError."""
     return TextCodec.load(tokenizer, chat_template=chat_template)
 
 
@@ -287,7 +272,6 @@ def content_id(tokens: Tokens, place: str) -> str:
 
 
 def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) -> None:
-    """Build the suffix array of ``tokens`` and write the segment file. Raises CacheError or OSError."""
     segment = build_segment(tokens, start=None, segment_id=segment_id)
     write_segment(
         options.segments / f"{segment_id}.seg",
@@ -306,7 +290,6 @@ SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
 
 
 def merged_id(neighbours: SegmentGroup) -> str:
-    """Return the id of the segment that results from merging a group of segments."""
     if len(neighbours) == 1:
         return neighbours[0][0]
     return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in neighbours).encode())}"
@@ -328,7 +311,6 @@ def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iter
 
 
 def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progress) -> None:
-    """Merge a group of segments into one new segment file; the old files are not deleted."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
     segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
     write_new_segment(concatenate(segments), merged_id(neighbours), options)

@@ -29,12 +29,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Create the locked working directory of a build, and delete it at the end.
 
     After an error it is not deleted if it contains a finished block, so that the next build resumes. ``fresh`` deletes
-    the files of an earlier build first.
-
-    Raises:
-        ConfigError: The directory cannot be created.
-        CacheLocked: Another process builds ``out``.
-        OSError: The file system failed.
+    the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
     """
     path = resumable_directory(out)
     try:
@@ -114,17 +109,8 @@ def new_cache(
 ) -> Iterator[PrebuiltWriter]:
     """Create a cache: yield a writer of segments, and move the result to ``out`` unless an exception is raised.
 
-    Args:
-        out: The cache directory; it is unchanged after an error.
-        fingerprint: The tokenizer's fingerprint.
-        namespace: The namespace of the cache.
-        force: Whether an existing cache is replaced. Servers may read it meanwhile, but not write to it.
-        segment_tokens: The maximum number of tokens of a segment.
-
-    Raises:
-        ConfigError: ``out`` cannot be used.
-        CacheError: A segment cannot be written.
-        OSError: The file system failed.
+    With ``force``, an existing cache is replaced. Servers may read it meanwhile, but not write to it. Raises
+    ConfigError, CacheError or OSError; ``out`` is unchanged then.
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:
@@ -138,11 +124,8 @@ def new_cache(
 def check_output(out: Path, *, force: bool) -> Path:
     """Check that a cache may be written to ``out``, and return ``out`` with symbolic links resolved.
 
-    An old cache that a killed command had moved away is restored first.
-
-    Raises:
-        ConfigError: A cache exists and ``force`` is not set, or ``out`` is something other than a cache.
-        CacheLocked: A server or another build uses the directory.
+    An old cache that a killed command had moved away is restored first. Raises ConfigError if ``out`` is not a cache,
+    or is one and ``force`` is not set, and CacheLocked if a server or another build uses it.
     """
     given, out = out, out.resolve()
     working = resumable_directory(out)

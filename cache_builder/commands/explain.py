@@ -163,7 +163,6 @@ def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Itera
 
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:
-    """Format the output of ``ssd-cache explain`` as lines of text."""
     yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
         f"chances as learned from {facts['learned_from']:,} candidates"
         if facts["learned_from"]

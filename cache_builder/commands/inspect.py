@@ -90,7 +90,6 @@ Facts = dict[str, Any]
 
 
 def as_text(facts: Facts) -> str:
-    """Format the result of `inspect` for a terminal."""
     sequences = "" if facts["num_sequences"] is None else f" in {facts['num_sequences']:,} sequences"
     lines = [
         f"{facts['path']}",
@@ -112,7 +111,6 @@ def as_text(facts: Facts) -> str:
 
 
 def all_as_text(facts: Facts) -> str:
-    """Format the result of `inspect_all` for a terminal."""
     lines = [f"{facts['path']}", f"  namespaces   {len(facts['namespaces'])}"]
     lines += [
         f"    {escape_control_characters(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}"
@@ -124,17 +122,9 @@ def all_as_text(facts: Facts) -> str:
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
     """Read the caches of all namespaces in a server's cache directory, without changing them.
 
-    Args:
-        root: The server's --cache-dir.
-        secret_file: The file with the server's secret, from which owners are recognized. None: the one in the
-            directory.
-
-    Returns:
-        The object that ``--json`` prints. "of" names the owner of each namespace. "faults" name a missing or damaged
-        secret, and caches that belong to no tenant.
-
-    Raises:
-        CacheError: The directory or the secret cannot be read.
+    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace, and "faults" name a
+    missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's secret, by
+    default the one in the directory. Raises CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()

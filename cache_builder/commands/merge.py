@@ -28,20 +28,9 @@ def merge(
 ) -> None:
     """Write the sequences of several caches, in order, to one cache directory, and print a summary.
 
-    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs.
-
-    Args:
-        paths: The cache directories.
-        out: The resulting directory, which may be one of ``paths``. It is unchanged after an error.
-        namespace: The namespace of the result. None: that of ``paths``, which must be the same.
-        force: Whether an existing cache is replaced.
-        unique: Whether only the first of equal sequences is kept; requires about 100 bytes of memory per sequence.
-        segment_tokens: The maximum number of tokens of a segment; requires about 18 bytes of memory per token.
-
-    Raises:
-        ConfigError: The caches have several namespaces, or ``out`` cannot be used.
-        CacheError: A cache cannot be read.
-        OSError: The file system failed.
+    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs. ``out`` may be one of
+    ``paths``, and is unchanged after an error. ``unique`` requires about 100 bytes of memory per sequence, and the
+    largest segment 18 bytes per token. Raises ConfigError, CacheError or OSError.
     """
     check_output(out, force=force)
     caches = open_caches(paths)

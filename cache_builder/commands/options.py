@@ -30,7 +30,6 @@ CACHE_DIRECTORY = "Cache directory: from `ssd-cache build`, or CACHE_DIR/NAMESPA
 
 
 def token_count(text: str) -> int:
-    """Parse an option that counts tokens, e.g. 4M."""
     try:
         return parse_number(text)
     except ValueError as error:
@@ -44,7 +43,6 @@ def add_redis_argument(command: argparse.ArgumentParser) -> None:
 
 
 def redis_url_from_options(options: argparse.Namespace) -> str:
-    """Return the URL from ``--redis`` or ``$SSD_REDIS_URL``. Raises SSDError if both are missing."""
     url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
         raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
@@ -88,13 +86,8 @@ def escape_value(value: object) -> str:
 def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
     """Yield a Redis client whose errors are raised as StoreUnavailable, in one line and without passwords.
 
-    Args:
-        url: The URL of the Redis server.
-        failed: Returns a description of the step that the command could not complete, for the error message.
-
-    Raises:
-        ConfigError: The URL is invalid.
-        StoreUnavailable: The Redis server did not answer or returned an error.
+    ``failed`` returns a description of the step that failed, for the error message. Raises ConfigError for an invalid
+    URL.
     """
     from ssd.replication.connection import connect, redact_password, redacted_address
 
@@ -185,7 +178,6 @@ def add_chat_template(command: argparse.ArgumentParser) -> None:
 
 
 def chat_template_from_options(options: argparse.Namespace) -> str | None:
-    """Return the chat template in the file of ``--chat-template``. Raises InputError."""
     name = getattr(options, "chat_template", None)
     if name is None:
         return None

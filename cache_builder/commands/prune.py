@@ -82,21 +82,9 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Replay a log over a cache and hash the token runs of accepted drafts, for `prune`.
+    """Replay a log over a cache, and return the hashes of the token runs in each request's accepted drafts.
 
-    It takes about 30 microseconds per token without accepted drafts, and less with accepted drafts.
-
-    Args:
-        directory: The cache directory.
-        log: The recorded requests.
-        fingerprint: The tokenizer's fingerprint.
-        progress: Called with the number of output tokens replayed since the last call.
-
-    Returns:
-        One uint64 array of hashes for each request.
-
-    Raises:
-        CacheError: The cache cannot be read.
+    It takes about 30 microseconds per token without accepted drafts, and less with accepted drafts. Raises CacheError.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
@@ -193,21 +181,10 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 
 
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
-    """Write the most used text of a cache, at most ``budget`` tokens, to ``out``, and print a summary.
+    """Write the most used text of a cache, at most ``budget`` tokens with separators, to ``out``, and print a summary.
 
-    Args:
-        directory: The cache directory.
-        out: The resulting directory, which may be ``directory``. It is unchanged after an error.
-        budget: The maximum number of tokens, with separators.
-        found: The result of `accepted_runs`.
-        force: Whether an existing cache is replaced.
-
-    Raises:
-        ConfigError: ``out`` cannot be used.
-        CacheError: The cache cannot be read.
-        OSError: The file system failed.
-
-    O(tokens) time; memory of 1/64 of the tokens and one segment of the result.
+    ``found`` is the result of `accepted_runs`. ``out`` may be ``directory``, and is unchanged after an error. O(tokens)
+    time; memory of 1/64 of the tokens and one segment of the result. Raises ConfigError, CacheError or OSError.
     """
     (cache,) = open_caches([directory])
     credits = count_uses(cache, found)
@@ -226,7 +203,6 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
 
 
 def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:
-    """Yield each sequence of a cache with the position of its first token in the cache."""
     start = 0
     for sequence in iter_sequences(cache.segments):
         yield start, sequence

@@ -54,20 +54,8 @@ def run(options: argparse.Namespace) -> int:
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
     """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
-    Args:
-        client: The Redis client.
-        fingerprint: The tokenizer's fingerprint.
-        namespace: The namespace.
-        directory: The cache directory; it is unchanged after an error.
-        force: Whether an existing cache is replaced.
-
-    Raises:
-        ConfigError: ``directory`` cannot be used.
-        CacheError: A segment cannot be written.
-        OSError: The file system failed.
-        RedisError: Redis did not answer or returned an error.
-
-    O(n log n) time; memory of one segment and the ids of the entries.
+    The directory is unchanged after an error. O(n log n) time; memory of one segment and the ids of the entries. Raises
+    ConfigError, CacheError, OSError or RedisError.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()

@@ -66,19 +66,9 @@ _BATCH: Final = 64
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest are written. Replicas ignore entries that were pushed before,
-    as long as they remember the entries' ids. O(tokens) time; memory of a few blocks and the longest sequence.
-
-    Args:
-        directory: The cache directory.
-        url: The URL of Redis.
-        namespace: The namespace. None: that of the directory.
-        max_tokens: The maximum number of tokens in the stream, which must equal that of the replicas.
-
-    Raises:
-        ConfigError: The URL or the namespace is invalid.
-        CacheError: The cache cannot be read.
-        StoreUnavailable: Redis did not answer, or the directory cannot be read.
+    If not all sequences fit into the stream, the newest are written. ``max_tokens`` must equal the limit of the
+    replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. O(tokens)
+    time; memory of a few blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
     """
     if namespace is not None:
         check_namespace(namespace)

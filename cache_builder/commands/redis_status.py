@@ -52,16 +52,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_status(url: str) -> Facts:
-    """Read the state of the Redis server at ``url`` without writing to it.
+    """Read the state of a Redis server without writing to it, and return the object that ``--json`` prints.
 
-    Returns:
-        The object that ``--json`` prints. A value that could not be read is None or contains an "error". Ages are in
-        seconds by the Redis server's clock. "generations" counts deletions of caches. The secret of coupled sampling is
-        only reported as present or absent.
-
-    Raises:
-        ConfigError: The URL is invalid.
-        StoreUnavailable: The server does not answer, or is not a Redis server.
+    A value that could not be read is None or contains an "error". Ages are in seconds by the Redis server's clock.
+    "generations" counts deletions of caches. The secret of coupled sampling is only reported as present or absent.
+    Raises ConfigError or StoreUnavailable.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
@@ -83,7 +78,6 @@ def read_status(url: str) -> Facts:
 
 
 def as_text(status: Facts) -> str:
-    """Format the result of `read_status` for a terminal."""
     lines = [status["address"]]
     for server in status["servers"]:
         said = server.get("error") and f"unknown: {server['error']}"
@@ -215,7 +209,6 @@ def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
 
 
 def _number(value: object) -> int | None:
-    """Return a Redis reply as an integer, or None if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | bytes):
         return None
     try:

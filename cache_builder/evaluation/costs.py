@@ -120,11 +120,9 @@ _PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]
-"""A function that returns the token ids of a few prompts of the log."""
 
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options ``--measure``, ``--cost`` and ``--save-cost``."""
     group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
@@ -160,7 +158,6 @@ def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts
 
 
 def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Measure the decoding costs of a model on this machine, with token recycling on ``prompts``. Raises ModelError."""
     return run_measurement("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
 
 

@@ -116,16 +116,11 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
 
 @kernel
 def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
-    """Replay one recorded output and return the number of decoding steps. All addresses are those of arrays or records.
+    """Replay one recorded output and return the number of decoding steps. Called with addresses of records and arrays.
 
-    Args:
-        at: The address of the `Decoder`.
-        snapshot: The address of the cache's snapshot.
-        text_at: The address of the token ids of the prompt and the output.
-        length: The number of tokens of the prompt and the output.
-        prompt_length: The number of tokens of the prompt.
-        steps: int32[3 * output], receives for each step the numbers of drafted and accepted tokens and the draft's
-            source. A step emits one more token than it accepts, so the last token of the text never counts as accepted.
+    ``text_at`` refers to the ``length`` token ids of the prompt and the output. ``steps`` (int32[3 * output]) receives
+    for each step the numbers of drafted and accepted tokens and the draft's source. A step emits one more token than it
+    accepts, so the last token of the text never counts as accepted.
     """
     decoder = _decoder_at(at)
     frame, row = draft_scratch_at(decoder.workspace), decoder.row
@@ -186,20 +181,13 @@ class OutputDecoder:
     """Replays recorded outputs with the suffix drafter, to count the steps that a server would need. Deterministic.
 
     It decodes like an engine that runs one sequence at a time, without drafts that depend on a running target, such as
-    token recycling. Must be used by one thread.
+    token recycling. ``sure`` is the minimum acceptance probability of the first draft token in a request's first pass.
+    Must be used by one thread.
     """
 
     def __init__(
         self, curve: CostCurve, *, draft: DraftConfig, tree: bool = True, sure: float = FIRST_TOKEN_THRESHOLD
     ) -> None:
-        """Prepare a replay.
-
-        Args:
-            curve: The cost of forward passes.
-            draft: The drafting options.
-            tree: Whether draft trees are verified, instead of draft chains only.
-            sure: The minimum acceptance probability of the first draft token in a request's first pass. 0: no minimum.
-        """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]
         self._more = rising(self._costs)

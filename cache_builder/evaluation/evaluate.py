@@ -53,18 +53,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The result of replaying a log.
+    """The result of replaying a log, in arrays over the replayed requests.
 
     Attributes:
         requests: int64[r], the indices of the replayed requests in the log.
-        num_tokens: int64[r], the number of output tokens of each request.
-        num_steps: int64[r], the number of decoding steps of each request.
-        num_accepted: int64[r], the number of accepted draft tokens of each request.
         drafted: int16[steps], the number of draft tokens of each step, for all requests one after the other.
         ns: The processor time of all proposals in nanoseconds.
         by_source: Drafts by source, see `OutputDecoder.by_source`.
-        num_cached_tokens: The number of tokens in the cache at the end.
-        index_bytes: The memory of the cache's index at the end.
     """
 
     requests: Int64s
@@ -84,12 +79,8 @@ def replay(
 ) -> Outcome:
     """Replay a log with the server's drafter and count the decoding steps. Raises CacheError.
 
-    Args:
-        log: The recorded requests.
-        plan: The caches and drafting options.
-        curve: The cost of forward passes.
-        use: Which caches are searched, see `Plan.lesser_uses`.
-        tell: Called with the number of output tokens of each request.
+    ``use`` selects the caches that are searched, see `Plan.lesser_uses`. ``tell`` is called with the number of output
+    tokens of each request.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft)
@@ -162,14 +153,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Replay a log with and without the cache, and return the report that ``ssd-cache evaluate`` prints as JSON.
 
-    Args:
-        log: The recorded requests.
-        plan: The caches and drafting options.
-        costs: The costs of decoding.
-        progress: Called with the number of output tokens replayed since its last call, see `count_replayed_tokens`.
-
-    Raises:
-        CacheError: A prebuilt cache cannot be used.
+    ``progress`` is called with the number of output tokens replayed since its last call, see `count_replayed_tokens`.
+    Raises CacheError.
     """
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
     if not plan.warm:  # of warm directories the text is not at hand
@@ -260,7 +245,6 @@ def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str,
 
 
 def _tenths(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each tenth of ``count`` requests, or of fewer parts if there are few requests."""
     return pairwise(sorted({round(count * tenth / 10) for tenth in range(11)}))
 
 
@@ -315,7 +299,6 @@ def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
 
 
 def summarize_measurement(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the speed-up of measured requests, in total and for each part of the log."""
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
     return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
 

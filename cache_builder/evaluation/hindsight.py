@@ -69,15 +69,8 @@ def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: in
 
     At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
     continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices
-    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain.
-
-    Args:
-        texts: The prompt and the output of each request, in order.
-        prompt_lengths: int64[n], the prompt tokens of each request. Without a prompt, the first token counts as one.
-        limit: The maximum number of draft tokens.
-
-    Returns:
-        int64[n], or None for more than 64 million tokens. O(n log n) in all tokens.
+    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain. Returns None
+    for more than 64 million tokens. O(n log n) in all tokens.
     """
     if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
         return None

@@ -102,17 +102,8 @@ def read_log(
 ) -> Log:
     """Read all requests of log files, in the formats that ``ssd-cache build`` reads.
 
-    Args:
-        sources: The files.
-        codec: The tokenizer.
-        fields: Maps our field names to those in the records.
-        class_by: The name of the field that contains a request's class, with dots for nested fields.
-        skip_invalid: Whether invalid records are skipped.
-        progress: Called with the number of bytes read since its last call.
-
-    Raises:
-        InputError: A file or a record cannot be read (see ``skip_invalid``), or the log contains no answer.
-        OSError: The file system failed.
+    ``class_by`` is the name of the field with a request's class, with dots for nested fields. Raises InputError, also
+    if the log contains no answer, and OSError.
     """
     tokens, lengths, prompts, records = array("i"), array("q"), array("q"), array("q")
     labels = list[str]()

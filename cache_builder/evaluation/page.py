@@ -40,7 +40,6 @@ $summary
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:

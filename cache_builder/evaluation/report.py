@@ -55,7 +55,6 @@ def format_sampling(way: Evaluation) -> str:
 
 
 def summary(evaluation: Evaluation) -> str:
-    """Return the whole report as text, with long tables shortened."""
     lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
@@ -127,7 +126,6 @@ def _bytes(count: int) -> str:
 
 
 _Columns = tuple[tuple[str, str], ...]
-"""The headings and cell formats of a table's columns."""
 _STEPS: Final[_Columns] = (
     ("tokens a step", "{tokens_per_step:.2f}"),
     ("of the best", "{of_oracle:.0%}"),
@@ -146,7 +144,6 @@ _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 
 
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
-    """Yield the title, the columns and the rows of each table in the report."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
     ways = [{**way, "way": format_sampling(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (

@@ -59,7 +59,6 @@ def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, l
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    """Return whether a value is a list of JSON objects that are not chat messages."""
     is_list = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
     return is_list and not all("role" in each for each in value)
 
@@ -272,7 +271,6 @@ def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
 
 
 def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt under ``key`` in a record, and the variables of its chat template."""
     if key in ("messages", "prompt"):
         value = line[key]
         parsed = _parsed(value) if key == "messages" else value
@@ -291,7 +289,6 @@ def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]
 
 
 def _text_or_ids(value: Any) -> Any:
-    """Return the prompt of a completion request as a text or as token ids."""
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
 
 
@@ -375,7 +372,6 @@ _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
 
 
 def _part(part: Any) -> Any:
-    """Convert a part of a message's content to the form of chat completions."""
     if not _has(part, "type") or part["type"] not in _TEXTS or "text" in part:
         return part
     return {**part, "text": part.get("value", part.get("content"))}
@@ -401,7 +397,6 @@ def _message(role: str, text: str, calls: Sequence[Any], thought: str) -> dict[s
 
 
 def _text_of(content: Any) -> str:
-    """Join the text parts of a message's content with line feeds."""
     if isinstance(content, str):
         return content
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -527,7 +522,6 @@ def _text_of_body(part: Mapping[str, Any]) -> Any:
 
 
 def _is_there(value: Any) -> bool:
-    """Return whether a field of a record has a value; exports write empty values in many forms."""
     if isinstance(value, str):
         return value not in ("", "{}", "[]")
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)

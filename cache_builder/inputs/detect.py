@@ -77,7 +77,6 @@ def _has_prefixed_json(line: bytes) -> bool:
 
 
 def detect_delimiter(heading: bytes) -> str:
-    """Return the column delimiter of a CSV file from its first line."""
     return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
 
 

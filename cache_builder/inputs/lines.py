@@ -66,7 +66,6 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
 
 
 def _elements(text: str) -> Iterator[str]:
-    """Yield the text of each element of a JSON array. Raises JSONDecodeError."""
     decoder, at = json.JSONDecoder(), _skip(text, text.index("[") + 1)
     is_open = text[at : at + 1] != "]"
     while is_open:
@@ -82,7 +81,6 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """Yield the text of each of several consecutive JSON values. Raises JSONDecodeError."""
     decoder, at = json.JSONDecoder(), _skip(text, 0)
     while at < len(text):
         _, end = decoder.raw_decode(text, at)
@@ -91,7 +89,6 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Return the index of the first character at or after ``at`` that is not white space."""
     return cast(re.Match[str], _SPACE.match(text, at)).end()
 
 
@@ -170,7 +167,6 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
 
 
 def _requests_in(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the ``custom_id`` and the text of each batch request in a file."""
     with input_errors(name), open_stream(name) as file:
         for record in json_lines(display_name(name), file):
             side = batch_side(_loaded(record.text))

@@ -129,7 +129,6 @@ class FieldNames:
         return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:
-        """Return the columns of a table that have to be read."""
         return frozenset(
             (*self.names.values(), *(path.partition(".")[0] for path in self.names.values()), *self.others, *COLUMNS)
         )

@@ -118,12 +118,10 @@ def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
             whole[key] = value
 
 
-class _Pieces(list[str]):
-    """The chunks of one text in a streamed response."""
+class _Pieces(list[str]): ...
 
 
-class _Elements(dict[Any, Any]):
-    """The elements of a list in a streamed response, by their index."""
+class _Elements(dict[Any, Any]): ...
 
 
 def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
@@ -134,7 +132,6 @@ def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -
 
 
 def _listed(value: Any) -> Any:
-    """Convert merged chunks to plain JSON values."""
     if isinstance(value, _Pieces):
         return "".join(value)
     if isinstance(value, _Elements):

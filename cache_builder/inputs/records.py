@@ -33,7 +33,6 @@ from ssd.text.messages import normalize_messages
 def read_sources(
     sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
 ) -> Iterator[InputRecord]:
-    """Yield the records of all input files, one file after the other. Raises InputError."""
     return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 

@@ -64,7 +64,6 @@ def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an OTLP value, which is wrapped in its type, to a plain value."""
     if not isinstance(value, dict) or len(value) != 1:
         return value
     ((kind, inner),) = value.items()
@@ -76,7 +75,6 @@ def _plain(value: Any) -> Any:
 
 
 def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
-    """Store a value in nested dicts at a path of dotted names, replacing other values on the way."""
     for name in path[:-1]:
         if not isinstance(whole.get(name), dict):
             whole[name] = {}

@@ -100,7 +100,6 @@ def _parquet(name: str) -> Iterator[Any]:
 
 @contextmanager
 def _pyarrow(name: str, what: str) -> Iterator[Any]:
-    """Yield the package pyarrow, and convert its errors to InputError."""
     try:
         import pyarrow as pa
         import pyarrow.ipc

@@ -68,6 +68,5 @@ class KnownSites:
 
 
 def _name(host: str) -> str:
-    """Return the host name or IP address of a Host header without its port."""
     found = _HOST.fullmatch(host)
     return (host if found is None else found[1] or found[2] or "").rstrip(".").lower()

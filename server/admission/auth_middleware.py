@@ -124,7 +124,6 @@ class AuthMiddleware:
 
 
 def account_of(scope: Scope) -> Account:
-    """Return the account that `AuthMiddleware` stored for an admitted request."""
     account: Account = scope["state"]["account"]
     return account
 

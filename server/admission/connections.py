@@ -253,7 +253,6 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
-    """Return a subclass of `GuardedProtocol` with the given limits, which uvicorn instantiates for each connection."""
     return type("Protocol", (GuardedProtocol,), {"limits": limits, "received": memoryview(bytearray(_RECEIVED_BYTES))})
 
 

@@ -32,14 +32,11 @@ class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
     Each tenant has a queue of limited length. If the server has no tenants, all requests share one queue and requests
-    are served in round-robin order instead. All methods must be called from one event loop.
+    are served in round-robin order instead. All methods must be called from one event loop. ``name`` is the kind of
+    work in error messages. A tenant's calls may have a total cost of ``(num_threads + max_waiting) * unit``.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
-        """Start the threads. ``name`` is the kind of work in error messages.
-
-        A tenant's running and waiting calls may have a total cost of ``(num_threads + max_waiting) * unit``.
-        """
         self._name = name
         self._most = (num_threads + max_waiting) * unit
         self._unit = unit
@@ -72,7 +69,6 @@ class FairExecutor:
         return await waiting
 
     async def _turn(self, whose: str | None) -> None:
-        """Wait until a thread is free and it is this tenant's turn."""
         if self._num_idle:  # then nobody waits
             self._num_idle -= 1
             return
@@ -86,7 +82,6 @@ class FairExecutor:
             raise
 
     def _pass_on(self) -> None:
-        """Assign the thread that became free to the next tenant in round-robin order."""
         while self._lines:
             whose, line = next(iter(self._lines.items()))
             turn = line.popleft()
@@ -144,11 +139,9 @@ class FairExecutors:
         return await self._long_texts.run_with_cost(num_characters, call)
 
     def grammar(self, cost: int) -> FairExecutor:
-        """Return the thread pool for grammars of this estimated cost; slow grammars have a pool of their own."""
         return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
     def body(self, num_bytes: int) -> FairExecutor:
-        """Return the thread pool that parses request bodies of this size."""
         return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
 
     def close(self) -> None:

@@ -63,7 +63,6 @@ class SharedBudget:
         return self._used.total()
 
     def share(self) -> Reservation:
-        """Return a reservation of 0 units for the HTTP request of the current task."""
         return Reservation(self, current_record().tenant)
 
     def take(self, tenant: str | None, amount: int, held: int) -> None:
@@ -169,7 +168,6 @@ class Account:
         return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
-        """Apply the tenant's reloaded configuration. Requests in flight continue."""
         with self._lock:
             now = self._clock()
             self.tenant = tenant
@@ -230,7 +228,6 @@ class Account:
         return AdmissionTicket(self, num_choices, num_prompt_tokens, share)
 
     def headers(self) -> dict[str, str]:
-        """Return the HTTP headers with the tenant's rate limits; empty if the tenant has none."""
         with self._lock:
             now = self._clock()
             return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)

@@ -233,13 +233,8 @@ class Tenants:
     ) -> None:
         """Read the tenants.
 
-        Args:
-            read: Returns the tenants in the operator's files, which may have changed. Raises ConfigError.
-            names: Derives the names of tenants' caches.
-            generations: The deletion counts of tenants' caches.
-            bases: The cache namespaces of the served models.
-            share_cache: Whether all tenants use the same cache.
-            directory: The directory of the tenants' caches. None: caches are in memory only.
+        ``read`` returns the tenants in the operator's files, or raises ConfigError. ``bases`` are the cache namespaces
+        of the served models. If ``directory`` is None, caches are in memory only.
         """
         self._directory = directory
         self._read = read
@@ -431,7 +426,6 @@ class Tenants:
         return {path.name: read_owner(path) for path in tenant_directories(self._directory) if path.name not in known}
 
     def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
-        """Return the cache directories that have no owner or were created with another secret."""
         ours = secret_id(self._names.secret)
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 

@@ -163,7 +163,6 @@ def read_key_file(path: Path) -> tuple[str, ...]:
 
 
 def read_rules(path: Path) -> RulesFile:
-    """Read the tenants file. Raises ConfigError, whose message contains no API key."""
     return parse_rules(read_private(path, TENANTS_OPTION), f"{TENANTS_OPTION} {path}")
 
 

@@ -76,7 +76,6 @@ class Answer(ABC):
     keep_alive = b": keep-alive\n\n"
 
     generation: Generation
-    """The running generation; set when it starts."""
     spelling: TokenAttribution
     """Divides text among tokens; set before anything is serialized."""
     names: Mapping[str, str] = {}
@@ -90,14 +89,12 @@ class Answer(ABC):
         logprobs: LogprobsWriter | None = None,
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
-        """Prepare a response. A serializer of log-probabilities is None if they were not requested."""
         # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
         self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
         self.pad = False
-        """Whether events are padded to hide their sizes."""
         self._options = StreamOptions()
         self._has_begun = False
         self._spec_decode_metrics = settings.spec_decode_metrics
@@ -203,8 +200,7 @@ class Answer(ABC):
         return []
 
     @abstractmethod
-    def empty_chunk(self) -> dict[str, Any]:
-        """Return the fields of a chunk without text."""
+    def empty_chunk(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -227,7 +223,6 @@ class Answer(ABC):
         return self.spelling.shown(index, part, hides_ending=hides_ending)
 
     async def closing(self) -> bytes:
-        """Return the last event of a stream before the end mark: the usage, if requested."""
         if not self._options.include_usage:
             return b""
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
@@ -312,7 +307,6 @@ class CompletionAnswer(Answer):
         return body
 
     def first_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """Return an empty text, so that several choices begin in order."""
         return [self.empty_chunk()] if len(self.generation.choices) > 1 else []
 
     def prompt_chunks(self, index: int) -> list[dict[str, Any]]:

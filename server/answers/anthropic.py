@@ -62,11 +62,9 @@ class AnthropicAnswer(PartsAnswer):
         return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
-        """Return the event ``message_start``; the number of cached prompt tokens is not known yet."""
         return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
     async def closing(self) -> bytes:
-        """Return the end of the last content block and the reason why the message ended."""
         events = self.parts.finish()
         delta = self._stopped(self.generation.choices[0])
         ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}

@@ -27,7 +27,6 @@ class ChatAnswer(Answer):
     def __init__(
         self, settings: ServerSettings, asked: Body, *, messages: Messages | None = None, **options: Any
     ) -> None:
-        """Prepare a response. ``messages`` parses tool calls and reasoning; if None, all text is content."""
         super().__init__(settings, **options)
         self._messages = messages
 
@@ -97,7 +96,6 @@ class ChatAnswer(Answer):
         return chunks
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the ``delta`` objects for new output, in order; the name of a tool call precedes its arguments."""
         deltas: list[dict[str, Any]] = []
         for said in messages.push(index, output.text, ended=output.finish_reason is not None):
             if isinstance(said, ToolCallDelta):

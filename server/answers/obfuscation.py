@@ -66,20 +66,18 @@ class _Gathered:
 class EqualChunks:
     """Divides the outputs of all choices into chunks with equal numbers of tokens, for obfuscated streams.
 
-    A chunk is sent only together with a chunk of every other unfinished choice.
+    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` are new decoders of the
+    choices.
     """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
-        """Prepare to divide outputs. ``streams`` decode each choice again, with the request's stop strings."""
         self._choices = [_Gathered(stream, piece_tokens) for stream in streams]
 
     @property
     def ended(self) -> bool:
-        """Whether all choices have ended and all chunks were sent."""
         return all(choice.ended and not choice.pieces for choice in self._choices)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add the new output of a choice. O(tokens)."""
         self._choices[index].add(output)
 
     def next_round(self) -> list[tuple[int, RequestOutput]]:

@@ -24,34 +24,36 @@ Of = Literal["content", "reasoning"] | ToolCall
 
 
 class AnswerPart(ABC):
-    """A part of a message (text, reasoning or a tool call) while it is generated, serialized as an API defines it."""
+    """A part of a message (text, reasoning or a tool call) while it is generated, serialized as an API defines it.
+
+    ``begun``, ``delta`` and ``ended`` return the events at its beginning, for new text and at its end, and ``body``
+    returns its complete form.
+    """
 
     def __init__(self, index: int, of: Of) -> None:
         self.index, self.of = index, of
         self.pieces: list[str] = []
 
     @abstractmethod
-    def begun(self) -> list[Event]:
-        """Return the events that begin a part of a message."""
+    def begun(self) -> list[Event]: ...
 
     @abstractmethod
-    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event:
-        """Return the event for new text of a part, with the log-probabilities of its tokens if requested."""
+    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event: ...
 
     @abstractmethod
-    def ended(self, body: dict[str, Any]) -> list[Event]:
-        """Return the events that end a part of a message, whose complete form is ``body``."""
+    def ended(self, body: dict[str, Any]) -> list[Event]: ...
 
     @abstractmethod
-    def body(self, said: str, status: Status) -> dict[str, Any]:
-        """Return the complete form of a part of a message with its text."""
+    def body(self, said: str, status: Status) -> dict[str, Any]: ...
 
 
 class Parts:
-    """Divides a message into its parts (text, reasoning and tool calls) while its text is generated."""
+    """Divides a message into its parts (text, reasoning and tool calls) while its text is generated.
+
+    If ``messages``, the parser of tool calls, is None, all text is content. ``kind`` creates a part.
+    """
 
     def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
-        """Start an empty message. ``messages`` parses the text (None: all is content), ``kind`` creates a part."""
         self.done: list[dict[str, Any]] = []
         self._messages, self._kind = messages, kind
         self._open: AnswerPart | None = None
@@ -77,7 +79,6 @@ class Parts:
         return events
 
     def _tokens_before(self, end: int) -> list[dict[str, Any]]:
-        """Remove and return the log-probabilities of the tokens whose text begins before the position ``end``."""
         found = []
         while self._tokens and self._tokens[0][0] < end:
             found.append(self._tokens.popleft()[1])
@@ -122,8 +123,7 @@ class PartsAnswer(ChatAnswer):
         self.parts = Parts(self._messages, self.kind)
 
     @abstractmethod
-    def finished(self) -> dict[str, Any]:
-        """Return the JSON body of a response whose generation has ended, possibly by a length limit."""
+    def finished(self) -> dict[str, Any]: ...
 
     def whole(self) -> dict[str, Any]:
         """Return the complete JSON body. A tool call that a stop string or token truncated is left out."""
@@ -140,7 +140,6 @@ class PartsAnswer(ChatAnswer):
         return "incomplete" if is_cut else "completed"
 
     async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Return no event, because each part of the message begins with its first text."""
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:

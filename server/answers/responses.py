@@ -20,7 +20,6 @@ class _Item(AnswerPart):
     """An output item of /v1/responses: a message, a function call, or reasoning, which is shown in full."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
-        """Create an item. ``namespaces`` maps names of functions to the tool namespaces in the request."""
         super().__init__(index, of)
         self._called: dict[str, Any] = {}
         if isinstance(of, ToolCall):
@@ -95,7 +94,6 @@ class ResponseAnswer(PartsAnswer):
         return self._is_small and super().is_short
 
     async def beginning(self) -> bytes:
-        """Return the events ``response.created`` and ``response.in_progress``."""
 
         def write() -> bytes:
             response = self._response("in_progress", [])
@@ -105,7 +103,6 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     async def closing(self) -> bytes:
-        """Return the end of the last item and the complete response."""
 
         def write() -> bytes:
             events = self.parts.finish(self.status)
@@ -114,7 +111,6 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     def failed(self, error: Exception) -> bytes:
-        """Return the event ``response.failed`` with the output so far."""
         events = self.parts.finish("incomplete")
         response, why = self._response("failed", self.parts.done), as_api_error(error)
         response["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}

@@ -134,7 +134,6 @@ class Answers:
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
     def _spelling(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
-        """Return a new decoder of a choice's text, with or without the request's stop strings."""
         engine, generation = self._worker.loaded_engine, answer.generation
         assert engine is not None and generation.sampling is not None  # every generation was submitted
         prompt = generation.prompts[answer.prompt_index(index)]

@@ -46,7 +46,6 @@ class TokenAttribution:
     """Divides the text of a request's choices among the tokens that produced it. Outputs must be passed in order."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
-        """Start without output. ``make_stream`` creates a decoder of a choice's text."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
         self._spelled: dict[int, _AttributedChoice] = {}
@@ -105,16 +104,13 @@ class WrittenText:
 
 
 class LogprobsWriter:
-    """Serializes the log-probabilities in the response to one HTTP request. Not thread-safe."""
+    """Serializes the log-probabilities in the response to one HTTP request. Not thread-safe.
+
+    With ``as_token_ids``, tokens are written as "token_id:123". With ``every_token``, tokens without text are included
+    too.
+    """
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool, every_token: bool) -> None:
-        """Prepare a serializer.
-
-        Args:
-            texts: Maps token ids to their text.
-            as_token_ids: Whether tokens are written as "token_id:123", which identifies them even if texts are alike.
-            every_token: Whether tokens without text in the response are included.
-        """
         self._texts = texts
         self._as_token_ids = as_token_ids
         self.every_token = every_token
@@ -127,14 +123,10 @@ class LogprobsWriter:
         written: WrittenText,
         cut: str | None = None,
     ) -> dict[str, Any]:
-        """Return the field ``logprobs`` of /v1/completions.
+        """Return the field ``logprobs`` of /v1/completions for tokens whose text is ``text``.
 
-        Args:
-            entries: The log-probabilities of each token; None for the first token of a prompt, which has none.
-            first: The first token of the prompt, if the response repeats the prompt.
-            text: The text of the tokens, which follows the text recorded in ``written``.
-            written: The characters of the choice that were sent before; updated.
-            cut: The text of the last token up to a stop string within it.
+        ``first`` is the first token of a repeated prompt, which has no log-probabilities. ``written`` is the text sent
+        before, and ``cut`` the text of the last token up to a stop string within it.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]

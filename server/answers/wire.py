@@ -45,7 +45,6 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def padded(content: bytes) -> bytes:
-    """Append spaces to a JSON text until its size is a multiple of ``PADDED_BYTES``."""
     return content + b" " * (-len(content) % PADDED_BYTES)
 
 

@@ -111,7 +111,6 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error in OpenAI's form, and record the error for logs and metrics."""
     found = _noted(error)
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
@@ -134,7 +133,6 @@ def _noted(error: Exception) -> ApiError:
 
 
 def error_response(error: Exception, scope: Scope) -> JSONResponse:
-    """Return the HTTP response to an error in the form of the request's API; status 503 and 429 tell when to retry."""
     found = as_api_error(error)
     body = anthropic_error_body(found) if uses_anthropic_api(scope) else error_body(found)
     return JSONResponse(body, found.status, found.headers)
@@ -145,7 +143,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Handle exceptions of the web framework, for instance an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"

@@ -77,8 +77,6 @@ class LeakyBucket:
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s
         self.until = now + seconds
-        """The time at which the bucket is empty and the client has timed out."""
 
     def moved(self, num_bytes: int, now: float) -> None:
-        """Refill the bucket by the number of bytes transferred since the last call."""
         self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

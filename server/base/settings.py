@@ -133,11 +133,9 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
     model_names: tuple[str, ...]
     """The names by which requests may call the model; the first appears in responses and metrics."""
     model: str
-    """The path or Hugging Face id of the model."""
     namespace: str | None = "default"
     """The cache namespace for requests to the model. None disables the cache."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of LoRA adapters to their paths or Hugging Face ids."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of sampling fields that a request does not set, by the names in ``SAMPLING_DEFAULTS``."""
     keep_alive_s: float = 15.0
@@ -147,11 +145,9 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
     no_access_log: bool = False
     limits: Limits = field(default_factory=Limits)
     host: str = ""
-    """The host name or IP address to listen on."""
     root_path: str = ""
     """The path prefix of the server behind a reverse proxy. Requests may have it or not."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """The time of the server's start in seconds since the epoch."""
 
     @property
     def model_name(self) -> str:
@@ -159,7 +155,6 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """All model names that a request may use, including those of LoRA adapters."""
         return (*self.model_names, *self.adapters)
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -173,7 +168,6 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The cache namespaces of the model and of its LoRA adapters."""
         return tuple(name for each in (None, *self.adapters) if (name := self.namespace_of(each)) is not None)
 
     @property

@@ -117,7 +117,6 @@ class Options:
     observe: Annotated[ObserveOptions, _GROUPS["logs and traces"]] = field(default_factory=ObserveOptions)
 
     def check(self) -> None:
-        """Raise ConfigError for invalid values and invalid combinations of options."""
         model, streams = self.model, self.streams
         if model.model is not None and not model.model.strip():
             raise ConfigError("MODEL is empty: give a directory or an id, or leave it out for the bundled model")

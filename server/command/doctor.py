@@ -45,7 +45,6 @@ class Report:
         print(f"{'ok  ' if is_ok else 'FAIL'}  {name:<11} {' '.join(text.split())}", flush=True)
 
     def check(self, name: str, find: Callable[[], str]) -> None:
-        """Run a check and print its result, or the reason of its failure."""
         try:
             self.line(name, find())
         except Exception as error:  # of libraries, of Redis, of the system: whatever it is, it is the finding

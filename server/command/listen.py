@@ -38,7 +38,6 @@ def _drafting(engine: Engine) -> str:
 
 
 BACKLOG = 2048
-"""The number of TCP connections that the operating system queues until the server accepts them."""
 
 
 def listen(options: NetworkOptions) -> socket.socket:
@@ -47,7 +46,6 @@ def listen(options: NetworkOptions) -> socket.socket:
 
 
 def url_of(listener: socket.socket, options: NetworkOptions) -> str:
-    """Return the URL of the service for clients and browsers."""
     scheme = "http" if options.ssl_certfile is None else "https"
     if options.uds is not None:
         return f"{scheme}+unix://{options.uds}"

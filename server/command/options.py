@@ -28,7 +28,6 @@ from ssd.numbers import parse_number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
-"""The name of the small model that comes with the package."""
 
 _ENGINE, _DRAFT, _INDEX, _CACHE = EngineConfig(), DraftConfig(), IndexConfig(), CacheConfig()
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
@@ -82,7 +81,6 @@ class ModelOptions:
 
     @property
     def draft_hub(self) -> HubOptions:
-        """The Hugging Face hub settings for draft models and draft heads."""
         return HubOptions(cache_dir=self.download_dir, trust_remote_code=self.trust_remote_code)
 
     @property
@@ -96,12 +94,10 @@ class ModelOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """The data type, with the aliases of ``vllm serve`` resolved."""
         return _DTYPE_NAMES.get(self.dtype, self.dtype)
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Maps the names of LoRA adapters to their paths or Hugging Face ids."""
         return read_adapters(self.lora_modules)
 
 

@@ -96,7 +96,6 @@ _LONGEST_LOOK_S = 4.0
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """Return the server's settings. Raises ConfigError, or ModelError if the model does not exist."""
     groups = (options.requests, options.cors, options.streams, options.page, options.tools)
     return ServerSettings(
         **{each.name: getattr(group, each.name) for group in groups for each in fields(group)},
@@ -114,7 +113,6 @@ def make_settings(options: Options) -> ServerSettings:
 
 
 def make_tenants(options: Options, settings: ServerSettings, secret: bytes | None = None) -> Tenants:
-    """Create the tenants. Raises ConfigError if the API keys, the tenants file or the secret are invalid."""
     service, cache = options.service, options.cache.config
     key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
@@ -149,7 +147,6 @@ class EngineLoader:
         self._options = options
         self._secret = secret
         self.log: ReplicationLog | None = None
-        """The Redis log by which replicas share text; None until it is open."""
         self.noise = OpenNoise()
 
     def __call__(self, resources: ExitStack) -> Engine:
@@ -305,7 +302,6 @@ OK, FAILED, UNUSABLE = 0, 1, 2
 
 
 def main(options: Options) -> int:
-    """Run the server and return the exit status."""
     for number in stop_signals():
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))

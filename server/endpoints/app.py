@@ -109,7 +109,6 @@ async def _nothing_stored(_request: Request) -> Response:
 
 
 def add_models(app: FastAPI, service: Service) -> None:
-    """Add the endpoints that list and describe the served models."""
     settings = service.settings
 
     def model_body(name: str, *, is_anthropic: bool) -> dict[str, Any]:
@@ -171,7 +170,6 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    """Add the endpoints /live, /health, /version and /metrics."""
     worker = service.worker
 
     @app.head("/live", include_in_schema=False)

@@ -261,7 +261,6 @@ class Service:
         return options
 
     def _named(self, body: GenerateBody) -> ServerSettings:
-        """Return the settings for the response, whose model name is the LoRA adapter's if the request named one."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
 

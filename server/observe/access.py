@@ -60,7 +60,6 @@ class Access:
     app: ASGIApp = field(kw_only=False)
     counts: HttpCounts
     fields: Container[str] = ()
-    """The names of request fields that may appear in the log."""
     writes_lines: bool
     span: SpanSink | None
     _paths: frozenset[str] | None = None

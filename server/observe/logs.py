@@ -35,10 +35,9 @@ _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
 
 
 class Fields(dict[str, Any]):
-    """A log message of named values: ``key=value`` as text, separate keys in JSON. Never changed after logging."""
+    """A log message of named values: ``key=value`` as text, separate keys in JSON. None values are left out."""
 
     def __init__(self, event: str, **values: Any) -> None:
-        """Create a log message. ``event`` is a constant name of the event; values that are None are left out."""
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.event = event
 
@@ -83,7 +82,6 @@ class QueuedLogHandler(QueueHandler):
         return super().filter(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Format the message before it is queued, because its arguments may change later."""
         if not isinstance(record.msg, Fields):
             record.msg, record.args = record.getMessage(), None
         if record.exc_info:
@@ -98,7 +96,6 @@ class QueuedLogHandler(QueueHandler):
             self._waiting.put_nowait(record)
 
     def flush(self) -> None:
-        """Wait up to two seconds until the queued log records are written."""
         written = threading.Event()
         self._waiting.put_nowait(written)
         written.wait(_PATIENCE_S)
@@ -209,5 +206,4 @@ def report_start(kind: str, message: str) -> None:
 
 
 def num_dropped_lines() -> int:
-    """Return the number of log records that this process dropped because its queue was full."""
     return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler))

@@ -81,7 +81,6 @@ class Spans:
         return f"{context.trace_id:032x}", f"{context.span_id:016x}"
 
     def close(self) -> None:
-        """Send the queued spans, for up to two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_PATIENCE_S)

@@ -40,7 +40,6 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 def page_files() -> dict[str, Path]:
-    """Return the static files of the web UI by their URL path."""
     files = {f"/page/{path.name}": path for path in sorted(_PAGE.iterdir())}
     files["/"] = files.pop("/page/index.html")
     files["/favicon.ico"] = files["/page/icon.svg"]
@@ -48,7 +47,6 @@ def page_files() -> dict[str, Path]:
 
 
 def docs_files() -> dict[str, Path]:
-    """Return the static files of the API documentation by their URL path."""
     files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
     files["/docs/icon.svg"] = _PAGE / "icon.svg"

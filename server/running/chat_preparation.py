@@ -213,7 +213,6 @@ class ChatPreparer:
         return prompt, plan_answer(body, form, codec, prompt, limits)
 
     async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
-        """Return the token ids of a conversation, and the text of each token if the request wants it."""
         body, form = self._told(engine, body)
         return await self._texts.tokenize(engine, body, **_writing(form))
 

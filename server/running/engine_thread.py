@@ -87,10 +87,12 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Worker:
-    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe."""
+    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe.
+
+    ``load`` returns the engine, and registers resources that are closed after the engine.
+    """
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
-        """Create the thread. ``load`` returns the engine, and registers resources that are closed after the engine."""
         self._load = load
         self.loaded_engine: Engine | None = None
         """The loaded engine, also while it is stopping or after it failed; for reading counters."""
@@ -124,7 +126,6 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Submit a request to the engine, whose outputs are put into ``inbox``."""
         with self._lock:
             self._inboxes[request.request_id] = inbox
         try:
@@ -140,7 +141,6 @@ class Worker:
             self.loaded_engine.cancel(request_id)
 
     def enter(self) -> None:
-        """Count an HTTP request as in flight until `exit`. Raises ServerNotReady during a shutdown."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1

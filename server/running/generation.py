@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 LABELS = ["model_name", "engine"]
-"""The labels of every Prometheus metric."""
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -111,7 +110,8 @@ class Usage:
 class Generation:
     """Submits one engine request per choice of an HTTP request and collects the outputs.
 
-    ``close`` must be called in any case.
+    ``close`` must be called in any case. With ``only_scores``, only the prompts' log-probabilities are wanted, so that
+    the one generated token is dropped. ``aside`` is the thread pool for slow functions.
     """
 
     def __init__(
@@ -126,18 +126,6 @@ class Generation:
         ticket: AdmissionTicket,
         only_scores: bool = False,
     ) -> None:
-        """Prepare a generation without starting it.
-
-        Args:
-            worker: The engine's thread.
-            latencies: The latency histograms to update.
-            prompts: The token ids of each prompt.
-            prediction: The token ids of the client's predicted output. None: there is no prediction.
-            plan: How the outputs are parsed.
-            aside: The thread pool for slow functions.
-            ticket: The admission of the request, which is ended with the generation.
-            only_scores: Whether only the prompts' log-probabilities are requested. The one generated token is dropped.
-        """
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[ChoiceState] = []
         self.sampling: SamplingParams | None = None
@@ -151,7 +139,6 @@ class Generation:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached: list[list[int]] = [[] for _ in prompts]
-        """The number of prefix cache tokens of each started choice, by prompt."""
         self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
@@ -177,7 +164,6 @@ class Generation:
         self._ticket.end(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
-        """Record the request's token counts so far for logs and metrics. O(choices)."""
         record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]
         record.finish_reasons = tuple(each.finish_reason for each in self.choices if each.finish_reason is not None)
         record.num_prompt_tokens = self._num_prompt_tokens

@@ -75,7 +75,6 @@ class Tokenization:
         return await self._lanes.run_on_text(num_characters, call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
-        """Return the token ids of the client's predicted output."""
         codec = codec_of(engine)
         _require_plausible_length(engine, len(text), "prediction")
 
@@ -86,7 +85,6 @@ class Tokenization:
         return await self._lanes.run_on_text(len(text), call)
 
     async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of words that the output must not contain."""
         cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
         return await self._lanes.run_on_text(2 * cost, partial(encode_bad_words, codec_of(engine), words))
 

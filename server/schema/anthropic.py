@@ -237,8 +237,6 @@ class OutputConfig(RequestObject):
 
 
 class ThinkingTurns(RequestObject):
-    """The number of last assistant turns whose reasoning stays in the prompt."""
-
     type: Literal["thinking_turns"]
     value: int = Field(ge=1)
 

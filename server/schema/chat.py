@@ -300,7 +300,6 @@ class Conversation:
         return self.messages[-1]
 
     def call(self, name: str, arguments: str, call_id: str) -> None:
-        """Append a tool call of the assistant; ``arguments`` is a JSON text."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
@@ -345,7 +344,6 @@ class ChatForm(Body):
         raise NotImplementedError
 
     def same_fields(self) -> dict[str, Any]:
-        """Return the fields that have the same name and meaning in a chat completion."""
         same = self.model_fields_set & ChatBody.model_fields.keys() - _FORMED
         return self.model_dump(mode="json", by_alias=True, include=same)
 
@@ -355,5 +353,4 @@ _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_o
 
 
 def function_choice(name: str) -> dict[str, Any]:
-    """Return a ``tool_choice`` that forces the call of one function."""
     return {"type": "function", "function": {"name": name}}

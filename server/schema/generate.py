@@ -91,8 +91,6 @@ class StructuredOutputs(RequestObject):
 
 
 class TextPart(RequestObject):
-    """A part of a text; all parts are joined."""
-
     type: Literal["text"]
     text: str
 
@@ -212,10 +210,9 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
         """Return the sampling parameters of each choice. Raises RequestError.
 
-        Args:
-            defaults: The server's defaults for fields that the request does not set.
-            room: The number of tokens that fit into the context after the prompt.
-            default_limit: The maximum number of output tokens if neither the request nor ``defaults`` sets one.
+        ``defaults`` replace missing fields, ``room`` is the number of tokens that fit into the context after the
+        prompt, and ``default_limit`` is the maximum number of output tokens if neither the request nor ``defaults``
+        sets one.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -310,7 +307,6 @@ class CompletionBody(GenerateBody):
         return params
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or a list of token ids. Raises RequestError."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

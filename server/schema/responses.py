@@ -120,7 +120,6 @@ _LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_s
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return a function's name for the model, which includes its tool namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
@@ -265,7 +264,6 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are requested, by ``top_logprobs`` or by ``include``."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:

@@ -523,12 +523,9 @@ def make_parser(
 ) -> MessageParser:
     """Create the parser of one message of a model, which first reads reasoning and then tool calls and content.
 
-    Args:
-        tool_call: The name of the tool call format. None: the message has no tool calls.
-        reasoning: The name of the reasoning format. None: the message has no reasoning.
-        functions: The functions of the request. Their schemas determine the types of argument values. In formats
-            without markers, only calls of these functions are recognized.
-        prompt: The last 64 or more characters of the prompt, which may have opened the reasoning.
+    ``tool_call`` and ``reasoning`` are names of formats, None if the message has no such part. The schemas of
+    ``functions`` determine the types of argument values, and in formats without markers only calls of these functions
+    are recognized. ``prompt`` are the last 64 or more characters of the prompt, which may have opened the reasoning.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]

@@ -36,16 +36,9 @@ def call_grammar(
 ) -> str | None:
     """Return a grammar of one or more tool calls in a model's format; None if the format has no grammar.
 
-    Args:
-        tool_call: The name of the tool call format.
-        functions: The functions that may be called, at least one, with the schemas of their arguments.
-        parallel: Whether several calls are allowed.
-        special: The ids of the tokenizer's added tokens. Markers among them must be generated as these tokens.
-        strict: The functions whose schemas must be enforced completely. For other functions, constraints that cannot be
-            enforced are removed.
-
-    Raises:
-        RequestError: A schema cannot be used.
+    ``special`` maps added tokens of the tokenizer, which markers must be generated as, to their ids. The schemas of the
+    functions in ``strict`` must be enforced completely; for other functions, constraints that cannot be enforced are
+    removed. Raises RequestError if a schema cannot be used.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}

@@ -62,7 +62,6 @@ class DeltaBuffer:
 
     def __init__(self, scanner: Scanner) -> None:
         self.num_calls = 0
-        """The number of tool calls that have begun."""
         self._scanner = scanner
         self._said: list[_Piece] = []
         self._space: list[tuple[str, int]] = []  # and where it ended
@@ -179,7 +178,6 @@ _IS_SHORT = re.compile(rf"[A-Za-z0-9]{{{_SHORT}}}")
 
 
 def call_id() -> str:
-    """Return a new random id for a tool call in OpenAI's form."""
     return "call_" + _drawn(24)
 
 
@@ -243,7 +241,6 @@ class ToolCall:
 
     @property
     def arguments(self) -> str:
-        """The arguments as JSON text, which is incomplete if the output was truncated."""
         return "".join(self.pieces)
 
     @property
@@ -267,7 +264,11 @@ class Message:
 
 
 class Messages:
-    """Parses the outputs of all choices of a request into messages with tool calls and reasoning. Not thread-safe."""
+    """Parses the outputs of all choices of a request into messages with tool calls and reasoning. Not thread-safe.
+
+    Without ``parallel``, tool calls after the first are dropped. With ``only_calls``, content is dropped, because a
+    grammar forces tool calls.
+    """
 
     def __init__(
         self,
@@ -278,15 +279,6 @@ class Messages:
         show_reasoning: bool = True,
         make_id: Callable[[], str] = call_id,
     ) -> None:
-        """Start without output.
-
-        Args:
-            make_parser: Creates the parser of one choice's message.
-            parallel: Whether several tool calls are returned. Otherwise calls after the first are dropped.
-            only_calls: Whether content is dropped, because a grammar forces tool calls.
-            show_reasoning: Whether reasoning is returned.
-            make_id: Creates the id of a tool call.
-        """
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls
@@ -306,11 +298,9 @@ class Messages:
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
-        """Return the parsed message of a choice so far."""
         return self._messages.setdefault(index, Message())
 
     def whole(self, index: int, text: str) -> Message:
-        """Parse the complete output of a choice and return its message."""
         self.push(index, text, ended=True)
         return self.of(index)
 

@@ -136,12 +136,10 @@ class CallFormat:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The texts that may follow a tool call, in any order."""
         return (*self.end, *filter(None, (self.value_end, self.call_end)))
 
     @cached_property
     def stops(self) -> Markers:
-        """The markers that end skipped text within a list of tool calls."""
         return Markers(*self.call, *self.end)
 
     @cached_property
@@ -203,7 +201,6 @@ class Calls:
             pieces.content(scanner.trail())
 
     def _read_bare(self) -> Steps[None]:
-        """Read tool calls without a marker at the beginning of the message."""
         yield from self._scanner.space()
         if (yield from self._scanner.peek()) in self._form.bare:
             yield from self.read_group("")
@@ -236,7 +233,6 @@ class Calls:
                 scanner.forget()
 
     def _skip(self, marker: str) -> Steps[bool]:
-        """Skip text up to the first tool call after the marker of a list; return whether there is a call."""
         scanner, form = self._scanner, self._form
         if not form.closes:
             return False
@@ -257,7 +253,6 @@ class Calls:
         self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
 
     def _end(self, name: str, *, first: bool) -> None:
-        """End a tool call; ``first`` tells that it has no arguments."""
         if first:
             self._begin(name)
         self._scanner.forget()

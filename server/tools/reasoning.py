@@ -137,7 +137,6 @@ class _Channels:
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
-        """Read the rest of a message header; empty if the text is not a header or is truncated."""
         scanner = self._scanner
         while True:
             yield from scanner.run(_HEADER_TEXT)

@@ -22,7 +22,6 @@ _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
 _ESCAPED = '"\\/bfnrt'
-"""The characters that may follow a backslash in a JSON string, other than ``u``."""
 _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
@@ -54,7 +53,6 @@ class Scanner:
         self._trail: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Append a chunk to the text. No generator of the scanner may be running."""
         self._text = self._text[self._at :] + text
         self._num_dropped += self._at
         self._at = 0
@@ -64,7 +62,6 @@ class Scanner:
 
     @property
     def num_read(self) -> int:
-        """The number of characters that were read since the beginning of the text."""
         return self._num_dropped + self._at
 
     def forget(self) -> None:
@@ -77,11 +74,9 @@ class Scanner:
         return text
 
     def keep(self, text: str) -> None:
-        """Append a text to the trail, which collects text until it is known whether it is content."""
         self._trail.append(text)
 
     def _take(self, end: int, sink: Sink | None = None) -> str:
-        """Read the text up to the index ``end`` into the sink, or without a sink into the trail."""
         text = self._text[self._at : end]
         self._at = end
         if text:
@@ -118,7 +113,6 @@ class Scanner:
         yield from self.run(_ANY, sink)
 
     def peek(self) -> Steps[str]:
-        """Return the next character of the text without reading it; empty at the end of the text."""
         return (yield from self.ahead(1))
 
     def ahead(self, count: int) -> Steps[str]:
@@ -145,11 +139,8 @@ class Scanner:
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
         """Read text into ``sink`` up to the first marker, and return the marker; "" at the end of the text.
 
-        Args:
-            markers: The strings that end the text.
-            sink: A function that receives the text in chunks.
-            read_marker: Whether the marker is read too, into the trail.
-            last: Another marker that counts only at the end of the whole text.
+        With ``read_marker``, the marker is read into the trail. ``last`` is a marker that counts only at the end of the
+        text.
         """
         while True:
             match = markers.pattern.search(self._text, self._at)
@@ -257,8 +248,7 @@ class Scanner:
                     return True
 
 
-def discard(_text: str) -> None:
-    """Ignore the text; used as a sink."""
+def discard(_text: str) -> None: ...
 
 
 def _constant(word: str) -> str:

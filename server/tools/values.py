@@ -130,12 +130,8 @@ class Plain:
 class Dialect(NamedTuple):
     """The notation of literals in a language, for the conversion of tool call arguments to JSON.
 
-    Attributes:
-        brackets: Maps each opening bracket to JSON's opening bracket and the closing bracket.
-        read_string: Reads a string. Returns None if no string comes next, else whether the string is complete.
-        word: Matches a number or a constant.
-        key: Matches a number or a constant before a colon.
-        json_of_word: Converts a number or a constant to JSON.
+    ``read_string`` returns None if no string comes next, else whether the string is complete. ``word`` matches a number
+    or a constant, and ``key`` the same before a colon.
     """
 
     brackets: Mapping[str, tuple[str, str]]
@@ -269,7 +265,6 @@ GEMMA = Dialect(
 
 
 def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
-    """Read the name of an argument and its colon in a Gemma tool call; None if they do not come next."""
     written: list[str] = []
     if (yield from scanner.literal(GEMMA_QUOTE)):
         yield from scanner.until(_GEMMA_STRING_END, written.append)
@@ -286,7 +281,6 @@ _PYTHON_KEY = re.compile(r"[\w.]+")
 
 
 def read_python_key(scanner: Scanner) -> Steps[str | None]:
-    """Read the name of a keyword argument and its equals sign in a Python call; None if they do not come next."""
     key = yield from scanner.word(_PYTHON_KEY)
     yield from scanner.space()
     return key if key and (yield from scanner.literal("=")) else None
