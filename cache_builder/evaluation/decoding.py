@@ -94,7 +94,7 @@ def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
 def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
     """Return how many of a draft's first ``size`` tokens agree with the recorded text at ``position``.
 
-    The nodes of the agreeing tokens are written to ``decoder.path``.
+    The accepted path through the draft tree is written to ``decoder.path``.
     """
     num_left, longest, last = len(text) - position, 0, -1
     for node in range(size):

@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """The cache uses with less text, for comparison. "none" searches the request's own context only."""
+        """The cache settings that are replayed for comparison; "none" uses only a request's own context."""
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
@@ -232,7 +232,7 @@ def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags 
 
 
 def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str, Flags]]:
-    """Yield the name and the requests of each class, the largest first. Classes after the twentieth are combined."""
+    """Yield each class of requests (see ``--class-by``), the largest first; classes after the 20th are combined."""
     if labels is None:
         return
     names = np.array(labels, object)[main.requests].astype(str)

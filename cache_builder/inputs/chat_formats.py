@@ -368,7 +368,7 @@ def _turn(message: Message) -> Iterator[Any]:
 
 
 _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
-"""Maps types of LangChain's messages, if no other format uses them as roles, to roles."""
+"""The roles of those LangChain message types that no other format uses."""
 
 
 def _part(part: Any) -> Any:

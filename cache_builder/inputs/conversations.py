@@ -1,4 +1,4 @@
-"""Encoding of conversations as prompts and answers, exactly as the server encodes them."""
+"""Tokenization of conversations as prompts and answers, exactly as the server tokenizes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EncodedAnswer(NamedTuple):
 
 
 _FEW: Final = 8
-"""Conversations with up to this many answers are encoded answer by answer, which is faster for few answers."""
+"""Conversations with up to this many answers are tokenized answer by answer, which is faster for few answers."""
 _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
@@ -45,7 +45,7 @@ _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x"
 def encode_answers(
     messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Example | EncodedAnswer]:
-    """Encode every assistant message of a conversation together with its prompt. Raises RequestError.
+    """Tokenize every assistant message of a conversation together with its prompt. Raises RequestError.
 
     ``kwargs`` are the variables of the chat template. O(characters) if the template renders each message independently
     of later ones, else O(answers * characters).
@@ -59,7 +59,7 @@ def encode_answers(
 def encode_answer(
     messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
-    """Encode an answer with its prompt as the server does. An empty answer yields nothing. Raises RequestError."""
+    """Tokenize an answer with its prompt as the server does. An empty answer yields nothing. Raises RequestError."""
     encode = chat_encoder(codec, kwargs)
     if _has_output(answer):
         yield from _append_answer(encode(messages), messages, answer, encode, codec)
@@ -90,11 +90,11 @@ def _append_answer(
 def _encode_turn_by_turn(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[EncodedAnswer] | None:
-    """Encode a long conversation in linear time, turn by turn, instead of encoding each answer with its whole prompt.
+    """Tokenize a long conversation in linear time, turn by turn, instead of each answer with its whole prompt.
 
-    Each turn is encoded after a short stub conversation, and its tokens are appended to those of earlier turns. A few
-    answers are compared with their separate encoding. Returns None if they differ, because the chat template does more
-    than append.
+    Each turn is tokenized after a short stub conversation, and its tokens are appended to those of earlier turns. A few
+    answers are compared with their separate tokenization. Returns None if they differ, because the chat template does
+    more than append.
     """
     encode = chat_encoder(codec, kwargs)
     encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode

@@ -1,4 +1,4 @@
-"""Reading of files in any supported format as records, and encoding of records as token ids."""
+"""Reading of files in any supported format as records, and tokenization of records."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 
 
 def _unwrap_nested_records(records: Iterator[InputRecord], fields: FieldNames) -> Iterator[InputRecord]:
-    """Yield the records; a single record of unknown format is replaced by the list of records in it."""
+    """Yield the records of a file; if it is one JSON object with a list of records, yield these instead."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
         name, lines = within
@@ -84,7 +84,7 @@ def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[
 
 
 class EncodedRecord(NamedTuple):
-    """The token ids of a record's sequences, and whether the record contains a prompt and an answer."""
+    """The token ids of a log record's sequences, and whether the record contains a prompt and an answer."""
 
     examples: Sequence[Example | EncodedAnswer]
     has_prompt: bool = True
@@ -92,7 +92,7 @@ class EncodedRecord(NamedTuple):
 
 
 def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
-    """Encode the sequences of a record. Raises InputError, which names the file and line."""
+    """Tokenize the texts or conversations of a log record. Raises InputError, which names the file and line."""
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
     line = fields_of(record)
@@ -105,7 +105,7 @@ def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS
 def encode_usable_record(
     record: InputRecord, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool
 ) -> EncodedRecord | None:
-    """Encode a record like `encode_record`; with ``skip_invalid``, return None for an invalid record."""
+    """Tokenize a log record; with ``skip_invalid``, return None for an invalid record instead of raising InputError."""
     try:
         return encode_record(record, codec, fields)
     except InputError:
@@ -185,7 +185,7 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
 
 
 def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """Return the sequence of a record that contains token ids of this tokenizer."""
+    """Return the sequence of a log record that contains token ids instead of text."""
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):

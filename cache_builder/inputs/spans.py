@@ -55,7 +55,7 @@ def is_openinference(span: Mapping[str, Any]) -> bool:
 
 
 def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of a span's attributes, which OTLP stores as a list of typed values."""
+    """Yield names and values of an OpenTelemetry span's attributes, which OTLP stores as a list of typed values."""
     if isinstance(given, dict):
         yield from given.items()
     for each in _objects(given):

@@ -108,7 +108,7 @@ def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
 
 
 class _Forward(io.RawIOBase):
-    """Makes a raw stream from any object with ``read``, without seeking."""
+    """Makes any object that only has ``read`` usable by ``io.BufferedReader``, as a stream without seeking."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw

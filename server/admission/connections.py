@@ -140,7 +140,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start handling a request. Raises ValueError (uvicorn then closes) if too many are unanswered."""
+        """Start handling a request, unless too many pipelined requests on the connection are unanswered."""
         self._head_bytes, self._is_head = 0, False
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:

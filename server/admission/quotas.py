@@ -66,7 +66,10 @@ class SharedBudget:
         return Reservation(self, current_record().tenant)
 
     def take(self, tenant: str | None, amount: int, held: int) -> None:
-        """Reserve ``amount`` units (release if negative) for a request that has reserved ``held``. Raises QueueFull."""
+        """Reserve ``amount`` units of the budget for a tenant; a negative amount releases units. Raises QueueFull.
+
+        ``held`` are the units that the same request has already reserved.
+        """
         with self._lock:
             own = self._used[tenant]
             room = self._limit - (self._used.total() - own)
@@ -102,13 +105,13 @@ class TokenBucket:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket contains ``amount`` tokens, or is full if that is more than it can."""
+        """Return the seconds until the bucket contains ``amount`` tokens, which may exceed its capacity."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Change the bucket's rate and capacity. The tokens used in the last minute stay used, and debts stay debts."""
+        """Change the bucket's rate and capacity; tokens used in the last minute remain used."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute

@@ -430,7 +430,7 @@ class Tenants:
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Map the cache names that a tenant would have with slightly different deletion counts to these counts."""
+        """Map possible names of a tenant's cache, for slightly different deletion counts, to these counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}

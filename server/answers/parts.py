@@ -147,7 +147,7 @@ class PartsAnswer(ChatAnswer):
         return self.named(self.parts.push(output.text, self._tokens(output), ended=ended))
 
     def named(self, events: Sequence[Event]) -> bytes:
-        """Serialize named events, padded if the stream is obfuscated, even if there are none."""
+        """Serialize named events. An obfuscated stream sends padding even if there are no events."""
         if not events:
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)

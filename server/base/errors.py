@@ -116,7 +116,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form. Only the code `NO_THREADS` appears in it."""
+    """Return the JSON body of an error in Anthropic's form, which contains only `NO_THREADS` as error code."""
     found = _noted(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}

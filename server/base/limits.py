@@ -45,7 +45,7 @@ class Limits:
     """
     max_queued_tokens: int = 1 << 23
     """Maximum total number of prompt and prediction tokens, times choices, of all requests; a tenant may use half of
-    the rest.
+    the part that other tenants leave.
     """
     max_grammar_characters: int = 1 << 16
     """Maximum number of characters of a JSON schema, of choices or of a grammar."""

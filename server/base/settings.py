@@ -28,7 +28,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """What requests may do."""
+    """Options for requests: shared caches, unknown fields and special tokens."""
 
     share_cache_across_keys: bool = False
     """Let all API keys draft from and add to one cache. By default each tenant has its own."""
@@ -62,7 +62,7 @@ _Names = Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, acce
 
 @dataclass(frozen=True, kw_only=True)
 class CorsOptions:
-    """Access from web pages of other sites."""
+    """Options for access from web pages of other sites (CORS)."""
 
     allowed_origins: _Names = ()
     """Origins whose pages may call the server from a browser, as a JSON list or separated by commas; * allows all
@@ -82,7 +82,7 @@ class CorsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ObfuscationOptions:
-    """Protection against observers of stream sizes and times."""
+    """Options that protect streams against observers of packet sizes and times."""
 
     obfuscation: Literal["asked", "default", "always"] = "asked"
     """Which streams are sent in padded chunks of equal size: "asked": those with include_obfuscation; "default": all
@@ -96,7 +96,7 @@ class ObfuscationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions:
-    """The web UI and the draft details in streams."""
+    """Options for the web UI and for draft details in streams."""
 
     no_page: bool = False
     """Disable the web UI at / and the draft details in streams."""
@@ -110,7 +110,7 @@ _THOUGHTS = "Format of reasoning: auto (detected from the chat template), none, 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """The formats of tool calls and reasoning."""
+    """Options for the formats of tool calls and reasoning."""
 
     tool_call_parser: Annotated[str, Parameter(help=_CALLS)] = AUTO
     reasoning_parser: Annotated[str, Parameter(help=_THOUGHTS)] = AUTO

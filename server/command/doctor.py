@@ -31,7 +31,7 @@ _MOST_PASS_COST = 10.0
 """The cost of a 16-token forward pass, relative to a single-token pass, above which drafts rarely gain anything."""
 _OUTPUT_TOKENS = 32
 _WIDEST = 65
-"""The maximum number of tokens per sequence in the timed forward passes."""
+"""The maximum number of tokens per sequence in the forward passes that ``ssd-serve doctor`` times."""
 
 
 class Report:

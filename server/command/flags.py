@@ -42,7 +42,7 @@ DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=Tr
 
 
 def group(title: str, *, show: bool = True) -> Parameter:
-    """Show the options of a dataclass under a title in the help."""
+    """Return the cyclopts settings that show the options of a dataclass under a title in the help."""
     return Parameter(name="*", group=Group.create_ordered(title, show=show))
 
 

@@ -220,7 +220,7 @@ class HttpServer(uvicorn.Server):
         """How the requests in flight ended at shutdown; None before that."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets with our own backlog instead of asyncio's."""
+        """Listen on the sockets with our own backlog; asyncio would use the number of connections accepted at once."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)

@@ -37,7 +37,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,30}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The model: its source, tokenizer and data type."""
+    """Options for the model: its source, tokenizer and data type."""
 
     model: Annotated[str | None, Parameter(show=False)] = None
     revision: str | None = None
@@ -111,14 +111,14 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """The address to listen on, TLS, and a proxy's path."""
+    """Options for the listening address, TLS, and a reverse proxy's path."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
     """Port to listen on; 0 chooses a free port."""
     uds: Path | None = None
-    """Path of a Unix domain socket to listen on instead."""
+    """Path of a Unix domain socket to listen on instead of --host and --port."""
     root_path: Annotated[str, Parameter(converter=_root_path)] = ""
     """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without it."""
     ssl_certfile: Path | None = None
@@ -144,7 +144,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """The names of the model, API keys and tenants."""
+    """Options for the names of the model, API keys and tenants."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """Names by which requests may call the model (default: MODEL)."""
@@ -187,7 +187,7 @@ def _seed(_type: object, tokens: Sequence[Token]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The number and length of sequences, and their memory."""
+    """Options for the number and length of sequences, and for their memory."""
 
     max_num_seqs: int = _ENGINE.max_num_seqs
     """Number of slots: the maximum number of sequences that are decoded at once."""
@@ -204,8 +204,8 @@ class EngineOptions:
     memory).
     """
     gpu_memory_utilization: float | None = None
-    """Alternatively, the share of the device's memory (on a CPU: main memory) that may be in use including the KV
-    cache.
+    """Share of the device's memory (on a CPU: main memory) that may be in use including the KV cache; an alternative to
+    --kv-cache-memory-bytes.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
     """Order of waiting requests. fcfs: first come, first served; priority: by the request's field `priority`, lower
@@ -237,7 +237,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """The sources and the length of drafts."""
+    """Options for the sources and the length of drafts."""
 
     num_speculative_tokens: int = _DRAFT.num_speculative_tokens
     """Maximum number of draft tokens per step."""
@@ -255,7 +255,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """The retrieval cache: its size, directory, and sharing."""
+    """Options for the retrieval cache: its size, directory, and sharing."""
 
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
@@ -280,7 +280,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
-    """Logs, traces and draft statistics."""
+    """Options for logs, traces and draft statistics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of log messages."""

@@ -67,7 +67,7 @@ _STORED: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
     "/v1/chat/completions/{id}/messages": ("GET",),
 }
-"""Paths and methods of OpenAI's API for stored objects, which this server does not store and answers with 404."""
+"""Paths and methods of OpenAI's endpoints for stored responses and completions, which return an error here."""
 _CLIENT_CLOSED_REQUEST = 499
 
 

@@ -169,7 +169,7 @@ def _calls(
 def _output(
     calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
 ) -> StructuredOutput | None:
-    """Combine the grammars of reasoning, of tool calls, and of the text that the request demands otherwise."""
+    """Combine the grammars for reasoning, for tool calls, and for the requested form of the text."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
         raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}

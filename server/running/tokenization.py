@@ -26,7 +26,7 @@ _MOST_DETOKENIZED = 1 << 16
 """The maximum number of token ids in a /detokenize request, because the tokenizer blocks all threads meanwhile."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""The number of additional tokens that a text may have because it was split into chunks within tokens."""
+"""The number of tokens that splitting a text into chunks may add to its token count, per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64

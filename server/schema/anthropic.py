@@ -44,7 +44,7 @@ _REFUSED: Refused = {
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
     "inference_geo": (("global",), "the server does not know where it stands"),
 }
-"""Unsupported request fields that would change the output, each with its neutral values and the reason."""
+"""Unsupported request fields that would change the output, with their accepted values and the reason."""
 
 
 class _ContentBlock(RequestObject):
@@ -120,7 +120,8 @@ _TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail
 _SYSTEM: TypeAdapter[list[_TextBlock]] = TypeAdapter(_Texts)
 
 _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
-"""Matches a system block of Claude Code that differs in each request and is removed, as no prefix would be cached."""
+"""Matches a system block of Claude Code that is removed, because it differs in each request and defeats prefix caching.
+"""
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
@@ -154,7 +155,7 @@ def continues_last_message(messages: list[dict[str, Any]]) -> bool:
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
-"""Unsupported fields of a tool definition, each with its neutral values."""
+"""Unsupported fields of a tool definition, with the values that are accepted because they have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
 """Fields of a tool definition that are ignored.
 

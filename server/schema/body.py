@@ -73,7 +73,7 @@ ELSEWHERE = set(
 """Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
 
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Unsupported request fields that would change the output, each with its neutral values and the reason."""
+"""Unsupported request fields that would change the output, with their accepted values and the reason."""
 
 REFUSED: Refused = {
     "suffix": (("",), "text is continued here, not filled in"),
@@ -91,7 +91,7 @@ REFUSED: Refused = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Unsupported fields of completions and chat completions, unless the request body's own model has the field."""
+"""Unsupported fields of completions and chat completions. A body class that declares such a field supports it."""
 
 
 def require_counts(body: dict[str, Any], limits: Limits) -> None:
@@ -147,7 +147,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about fields of a chat completion name the client's fields instead, while this context is active."""
+    """Let errors raised in this context call fields of chat completions by their names in the client's API."""
     try:
         yield
     except RequestError as error:
@@ -155,7 +155,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error about a chat completion's field with the name of the client's field."""
+    """Return an error in which fields of chat completions have their names in the client's API."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
@@ -168,7 +168,7 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A request body. ``chat_names`` maps names of a chat completion's fields to the names in this body."""
+    """The base class of request bodies. ``chat_names`` maps chat completion fields to names in this body."""
 
     # Strict: "5" is no number and 1 no boolean, as at OpenAI.
     model_config = ConfigDict(extra="forbid", strict=True)

@@ -45,7 +45,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _OfFunction(RequestObject):
-    """An object with the nested field ``function``; errors explain that other APIs have a flat form."""
+    """A request object whose content is nested in ``function``. Errors point out that other APIs do not nest it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -285,14 +285,14 @@ class Conversation:
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """Append a text, which continues the assistant's last message if possible."""
+        """Append a text to the conversation; text of the assistant continues its last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the assistant message to which a part of kind ``says`` is added: the last message or a new one."""
+        """Return the assistant message to add a part (content, reasoning or tool calls) to: the last or a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")

@@ -124,7 +124,7 @@ def _full_name(namespace: str | None, name: str) -> str:
 
 
 def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield the JSON path, namespace and definition of each supported tool. Raises RequestError."""
+    """Yield the JSON path, namespace and definition of each supported tool in a Responses request."""
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind == "namespace":
@@ -258,7 +258,7 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Map the functions' names for the model to their tool namespaces."""
+        """Map functions' names, as the model sees them, to their tool namespaces in the request."""
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 

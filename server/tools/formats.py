@@ -463,7 +463,7 @@ _NO_CONTENT = re.compile(r"(?:\s|<think>\s*</think>|<[^<>\s]*>|\[/?[A-Z_]+\])*")
 
 
 def _reads_back(name: str, sample: CallSample) -> bool:
-    """Return whether the parser of a tool call format finds the rendered sample call, and no content besides."""
+    """Return whether a tool call format can parse the call that the chat template rendered, without leftover text."""
     for text in sample.texts:
         messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
         found = messages.whole(0, text)

@@ -36,9 +36,9 @@ def call_grammar(
 ) -> str | None:
     """Return a grammar of one or more tool calls in a model's format; None if the format has no grammar.
 
-    ``special`` maps added tokens of the tokenizer, which markers must be generated as, to their ids. The schemas of the
-    functions in ``strict`` must be enforced completely; for other functions, constraints that cannot be enforced are
-    removed. Raises RequestError if a schema cannot be used.
+    ``special`` maps the tokenizer's added tokens to ids; markers among these are generated as single tokens. The
+    schemas of the functions in ``strict`` must be enforced completely; for other functions, constraints that cannot be
+    enforced are removed. Raises RequestError if a schema cannot be used.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
