@@ -45,14 +45,14 @@ class KnownSites:
         if is_foreign and not self._origins & {origin, "*"}:
             raise ApiError(
                 403,
-                f"this server has no API keys and answers no page of {quote_value(origin or 'another site')}: "
+                f"this server has no API keys and rejects pages of {quote_value(origin or 'another site')}: "
                 "start it with --allowed-origins and the site, or with API keys",
                 code="origin_not_allowed",
             )
         if kind is not None and method not in _READS and kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
                 415,
-                f"a server without API keys takes only JSON: send the header 'content-type: application/json', "
+                f"a server without API keys accepts only JSON: send the header 'content-type: application/json', "
                 f"not {quote_value(kind)}",
                 code="unsupported_content_type",
             )

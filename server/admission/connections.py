@@ -325,7 +325,7 @@ def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) ->
     if count > max_values:
         raise ApiError(
             413,
-            f"the body has {count} values, at most {max_values} are taken: send several requests",
+            f"the body has {count} values, at most {max_values} are accepted: send several requests",
             code="body_too_long",
         )
     return check(_decode(content))

@@ -76,7 +76,7 @@ class SharedBudget:
             if tenant is not None and own > held:
                 room //= 2
             if amount > 0 and own + amount > room:
-                raise QueueFull(f"the server has all the {self._what} it takes at once: try again later")
+                raise QueueFull(f"the server's limit for {self._what} is reached: try again later")
             self._used[tenant] += amount
             assert self._used[tenant] >= 0
             if not self._used[tenant]:

@@ -155,7 +155,7 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("replicas are not told which caches were deleted, it is tried again: %s", type(error).__name__)
+            log.warning("deletions of caches do not reach the replicas and are retried: %s", type(error).__name__)
         self._is_reached = False
 
 
@@ -181,8 +181,8 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         return {}, True
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.error(
-            "%s is damaged (%s): how often caches were deleted is found again only of those whose directories are "
-            "there, or by Redis. Restore it from a copy",
+            "%s is damaged (%s): deletion counts are recovered only for caches whose directories exist, or from "
+            "Redis. Restore the file from a backup",
             path,
             error,
         )
@@ -331,9 +331,9 @@ class Tenants:
         """Read the operator's files again and return the number of tenants. If they are invalid, raise ConfigError."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("there would be no key left: a server that needs keys keeps those it has")
+            raise ConfigError("the files contain no API key any more: the current keys stay valid")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without keys and stays open: start it again")
+            raise ConfigError("the server was started without API keys and stays open: restart it")
         self._replace(tenants)
         return len(tenants)
 
@@ -360,7 +360,7 @@ class Tenants:
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{quote_value(name)} has no cache of its own: the one it shares is removed with the server stopped",
+                f"{quote_value(name)} has no cache of its own: stop the server to remove the shared cache",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
@@ -370,7 +370,7 @@ class Tenants:
             told = [self._generations.advance(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
-                500, f"nothing was deleted: that cannot be written down: {error}", kind="server_error"
+                500, f"nothing was deleted, because the deletion cannot be recorded: {error}", kind="server_error"
             ) from error
         owner = self._names.owner(account.tenant.seed)
         near = {name for base in self._bases for name in self._near(account.tenant, base)}
@@ -401,7 +401,7 @@ class Tenants:
                 found = {name: number for name, number in self._near(tenant, base).items() if name in unknown}
                 newest = max([self._generations.of(counter), *found.values()])
                 if newest > self._generations.of(counter):
-                    log.error("a cache of tenant %s was found again: its number of deletions was lost", tenant.name)
+                    log.error("the lost deletion count of tenant %s was recovered from a cache directory", tenant.name)
                     self._generations.adopt(counter, newest)
                 assert self._directory is not None
                 if (self._directory / self._names.tenant(base, tenant.seed, newest)).is_dir():
@@ -410,7 +410,7 @@ class Tenants:
                 elif found:
                     log.warning(
                         "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
-                        "goes with the next deletion",
+                        "the next deletion removes it",
                         tenant.name,
                         ", ".join(found),
                     )
@@ -444,7 +444,7 @@ class Tenants:
         }
         for counter, former in self._generations.absorb(counted).items():
             tenant, base = counted[counter]
-            log.info("the cache of tenant %s was deleted at a replica", tenant.name)
+            log.info("the cache of tenant %s was deleted by a replica", tenant.name)
             self._retire([self._names.tenant(base, tenant.seed, former)])
         with self._lock:
             now = time.monotonic()

@@ -158,7 +158,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"{KEY_FILE_OPTION} {path} cannot be read: it is not text") from error
     keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
     if not keys:
-        raise ConfigError(f"{KEY_FILE_OPTION} {path} holds no key: write one a line, or leave the option out")
+        raise ConfigError(f"{KEY_FILE_OPTION} {path} contains no key: write one key per line, or omit the option")
     return keys
 
 
@@ -184,10 +184,10 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
     for name, table in file.tenants.items():
         where = f"{source}: tenants.{quote_value(name)[1:-1]}"
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{where}: take 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot for its name")
+            raise ConfigError(f"{where}: its name must have 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: keys: one of them is a key of tenant {quote_value(owner)} already")
+                raise ConfigError(f"{where}: keys: one of them already belongs to tenant {quote_value(owner)}")
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

@@ -81,7 +81,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         return secret
     except OSError as error:
         log.warning(
-            "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
+            "%s cannot be created (%s): without %s or $%s, tenants' caches are lost at the next restart",
             path,
             error.strerror,
             SECRET_OPTION,
@@ -143,14 +143,14 @@ def open_tenants(
             raise ConfigError(f"the caches of tenants in {own_caches} cannot be read: {error}") from error
         if strangers:
             log.warning(
-                "%s in %s were made with another secret, or by tenants that are no more: nobody finds them, and no "
-                "deletion removes them. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
+                "%s in %s were created with another secret or by former tenants: they are neither used nor "
+                "deleted. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
                 summarize_names(strangers),
                 own_caches,
                 own_caches,
             )
     if path is not None and not tenants.is_closed:
-        raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
+        raise ConfigError(f"--tenants {path} contains no tenant: add one, or omit the option")
     return tenants
 
 
@@ -158,10 +158,10 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
     given = {digest for tenant in of_keys for digest in tenant.digests}
     for tenant in rules.tenants:
         if tenant.digests & given:
-            raise ConfigError(f"a key of tenant {tenant.name!r} is given as a key of its own as well: take one out")
+            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one")
     taken = {tenant.name for tenant in of_keys}
     if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
-        raise ConfigError(f"tenant {twice.name!r} has the name of a key that is given by itself: take another")
+        raise ConfigError(f"tenant {twice.name!r} has the name of a key outside the tenants file: rename the tenant")
 
 
 INTERVAL_S: Final = 1.0
@@ -193,18 +193,18 @@ class TenantReloader:
             try:
                 if (now := self._look()) != self._seen:
                     self._seen = now
-                    log.info("keys and quotas were read again: %d tenants", self._tenants.reload())
+                    log.info("API keys and quotas were reloaded: %d tenants", self._tenants.reload())
             except ConfigError as error:
-                log.error("keys and quotas stay as they were: %s", error)
+                log.error("API keys and quotas were not reloaded: %s", error)
             except Exception:  # the thread must outlive it
-                log.exception("keys and quotas stay as they were")
+                log.exception("API keys and quotas were not reloaded")
 
     def _sweep(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
                 self._tenants.sweep()
             except Exception:
-                log.exception("what is left of deleted caches is looked for again")
+                log.exception("deleted caches could not be removed completely; this will be retried")
 
     def _look(self) -> list[tuple[int, ...] | None]:
         """Return the modification times and access modes of the watched files, to see whether one has changed."""

@@ -106,8 +106,8 @@ def as_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             return ApiError(status, str(error), kind="server_error", code=code_of_it)
     # The request's content stays out of the log: the traceback shows code, not values.
-    log.error("unforeseen error in request %s", current_record().request_id, exc_info=error)
-    return ApiError(500, "internal error; the server's log has it", kind="server_error")
+    log.error("unexpected error in request %s", current_record().request_id, exc_info=error)
+    return ApiError(500, "internal error; see the server's log", kind="server_error")
 
 
 def error_body(error: Exception) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def plan_answer(
             reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
             raise RequestError(
-                "the calls of this model cannot be read: the server was started without a parser of its format "
+                "this model's tool calls cannot be parsed: the server was started without a parser for their format "
                 '(--tool-call-parser). Send tool_choice "required", "none" or a name',
                 param="tool_choice",
             )

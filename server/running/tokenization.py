@@ -131,7 +131,7 @@ class Tokenization:
         codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
         if len(tokens) > most:
             raise RequestError(
-                f"tokens has {len(tokens)} token ids, at most {most} are taken: send parts", param="tokens"
+                f"tokens has {len(tokens)} token ids, at most {most} are accepted: split the request", param="tokens"
             )
         if tokens and not (min(tokens) >= 0 and max(tokens) < codec.vocab_size):
             raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
@@ -202,7 +202,7 @@ def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str)
         num_tokens += len(codec.encode_completion(text[first : first + _PIECE_CHARACTERS]))
         if num_tokens > most_tokens + _TOKENS_CUT * (1 + first // _PIECE_CHARACTERS):
             raise ContextTooLong(
-                f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
+                f"{param} has more than {most_tokens} tokens, which is the maximum: shorten it", param=param
             )
     if not _is_free(num_tokens * _BYTES_A_TOKEN + num_bytes * _BYTES_A_BYTE):
         raise QueueFull(f"too little memory is free to tokenise {len(text)} characters: try again later, or send less")
