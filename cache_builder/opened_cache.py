@@ -43,7 +43,7 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
-                "token ids mean other text. Give caches of one tokenizer, or build one of them again"
+                "token ids stand for other text. Give caches of one tokenizer, or rebuild one of them"
             )
         segments = tuple(load_all_segments(path, manifest))
         found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
@@ -86,11 +86,11 @@ def read_cache_manifest(path: Path) -> Manifest:
             )
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
     except NotADirectoryError:
-        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
+        raise StoreUnavailable(f"{path} is not a directory: give one that `ssd-cache build` created") from None
     except OSError as error:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
     hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
-    raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}")
+    raise StoreUnavailable(f"{path} contains no cache (no {MANIFEST_NAME}). {hint}")
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None

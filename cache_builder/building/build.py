@@ -369,10 +369,10 @@ def build(
             result.add(block.counts)
             segments[block.number] = block.segments
         if result.num_tokens == 0:
-            skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
+            skipped = f", and {result.num_invalid} invalid lines were skipped" if result.num_invalid else ""
             if result.num_without_answer:
-                skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
-            raise InputError(f"the inputs hold no text{skipped}: nothing was built")
+                skipped += f", and {result.num_without_answer} of {result.num_records} records have no answer"
+            raise InputError(f"the inputs contain no text{skipped}: nothing was built")
         in_order = [segment for number in sorted(segments) for segment in segments[number]]
         final = list(group_small_segments(in_order, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours) > 1]

@@ -43,8 +43,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
-                f"{path / _OLD} is what {out} held before a command that was to replace it was killed, and another "
-                "cache was made there since: move one of them away"
+                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, and another "
+                "cache was created there since: move one of them away"
             )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
@@ -68,7 +68,7 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
+            raise CacheLocked(f"another process is building {out}: wait for it, or give another --out") from None
         yield
     finally:
         os.close(lock)
@@ -136,21 +136,21 @@ def check_output(out: Path, *, force: bool) -> Path:
         raise ConfigError(f"{given} is a file: give a directory with --out")
     if os.path.ismount(out):
         raise ConfigError(
-            f"{given} is a mount point, which no finished cache can take the place of: give a directory below it with "
+            f"{given} is a mount point and cannot be replaced by a finished cache: give a directory below it with "
             f"--out, such as {given / 'cache'}"
         )
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(
-                f"{given} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
-                "merge` makes one of two"
+                f"{given} contains a cache already: --force replaces it, or give another directory with --out; "
+                "`ssd-cache merge` makes one of two"
             )
         if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
-                f"{given} holds {', '.join(others[:3])} beside a cache, which --force would remove: give another "
+                f"{given} contains {', '.join(others[:3])} next to a cache, which --force would remove: give another "
                 "directory with --out"
             )
         DirectoryLock(out).close()
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
-        raise ConfigError(f"{given} is not empty and holds no cache: give another directory with --out")
+        raise ConfigError(f"{given} is not empty and contains no cache: give another directory with --out")
     return out

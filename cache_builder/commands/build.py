@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
             )
     except BaseException:
         if (kept := find_resumable(options.out)) is not None and STANDARD_INPUT not in options.inputs:
-            print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)
+            print(f"ssd-cache: finished parts are kept in {kept}: the same command resumes", file=sys.stderr)
         raise
     print(
         f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
@@ -110,11 +110,11 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print("    drafts need to see what was asked: name the file of the requests too, or --field prompt=...")
+        print("    drafting needs prompts: name the file of the requests too, or use --field prompt=...")
     if result.num_reused_tokens:
-        print(f"  {result.num_reused_tokens:,} of these tokens had been finished by a build that was ended")
+        print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:
-        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were stored before and not repeated")
+        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were already stored and not repeated")
     if result.num_invalid:
-        print(f"  {result.num_invalid:,} invalid lines were left out")
+        print(f"  {result.num_invalid:,} invalid lines were skipped")
     return 0

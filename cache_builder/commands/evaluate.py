@@ -139,9 +139,9 @@ def run(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for combinations of options that argparse cannot check."""
     if options.cache == "frozen" and not options.warm:
-        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
+        raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ConfigError(f"--html {options.html}: give a file in a directory that exists")
+        raise ConfigError(f"--html {options.html}: the directory does not exist")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0),

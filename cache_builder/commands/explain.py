@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         output = codec.encode_completion(_read(options.output))
     context = np.array([*prompt, *output], np.int32)
     if not len(context):
-        raise ConfigError("there is no text to go on from: give a prompt of at least one token")
+        raise ConfigError("the prompt is empty: give at least one token")
     cache = open_cache(options.directory, codec)
     learned, learned_from = _read_acceptance_model(options.directory)
     snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)

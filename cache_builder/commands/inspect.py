@@ -149,7 +149,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
             namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
     except OSError as error:
         raise StoreUnavailable(f"{root} cannot be read: {error}. Check its permissions") from None
-    faults += [f"{name} is an orphan: restore the secret it was made with, or remove it" for name in orphans]
+    faults += [f"{name} is an orphan: restore the secret it was created with, or remove it" for name in orphans]
     return {"path": str(root), "namespaces": namespaces, "orphans": orphans, "faults": faults}
 
 

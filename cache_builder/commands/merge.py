@@ -37,12 +37,12 @@ def merge(
     namespaces = sorted({cache.namespace for cache in caches})
     if namespace is None and len(namespaces) > 1:
         raise ConfigError(
-            f"the caches are of the namespaces {', '.join(namespaces)}: say with --namespace whose the result is. What "
-            "each learned may then be drafted for the other"
+            f"the caches belong to the namespaces {', '.join(namespaces)}: choose one with --namespace. Text that "
+            "one namespace learned may then be drafted for the others"
         )
     named = namespaces[0] if namespace is None else namespace
     if not any(cache.num_tokens for cache in caches):
-        raise ConfigError("the caches hold no text: nothing was merged")
+        raise ConfigError("the caches contain no text: nothing was merged")
     known: set[bytes] = set()
     num_sequences = num_tokens = num_repeated = 0
     fingerprint = caches[0].fingerprint
@@ -68,7 +68,7 @@ def merge(
         f"caches, namespace {named}"
     )
     if num_repeated:
-        print(f"  {num_repeated:,} sequences were there already and not stored again")
+        print(f"  {num_repeated:,} repeated sequences were stored only once")
 
 
 _DESCRIPTION = """\

@@ -45,7 +45,7 @@ def add_redis_argument(command: argparse.ArgumentParser) -> None:
 def redis_url_from_options(options: argparse.Namespace) -> str:
     url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
-        raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
+        raise SSDError(f"no Redis URL is given: use --redis URL, or set {URL_VARIABLE}")
     return str(url)
 
 

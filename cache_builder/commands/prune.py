@@ -199,7 +199,7 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
                 num_kept += len(piece)
     used, kept_blocks = credits > 0, kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
     print(f"{out}: {num_kept:,} of {num_tokens:,} tokens in {num_sequences:,} sequences")
-    print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks that drafts came from are kept")
+    print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks from which drafts came are kept")
 
 
 def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:

@@ -43,10 +43,10 @@ def run(options: argparse.Namespace) -> int:
         found = find_fingerprints(client, options)
         if len(found) > 1:
             raise SSDError(
-                f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
+                f"namespace {options.namespace} exists for several tokenizers: give --fingerprint, one of {found}"
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
+            raise SSDError(f"Redis has nothing of namespace {options.namespace}: is it the servers' --namespace?")
         pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 
@@ -75,4 +75,4 @@ def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path,
                 bar.update(len(entry.tokens))
     print(f"{directory}: {num_tokens:,} tokens in {len(seen):,} sequences of {namespace}")
     if num_invalid:
-        print(f"  {num_invalid:,} entries of the log were none of ours and left out")
+        print(f"  {num_invalid:,} entries of the stream were not written by SSD and were skipped")

@@ -61,7 +61,7 @@ def _parse_curve(result: object, name: str) -> CostCurve:
     rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
         raise ConfigError(
-            f"{name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; {_HOW}"
+            f"{name} must contain two lists of equal length, with ascending widths and positive costs from 1; {_HOW}"
         )
     return CostCurve("measured", widths, costs)
 
@@ -141,7 +141,7 @@ def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts
     Raises ConfigError or ModelError.
     """
     if options.save_cost is not None and options.measure is None:
-        raise ConfigError("--save-cost keeps what --measure MODEL measures: name the model")
+        raise ConfigError("--save-cost saves the costs that --measure MODEL measures: add --measure MODEL")
     if options.measure is not None:
         measured = measure_costs(options.measure, sample())
         if options.save_cost is not None:
@@ -193,7 +193,7 @@ def read_step_costs(path: Path) -> StepCosts:
     """Read decoding costs from a file that ``--save-cost`` or our benchmark of passes wrote. Raises ConfigError."""
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path.name} is no cost curve: it has more than {_MOST_BYTES} bytes")
+            raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MOST_BYTES} bytes")
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error

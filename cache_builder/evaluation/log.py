@@ -130,8 +130,8 @@ def read_log(
                 labels.append(label)
     if not any(map(int.__lt__, prompts, lengths)) or not any(prompts):
         raise InputError(
-            "the logs hold no answer: nothing can be decoded again. Give requests with their responses; `ssd-cache "
-            "build` and --warm take documents"
+            "the logs contain no answer, so nothing can be replayed. Give requests with their responses; `ssd-cache "
+            "build` and --warm accept documents"
         )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     return Log(

@@ -141,7 +141,7 @@ _REFUSED: Final = (
 
 
 def _refusal(what: str, instead: str) -> RequestError:
-    return RequestError(f"{what} is not read: give {instead}")
+    return RequestError(f"{what} is not supported: give {instead}")
 
 
 def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:

@@ -43,7 +43,7 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
-            raise InputError(f"{shown}: is {what}, which is not read: unpack or convert it, and name the files")
+            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and name the files")
     if _UTF_16.match(beginning):
         raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
     if format != "auto":
@@ -59,8 +59,8 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     line = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if _EVENTS.match(beginning) or _has_prefixed_json(line):
         raise InputError(
-            f"{shown}:1: JSON behind other text, such as a time or `data:`. Give lines of JSON alone, or read the "
-            "file as text by --format text"
+            f"{shown}:1: JSON after other text, such as a time or `data:`. Give lines that contain only JSON, or read "
+            "the file as text by --format text"
         )
     names = set(next(csv.reader([line.decode(errors="replace")], delimiter=detect_delimiter(line)), ()))
     return "csv" if len(names & {*COLUMNS}) > 1 else "text"

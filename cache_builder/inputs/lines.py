@@ -35,7 +35,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         number += 1
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
-            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is it another --format?")
+            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is another --format right?")
         yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 

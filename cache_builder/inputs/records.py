@@ -123,9 +123,7 @@ def fields_of(record: InputRecord) -> Mapping[str, Any]:
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeEncodeError) else f"not JSON ({error})"
-        raise InputError(
-            f"{record.where}: {what}. Correct the line, or leave such lines out with --skip-invalid"
-        ) from None
+        raise InputError(f"{record.where}: {what}. Correct the line, or skip such lines with --skip-invalid") from None
     if not isinstance(line, dict):
         raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
     return line

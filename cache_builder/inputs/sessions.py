@@ -46,7 +46,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
         line = _loaded(record.text)
         num_bytes += len(record.text)
         if num_bytes > _MOST_BYTES:
-            raise InputError(f"{record.where}: a session of more than {_MOST_BYTES >> 30} GiB: cut its file")
+            raise InputError(f"{record.where}: a session of more than {_MOST_BYTES >> 30} GiB: split its file")
         if isinstance(line, dict):
             lines.append(line)
         else:
@@ -55,7 +55,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
     for number, conversation in enumerate(filter(itemgetter("messages"), read(lines)), start=1):
         yield InputRecord(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
     if number == 0:
-        raise InputError(f"{first.where}: begins as the session of a coding agent, and has no message")
+        raise InputError(f"{first.where}: begins like the session of a coding agent, but has no message")
 
 
 def _reader_of(line: Any) -> Callable[[list[Line]], Iterator[dict[str, Any]]] | None:

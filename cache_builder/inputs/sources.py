@@ -106,7 +106,7 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
-        raise InputError(f"{path}: is a directory without files of a known kind. Name its files")
+        raise InputError(f"{path}: is a directory without files of known formats. Name its files")
     yield from sources
 
 
@@ -139,7 +139,7 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
     except Exception as error:  # drivers raise what they like
         raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
     if not entries:
-        raise InputError(f"{name}: nothing of a known kind is there. Check the URL")
+        raise InputError(f"{name}: no file of a known format is there. Check the URL")
 
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
@@ -196,8 +196,8 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     if alike is not None and said and len(said) != len(asked):
         raise InputError(
             f"{names[ids.index(alike)]} and others of {len(asked)} files of requests begin with the same custom_id, "
-            f"{quote_value(alike)}, and {len(said)} files are of responses: build from the two files of one batch at a "
-            "time, and merge the caches"
+            f"{quote_value(alike)}, and {len(said)} files contain responses: build from the two files of one batch at "
+            "a time, and merge the caches"
         )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []

@@ -160,7 +160,7 @@ class _Decompressed(_Forward):
         try:
             import pyarrow as pa
         except ModuleNotFoundError:
-            raise InputError(f"{name}: packed files need pyarrow: pip install 'ssd-serving[builder]'") from None
+            raise InputError(f"{name}: compressed files need pyarrow: pip install 'ssd-serving[builder]'") from None
         if kind == "xz":  # pyarrow does not read it
             super().__init__(lzma.LZMAFile(raw))  # noqa: SIM115  # it holds nothing but memory
         else:
