@@ -78,7 +78,7 @@ class _Terminated(BaseException):
 
 
 def _terminated(_number: int, _frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, and the way out is short
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # further signals are ignored, because the exit takes a moment only
     raise _Terminated
 
 
@@ -91,7 +91,7 @@ def _lost(unraisable: sys.UnraisableHookArgs) -> None:
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
-    elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else of what was cut while it was made
+    elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else an interrupted constructor caused it
         sys.__unraisablehook__(unraisable)
 
 

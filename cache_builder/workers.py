@@ -72,9 +72,9 @@ def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple
 def _begin(parent: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prepare_worker()
 

@@ -72,7 +72,7 @@ def ray_executor(address: str | None) -> Executor:
 def _build(block: Block, options: BuildOptions, folder: str) -> BlockResult | Exception:
     """Build a block in a Ray worker. Errors are returned, because Ray would retry a task that raises."""
     prepare_worker()
-    os.chdir(folder)  # inputs are named as the user named them
+    os.chdir(folder)  # relative input paths are resolved in the user's directory
     try:
         return build_block(block, options)
     except (SSDError, OSError) as error:

@@ -55,7 +55,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
             yield path
         except BaseException:
             _restore_output(out, path)
-            if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may be ``out`` already
+            if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may have been moved
                 shutil.rmtree(path, ignore_errors=True)
             raise
         shutil.rmtree(path, ignore_errors=True)

@@ -137,7 +137,7 @@ def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
     stored = read_learned_state(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
-    except ValueError:  # as a server does; `inspect --deep` says what is wrong with it
+    except ValueError:  # like a server; `inspect --deep` reports the fault
         return LearnedState(None), None
 
 

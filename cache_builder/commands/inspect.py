@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sequences:
         try:
             _print_sequences(options.directory, codec)
-        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
+        except BrokenPipeError:  # the reader (e.g. head) has closed the pipe; Python must not write the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with progress_bar(0, " tokens") as bar:
@@ -275,8 +275,8 @@ def is_sorted(segment: Segment) -> bool:
     n, order = len(segment), segment.order
     if order.min() < 1 or order.max() > n:
         return False
-    ranks = np.full(n + 1, -1, np.int32)  # that of 0 stays: a text that ends precedes those it is the beginning of
-    for begin in range(0, n, _RANKS_AT_ONCE):  # numpy takes eight bytes for an index
+    ranks = np.full(n + 1, -1, np.int32)  # position 0 keeps rank -1, because a prefix precedes longer texts
+    for begin in range(0, n, _RANKS_AT_ONCE):  # numpy indexes need eight bytes
         places = order[begin : begin + _RANKS_AT_ONCE]
         ranks[places] = np.arange(begin, begin + len(places), dtype=np.int32)
     if ranks[1:].min() < 0:

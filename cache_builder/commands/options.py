@@ -94,9 +94,9 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
     client = connect(url)
     try:
         yield client
-    except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
+    except (SSDError, OSError):  # errors of files; redis-py converts errors of sockets
         raise
-    except Exception as error:  # a server that talks nonsense raises whatever it likes
+    except Exception as error:  # redis-py may raise any exception if the server is not Redis
         reason = escape_value(redact_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
             f"{redacted_address(url)} {failed()} ({reason}): check address, rights and maxmemory "

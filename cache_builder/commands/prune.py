@@ -149,7 +149,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
     separators. O(n log n).
     """
     count = len(credits)
-    spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # evenly, however many are taken
+    spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # even for any number of blocks
     ranked = np.lexsort((np.arange(count), spread, credits))[::-1]
 
     def halves(most: int) -> Flags:

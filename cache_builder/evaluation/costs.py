@@ -203,7 +203,7 @@ def read_step_costs(path: Path) -> StepCosts:
 def parse_step_costs(result: object, name: str) -> StepCosts:
     """Parse decoding costs from a measurement's JSON object. Raises ConfigError, which calls the file ``name``."""
     curve = _parse_curve(result, name)
-    assert isinstance(result, dict)  # else there was no curve in it
+    assert isinstance(result, dict)  # `_parse_curve` has checked it
     numbers = {
         key: _number(result.get(key), name, key) for key in ("step_ms", "overhead", "recycling") if key in result
     }

@@ -123,7 +123,7 @@ def replay(
             ns,
             decoder.by_source(),
             snapshot.num_tokens,
-            of_segments + 8 * (snapshot.memtable_stop - snapshot.memtable_start),  # the tail as if it were in a segment
+            of_segments + 8 * (snapshot.memtable_stop - snapshot.memtable_start),  # the memtable like a segment
             snapshot.ring.nbytes,
         )
 
@@ -157,7 +157,7 @@ def evaluate(
     Raises CacheError.
     """
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
-    if not plan.warm:  # of warm directories the text is not at hand
+    if not plan.warm:  # the text of prebuilt directories is not available
         texts = np.split(log.tokens, log.starts[1:-1])
         best = hindsight_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
     figures = partial(_figures, costs, best)
@@ -325,7 +325,7 @@ def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))
     first_s, num_steps = (sum(row["none"][key] for row in rows) for key in ("first_s", "tokens"))
-    step_s = (off_s - first_s) / max(1, num_steps - len(rows))  # the prompt's pass gives each first token
+    step_s = (off_s - first_s) / max(1, num_steps - len(rows))  # the prompt's pass yields each first token
     prompts_s = first_s - len(rows) * step_s
     output_off_s, output_on_s = off_s - prompts_s, on_s - prompts_s
     drafted, accepted = (sum(row["ssd"][key] for row in rows) for key in ("drafted", "accepted"))

@@ -75,7 +75,7 @@ def _figure(evaluation: Evaluation) -> str:
         curves.append((f"measured, {format_sampling(way)}", way["growth"], "up_to"))
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a font without a letter: the reader's browser has others
+        warnings.simplefilter("ignore", UserWarning)  # browsers have the characters that matplotlib's font lacks
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, parts, key) in enumerate(curves):

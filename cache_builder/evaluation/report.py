@@ -171,5 +171,5 @@ def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Ev
 def _cell(template: str, row: Evaluation) -> str:
     try:
         return template.format_map(row)
-    except TypeError:  # a figure that nobody knows is None
+    except TypeError:  # unknown figures are None
         return "-"

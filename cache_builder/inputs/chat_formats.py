@@ -181,7 +181,7 @@ def _sharegpt(line: Mapping[str, Any]) -> Any:
     for number, turn in enumerate(turns):
         message = _named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn
         if _has(turn, "value") and turn.get("from") in _CALLERS and (calls := _calls_in(turn["value"])):
-            last_id = f"call{number:05}"  # Mistral's templates want nine characters
+            last_id = f"call{number:05}"  # Mistral's templates require nine characters
             message = _message("assistant", "", [{**call, "id": last_id} for call in calls], "")
         elif isinstance(message, dict) and message.get("role") == "tool" and last_id:
             message = {**message, "tool_call_id": last_id}
@@ -441,7 +441,7 @@ def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
     if isinstance(parsed, str):
         return [parsed] if parsed and parsed not in _REDACTED else []
     if isinstance(parsed, dict):
-        if isinstance(text := _text_of_body(parsed), str):  # of HTTP: what is no JSON there is no answer
+        if isinstance(text := _text_of_body(parsed), str):  # an HTTP body that is not JSON contains no answer
             return [answer for answer in find_answers(text, depth + 1) if answer != text]
         found = _find_answers_in_object(_body(parsed), depth)
         if not found and not parsed.keys().isdisjoint(("choices", "usage")):

@@ -111,7 +111,7 @@ def _encode_turn_by_turn(
             if turn[: len(stub)] != stub:
                 return None
             history += turn[len(stub) :]
-    except RequestError:  # of a turn alone
+    except RequestError:  # the template rejects a turn without its context
         return None
     if len(found) < len(places):
         return None

@@ -24,7 +24,7 @@ _MOST_ARRAY_BYTES = 1 << 30
 def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[str, bytes]]:
     """Yield the position (for messages) and the bytes of each line that begins in a byte range of the file."""
     at = start
-    if start:  # the first line that begins there or later
+    if start:  # skip to the first line that begins at or after ``start``
         file.seek(start - 1)
         at += len(file.readline(LONGEST_RECORD + 1)) - 1
     number = 0
@@ -149,7 +149,7 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
     unread, num_bytes = list(names), 0
     for record in responses:
         line = _loaded(record.text)
-        side = batch_side(line) if _is_text(record.text) else None  # else whoever reads it as it came says so
+        side = batch_side(line) if _is_text(record.text) else None  # invalid lines are reported when the record is read
         while side and side[1] not in by_id and unread:
             for custom_id, request in _requests_in(unread.pop(0)):
                 by_id.setdefault(custom_id, request)

@@ -50,7 +50,7 @@ def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
     """Return the chunks of a streamed API response, from its text or from a list; None for any other value."""
     if isinstance(value, str):
         if not _STREAM.match(value):
-            is_json = value[:1] == "{" and "\n{" in value  # a line for each chunk
+            is_json = value[:1] == "{" and "\n{" in value  # one chunk per line
             return find_chunks([_loaded(line) for line in value.splitlines() if line]) if is_json else None
         data = (line[5:].strip() for line in value.splitlines() if line.startswith("data:"))
         return [chunk for chunk in map(_loaded, data) if isinstance(chunk, dict)]

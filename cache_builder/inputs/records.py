@@ -79,7 +79,7 @@ def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[
         line = fields_of(record)
         is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
         return None if is_understood or parse_exchanges(line) is not None else find_nested_records(line)
-    except (InputError, RequestError):  # raised again by the reader of the record
+    except (InputError, RequestError):  # `encode_record` raises the error again
         return None
 
 
@@ -119,7 +119,7 @@ def fields_of(record: InputRecord) -> Mapping[str, Any]:
     if record.line is not None:
         return record.line
     try:
-        record.text.encode()  # where it came from bytes that are no text
+        record.text.encode()  # invalid UTF-8 was decoded to lone surrogates
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeEncodeError) else f"not JSON ({error})"
@@ -153,7 +153,7 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
     elif exchange.is_conversation or _is_chat(asked):
         kwargs = _template_kwargs(exchange, where)
         if exchange.is_conversation and isinstance(asked, list) and not asked:
-            return  # a chat that was never used
+            return  # an empty chat
         messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
         if exchange.is_conversation:
             yield from encode_answers(messages, kwargs, codec)

@@ -112,7 +112,7 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
 
 def _file(path: Path, format: Format) -> Source:
     status = path.stat()
-    if not is_regular(str(path)):  # a pipe never holds the same again
+    if not is_regular(str(path)):  # the content of a pipe differs in each run
         return Source(str(path), _format_of(str(path), format), None, secrets.token_hex(8))
     return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
 
@@ -136,7 +136,7 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
             yield _remote_file(name if key == name else str(system.unstrip_protocol(key)), entries[key], format)
     except FileNotFoundError:
         raise InputError(f"{name}: no such file. Check the URL") from None
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
     if not entries:
         raise InputError(f"{name}: no file of a known format is there. Check the URL")

@@ -41,7 +41,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
-    except Exception as error:  # drivers raise what they like; for want of one it says which package has it
+    except Exception as error:  # fsspec drivers may raise any exception; the message names a missing package
         raise InputError(f"{url}: cannot be reached: {first_line(error)}") from None
 
 
@@ -66,7 +66,7 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
             file = Path(name).open("rb")  # noqa: SIM115  # closed below
     except InputError:
         raise
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {_why(error)}") from None
     with file:
         yield _buffered(file, progress)
@@ -134,7 +134,7 @@ class _Counted(_Forward):
             size = super().readinto(buffer)
         except OSError:
             raise
-        except Exception as error:  # drivers raise what they like
+        except Exception as error:  # fsspec drivers may raise any exception
             raise OSError(first_line(error)) from error
         self._progress(size)
         return size

@@ -15,7 +15,7 @@ from cache_builder.inputs.streams import open_raw
 from ssd.errors import first_line
 
 _BATCH_ROWS = 1024
-_BUFFER = 1 << 20  # of a column, else a whole row group is in memory
+_BUFFER = 1 << 20  # without it, a whole row group would be in memory
 
 
 def row_group_bytes(name: str) -> list[int]:
@@ -69,7 +69,7 @@ def _chosen(there: list[str], columns: Collection[str]) -> list[str]:
 
 
 def _rows(name: str, batch: Any, first: int) -> Iterator[InputRecord]:
-    batch.validate(full=True)  # what lies outside of a buffer is not read
+    batch.validate(full=True)  # checks that offsets lie within the buffers
     columns = {field: _values(batch.column(place)) for place, field in enumerate(batch.schema.names)}
     for row in range(len(batch)):
         line: Mapping[str, Any] = {field: values[row] for field, values in columns.items() if values[row] is not None}

@@ -39,7 +39,7 @@ class KnownSites:
             )
         if origin is not None:
             is_foreign = origin.partition("://")[2] != host
-        else:  # a link that leads here does no harm: the page that has it cannot read what comes
+        else:  # following a link is harmless: the page with the link cannot read the response
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
             is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link
         if is_foreign and not self._origins & {origin, "*"}:

@@ -80,14 +80,14 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Accept a connection. If there are too many, its requests are marked with ``TOO_MANY`` or it is closed."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
-        # What answers are written to: it leaves the end of the connection to this object.
+        # Responses are written to this object instead of the transport, so that `_end` closes the connection.
         self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
         self._came = self.loop.time()
         self._head_since: float | None = None
-        self._head_bytes = 0  # that came since the last of anything else: of a head, or behind the chunks of a body
+        self._head_bytes = 0  # received bytes of headers, or of trailers after a chunked body
         self._is_head = self._has_body = self._is_chunked = self._is_discarding = False
-        self._expected_bytes = 0  # of a body whose length is known
-        self._pieces: list[bytes] = []  # of a body, found in what was received last
+        self._expected_bytes = 0  # of the rest of a body with a content-length
+        self._pieces: list[bytes] = []  # body chunks in the bytes received last
         self._unanswered: list[RequestResponseCycle] = []
         self._sending: LeakyBucket | None = None
         self._unsent = 0
@@ -107,8 +107,8 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
-        self._answers.close = self.transport.close  # so that nothing refers to itself
-        for cycle in self._unanswered:  # uvicorn tells the last one alone
+        self._answers.close = self.transport.close  # removes a reference cycle
+        for cycle in self._unanswered:  # uvicorn notifies only the last one
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -154,10 +154,10 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._expected_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         if self._is_chunked:
-            self._body_bytes = self._content_bytes = self._num_chunks = 0  # the first count has heads of chunks in it
-            # An answer before the end of such a body ends the connection: the rest need not be parsed.
+            self._body_bytes = self._content_bytes = self._num_chunks = 0  # ``_body_bytes`` includes chunk headers
+            # A response before the end of a chunked body closes the connection, so that the rest need not be parsed.
             self._keeps_alive, cycle.keep_alive = cycle.keep_alive, False
-        self.flow.resume_reading()  # uvicorn reads no more then, and would not see the client leave
+        self.flow.resume_reading()  # uvicorn stops reading here, and would not notice a disconnect
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -214,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _look_later(self) -> None:
         limits = self.limits
         shortest = min(limits.max_head_seconds, limits.max_send_seconds, self._idle_s)
-        # Many come at once; they need not be looked at together.
+        # Random, so that connections that opened together are not checked together.
         delay = min(_MOST_LOOK_S, shortest / 4) * random.uniform(0.8, 1.2)
         self._looking = self.loop.call_later(delay, self._look)
 
@@ -229,7 +229,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
                 self._give_up("a request that does not arrive", b"408 Request Timeout")
             elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
-                self._give_up("nothing has come", None)  # after a first request uvicorn waits
+                self._give_up("nothing has come", None)  # after a first request, uvicorn's own time limit applies
         self._look_later()
 
     def _takes_nothing(self, now: float) -> bool:
@@ -283,7 +283,7 @@ class BodyReader:
 
     async def _receive(self, request: Request, share: Reservation) -> bytes:
         most = self._limits.max_body_bytes
-        if int(request.headers.get("content-length", 0)) > most:  # the parser has seen to it that it is a number
+        if int(request.headers.get("content-length", 0)) > most:  # the HTTP parser has checked that it is a number
             raise _too_long(most)
         content = bytearray()
         seconds, rate = self._limits.max_body_seconds, self._limits.min_bytes_per_second

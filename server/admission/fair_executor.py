@@ -41,8 +41,8 @@ class FairExecutor:
         self._most = (num_threads + max_waiting) * unit
         self._unit = unit
         self._num_idle = num_threads
-        self._costs: Counter[str | None] = Counter()  # of what each tenant has here, waiting or under way
-        self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is first
+        self._costs: Counter[str | None] = Counter()  # the cost of each tenant's waiting and running calls
+        self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant comes first
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -69,7 +69,7 @@ class FairExecutor:
         return await waiting
 
     async def _turn(self, whose: str | None) -> None:
-        if self._num_idle:  # then nobody waits
+        if self._num_idle:  # then no call is waiting
             self._num_idle -= 1
             return
         turn = asyncio.get_running_loop().create_future()

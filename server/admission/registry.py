@@ -90,11 +90,11 @@ class Generations:
         self._path = path
         self._shared = shared
         self._lock = threading.Lock()
-        self._counting = threading.Lock()  # held while replicas are asked
+        self._counting = threading.Lock()  # held while counts are exchanged with replicas
         self._numbers, is_checked = ({}, True) if path is None else _read(path)
         self._is_reached = True
         if not is_checked:
-            with suppress(OSError):  # it is as good as before
+            with suppress(OSError):  # without a checksum the file is still usable
                 self._set({})
 
     def of(self, name: str) -> int:
@@ -108,7 +108,7 @@ class Generations:
                 try:
                     number = max(number, self._told(name, self._shared.add(name, 1), number))
                     is_told = True
-                except Exception as error:  # they are told by `absorb`
+                except Exception as error:  # `absorb` sends the count later
                     self._complain(error)
             self._set({name: number})
             return number, is_told
@@ -130,7 +130,7 @@ class Generations:
                     if number < self.of(name):
                         self._told(name, number, self.of(name))
                 newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST_DELETIONS}
-                if newer:  # asked once more: an answer that was garbled on its way deletes no cache
+                if newer:  # read twice, so that a corrupted reply deletes no cache
                     again = zip(newer, self._shared.read(list(newer)), strict=True)
                     newer = {name: newer[name] for name, number in again if number >= newer[name]}
             except Exception as error:
@@ -243,7 +243,7 @@ class Tenants:
         self._bases = bases
         self._share_cache = share_cache
         self._process_secret = secrets.token_bytes(32)
-        self._lock = threading.Lock()  # held while rules are replaced
+        self._lock = threading.Lock()  # held while the tenants are replaced
         self._accounts: dict[str, Account] = {}
         self._by_key: dict[bytes, Account] = {}
         self._retired: list[tuple[float, str]] = []
@@ -281,7 +281,7 @@ class Tenants:
             )
         if salt is None:
             return CacheAccess(main, terms)
-        # What is said under a salt stays in memory: clients choose salts, and as many as they like.
+        # Salted caches stay in memory, because clients may choose any number of salts.
         salted = NamespacePolicy(
             capacity_tokens=min(SALTED_TOKENS, terms.capacity_tokens or SALTED_TOKENS),
             reads_shared=terms.reads_shared,
@@ -347,7 +347,7 @@ class Tenants:
                     account.change(tenant)
                 accounts[tenant.name] = account
             self._accounts = accounts
-            # One assignment: a key opens what it opened before, or what it opens now. Who is in flight goes on.
+            # One assignment, so that lookups see either all old keys or all new keys. Requests in flight continue.
             self._by_key = {
                 self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
             }
@@ -448,7 +448,7 @@ class Tenants:
             self._retire([self._names.tenant(base, tenant.seed, former)])
         with self._lock:
             now = time.monotonic()
-            if self.caches() is None:  # they are still being opened: what is theirs is swept later
+            if self.caches() is None:  # the caches are still being opened, and are swept later
                 self._retired = [(now + _RETIRED_S, name) for _, name in self._retired]
             self._left_in_redis &= {name for _, name in self._retired}
             self._retired = [each for each in self._retired if each[0] > now or each[1] in self._left_in_redis]
@@ -469,7 +469,7 @@ class Tenants:
         try:
             if caches is not None:
                 caches.discard(namespace)
-            elif self._directory is not None:  # nothing is open: it loads, or does not draft
+            elif self._directory is not None:  # no cache is open: the server is loading, or has no cache
                 remove_directory(self._directory / namespace)
         except (SSDError, OSError) as error:
             failure = str(error)
@@ -477,7 +477,7 @@ class Tenants:
             if sharing is not None:
                 sharing.delete_stream(namespace)
             self._left_in_redis.discard(namespace)
-        except Exception as error:  # Redis is away: sweeps try until it is not
+        except Exception as error:  # Redis is unreachable: later sweeps retry
             self._left_in_redis.add(namespace)
             log.debug("namespace %s is still in Redis: %s", namespace, type(error).__name__)
         return failure

@@ -176,7 +176,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(quote_value(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
         raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
-    except ValueError as error:  # of TOML, or of UTF-8, whose message quotes bytes
+    except ValueError as error:  # invalid TOML or UTF-8; the message of the latter quotes bytes
         place = re.search(r"\(at [^)]*\)", str(error))
         raise ConfigError(f"{source} is not TOML{f' {place.group()}' if place else ''}") from None
     defaults = file.defaults.model_dump(exclude_unset=True)

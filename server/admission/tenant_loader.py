@@ -65,7 +65,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         make_directory(path.parent)
         if not path.exists():
             found = tenant_directories(cache_directory)
-            if found and not path.exists():  # another process may just have made both
+            if found and not path.exists():  # another process may have created both just now
                 named = summarize_names([path.name for path in found])
                 raise ConfigError(f"{path} is missing, and {named} cannot be found without it. {advice}")
             create_file(path, [dump_secret(secrets.token_hex(32).encode())])
@@ -76,7 +76,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
             raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
         secret = _checked(kept, str(path))
         if not has_checksum and len(checked := dump_secret(secret)) <= _MOST_BYTES:
-            with suppress(OSError):  # it is as good as before
+            with suppress(OSError):  # without a checksum the file is still usable
                 write_file(path, [checked], durable=True)
         return secret
     except OSError as error:
@@ -176,7 +176,7 @@ class TenantReloader:
         self._interval_s = interval_s
         self._seen = self._look()
         self._stopping = threading.Event()
-        self._threads = [  # a deletion may wait for Redis, a key that was taken back may not
+        self._threads = [  # two threads: a deletion may wait for Redis, the revocation of a key must not
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._reload, "ssd-tenants"), (self._sweep, "ssd-sweep"))
         ]
@@ -196,7 +196,7 @@ class TenantReloader:
                     log.info("API keys and quotas were reloaded: %d tenants", self._tenants.reload())
             except ConfigError as error:
                 log.error("API keys and quotas were not reloaded: %s", error)
-            except Exception:  # the thread must outlive it
+            except Exception:  # the thread must continue after any error
                 log.exception("API keys and quotas were not reloaded")
 
     def _sweep(self) -> None:

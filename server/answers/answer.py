@@ -89,7 +89,7 @@ class Answer(ABC):
         logprobs: LogprobsWriter | None = None,
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
-        # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
+        # As in vLLM, the response's id contains the request id, which the client may choose, so it may not be unique.
         self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
@@ -187,7 +187,7 @@ class Answer(ABC):
             if self._options.include_drafts:
                 texts = self.spelling.texts(index, output.token_ids, output.text)
                 choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
-        if output.finish_reason is not None:  # alone: clients drop the text of the chunk that has it
+        if output.finish_reason is not None:  # in a chunk without text: some clients drop the last chunk's text
             choices.append(self._choice(index, self.empty_chunk(), ended=self.generation.choices[index]))
         return self._events(choices, usage)
 
@@ -274,7 +274,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
                 begun.add(index)
                 ready += await answer.opening(index)
             ready += answer.piece(index, output)
-            # What arrived together goes out together: a write costs more than all the rest of an event.
+            # Outputs that arrived together are sent together, because a write costs more than serializing an event.
             if ready and not answer.generation.has_more_now:
                 yield bytes(ready)
                 ready.clear()

@@ -36,7 +36,7 @@ class _BlockPart(AnswerPart):
         if isinstance(self.of, ToolCall) and arguments is not None:
             return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": arguments}
         if self.of == "reasoning":
-            return {"type": "thinking", "thinking": said, "signature": ""}  # nobody has to prove who thought it
+            return {"type": "thinking", "thinking": said, "signature": ""}  # reasoning needs no signature here
         return {"type": "text", "text": said}
 
 

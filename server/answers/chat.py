@@ -69,7 +69,7 @@ class ChatAnswer(Answer):
         return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prompt = choices[0].get("prompt_token_ids") if choices else None  # where vLLM's clients look for it
+        prompt = choices[0].get("prompt_token_ids") if choices else None  # vLLM's name of the field
         return super()._chunk(choices) | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ class ResponseAnswer(PartsAnswer):
         }
         if self.generation.choices[0].finish_reason == "length":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif self.status == "incomplete":  # OpenAI's API has no word for a stop
+        elif self.status == "incomplete":  # OpenAI's API has no reason for a stop string
             found["incomplete_details"] = {}
         else:
             found["completed_at"] = int(time.time())
@@ -143,7 +143,7 @@ class ResponseAnswer(PartsAnswer):
 
     def _response(self, status: Status | Literal["failed"], output: list[dict[str, Any]]) -> dict[str, Any]:
         sampling = self.generation.sampling
-        assert sampling is not None  # it was submitted
+        assert sampling is not None  # the request was submitted
         return {
             "id": self.id,
             "object": self.object_name,

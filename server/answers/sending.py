@@ -107,7 +107,7 @@ class Answers:
 
     def stream(self, answer: Answer, options: StreamOptions) -> Response:
         settings, generation = self._settings, answer.generation
-        is_declined = options.include_obfuscation is False or options.include_drafts  # which tell what it hides
+        is_declined = options.include_obfuscation is False or options.include_drafts  # drafts defeat obfuscation
         if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
 

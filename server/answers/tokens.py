@@ -59,7 +59,7 @@ class TokenAttribution:
             length = len(stream.push_token(token_id))
             texts.append(rest[:length])
             rest = rest[length:]
-        if texts:  # at the end of the output, what was held back
+        if texts:  # the last token gets the text that was held back
             texts[-1] += rest
         return texts
 

@@ -33,7 +33,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
         for begin in range(0, len(value), _PIECE):
             yield (b"," if begin else b"[") + pydantic_core.to_json(value[begin : begin + _PIECE])[1:-1]
         yield b"]"
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):  # choices, each of any length
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):  # choices, which may be long
         before = b"["
         for each in value:
             yield before

@@ -82,7 +82,7 @@ def _common(words: Int64s, masks: Uint64s, first: Int64s, last: Int64s, n: int) 
     in words of 64 bits, lowest first; a word without a position changes only by a carry from below.
     """
     num_words = (n + _WORD - 1) // _WORD
-    row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # a zero where one more token is matched
+    row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # each zero bit is a matched token
     one, zero = np.uint64(1), np.uint64(0)
     for j in range(len(first)):
         at, stop = first[j], last[j]

@@ -42,7 +42,7 @@ def uses_anthropic_api(scope: Scope) -> bool:
 RETRY_AFTER_S = 1
 _HEADERS: Mapping[int, Mapping[str, str]] = {
     401: {"www-authenticate": "Bearer"},
-    408: {"connection": "close"},  # what else comes of the body is not wanted
+    408: {"connection": "close"},  # the rest of the request's body is not read
     503: {"retry-after": str(RETRY_AFTER_S)},
 }
 

@@ -23,10 +23,10 @@ class Limits:
 
     max_body_bytes: int = 8 << 20
     """Maximum size of a request's body in bytes, including chunk headers and extensions."""
-    # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
+    # Parsing a string in JSON blocks all threads of the process, for up to 5 ms per megabyte.
     max_body_values: _Fixed[int] = 1 << 18
     """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
-    # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
+    # Parsing this many values blocks other threads for up to 60 ms; any prompt of token ids is allowed.
     max_body_seconds: _Fixed[float] = 20.0
     """The maximum time in seconds for which a client may stop sending a body; longer at ``min_bytes_per_second``."""
     max_bodies_bytes: _Fixed[int] = 128 << 20
@@ -57,7 +57,7 @@ class Limits:
     """Maximum number of open connections; lower if the system allows fewer open files."""
     max_idle_seconds: float = 75.0
     """Time in seconds after which a connection without a request is closed."""
-    # Longer than the clients' and proxies' own limits, mostly 5 to 60 s: none sends on what is being closed.
+    # Longer than the idle limits of clients and proxies (5 to 60 s), so that none sends on a closing connection.
     max_head_seconds: float = 20.0
     """Time in seconds within which a request's headers must arrive."""
     max_send_seconds: float = 30.0

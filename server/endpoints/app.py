@@ -364,16 +364,16 @@ def create_app(
         watch.cancel()
         service.lanes.close()
 
-    # Its own pages of the API would have browsers load scripts from another host.
+    # FastAPI's own documentation pages would load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.root_path = settings.root_path  # requests come with it and without
+    app.root_path = settings.root_path  # requests may have the prefix or not
     docs = docs_files()
     files = {} if settings.no_page else page_files()
     sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
     app.add_middleware(
         AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, enter=worker.enter, exit=worker.exit
     )
-    if settings.allowed_origins:  # around the gate: pages may read refusals too
+    if settings.allowed_origins:  # outside of authentication, so that web pages can read rejections, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -382,7 +382,7 @@ def create_app(
             allow_credentials=settings.allow_credentials,
             expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
         )
-    app.add_middleware(  # around all that may refuse
+    app.add_middleware(  # outside of all middleware that may reject requests
         Access,
         counts=service.metrics.http,
         fields=_FIELDS,

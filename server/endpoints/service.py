@@ -77,7 +77,7 @@ class Service:
         ServerNotReady or EngineFailed.
         """
         learns = allows_caching(request.headers)
-        context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
+        context = self.worker.engine.max_model_len  # raises before the body is read if there is no engine
         account_of(request.scope).enter()
         limits, ignores_unknown = self.settings.limits, self.settings.ignore_unknown_fields
         check = partial(parse, limits=limits, ignores_unknown=ignores_unknown)
@@ -111,7 +111,7 @@ class Service:
         an exception is raised, no choice is running.
         """
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
-        account.check_quota(body.n * len(texts), engine.target.num_slots)  # before anything is done
+        account.check_quota(body.n * len(texts), engine.target.num_slots)  # before any other work
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
@@ -174,7 +174,7 @@ class Service:
             namespace = settings.namespace_of(body.model)
             cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
 
-            @cache  # prompts may be of very many lengths, and what is asked for have very many token ids
+            @cache  # prompts may have many lengths, and the parameters many token ids
             def sampling(room: int) -> SamplingParams:
                 found = replace(
                     body.sampling(settings.sampling_defaults, room=room, default_limit=default_limit),
@@ -183,7 +183,7 @@ class Service:
                     shown_special_ids=plan.shown_special_ids,
                 )
                 found = _bounded(found, engine.max_model_len, room, num_choices)
-                _ = found.rules  # made here and not where others' tokens are computed
+                _ = found.rules  # computed here, so that the engine's thread need not
                 return found
 
             def sampling_after(num_prompt: int) -> SamplingParams:
@@ -198,7 +198,7 @@ class Service:
                 is_shared = body.n > 1 and engine.config.coupled_streams
                 return engine.draw_streams(body.n) if is_shared else [None] * body.n
 
-            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # the client may use a request id twice
             generation.submit(
                 [
                     EngineRequest(
@@ -254,7 +254,7 @@ class Service:
             if self._token_texts is None:  # reads the whole vocabulary
                 self._token_texts = await self.lanes.answers.run(TokenTexts, codec_of(engine))
             as_ids = body.return_tokens_as_token_ids
-            # Who asks for ids wants one each, and evaluations count those behind an echo.
+            # Clients that request ids expect one per token, and evaluations count the tokens after an echo.
             every_token = as_ids or body.return_token_ids or body.echo
             writer = LogprobsWriter(self._token_texts, as_token_ids=as_ids, every_token=every_token)
             options |= dict.fromkeys(names, writer)

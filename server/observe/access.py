@@ -102,7 +102,7 @@ class Access:
             ids = trace_id, parent_id
         level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
         if self.writes_lines and log.isEnabledFor(level):
-            # How a path begins that is none of ours, and the field at fault, where they are known names.
+            # The beginning of an unknown path and the invalid field are logged only if these are known names.
             beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
             param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
             facts = {

@@ -159,8 +159,8 @@ def traceback_text(error: BaseException | None) -> str:
 
 def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> QueuedLogHandler:
     """Send log records to ``stream`` (default: standard error). ``level`` applies to our own loggers."""
-    logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
+    logging.raiseExceptions = False  # an error of the log cannot be logged
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # these fields are not printed
     target = logging.StreamHandler(stream or sys.stderr)
     target.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_LINE))
     handler = QueuedLogHandler(target)
@@ -200,7 +200,7 @@ def report_start(kind: str, message: str) -> None:
     if is_json:
         logging.getLogger("server.command").log(getattr(logging, kind.upper()), message)
     for handler in handlers:
-        handler.flush()  # what was logged before comes before
+        handler.flush()  # keeps the order of log lines
     if not is_json:
         print(f"ssd-serve: {kind}: {message}", file=sys.stderr)
 

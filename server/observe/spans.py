@@ -98,7 +98,7 @@ def make_spans(endpoint: str) -> Spans:
         raise ConfigError(f"{OPTION} needs more libraries: pip install 'ssd-serving[telemetry]' ({error})") from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it tells of every attempt; ours tells once
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_log_once` logs once instead
     return Spans(_log_once(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
 
 
@@ -112,7 +112,7 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
         nonlocal num_lost
         try:
             result = export(spans)
-        except Exception:  # whatever the library raises, tracing ends no thread
+        except Exception:  # no error of the library may end the thread
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             if num_lost:

@@ -66,7 +66,7 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
         calls = None if tool_call == OFF else tool_call
     if reasoning != AUTO:
         thoughts = None if reasoning == OFF else reasoning
-    # Who names another format has told the model of it, and of the tools, himself.
+    # An operator who selects another format describes it, and the tools, to the model.
     in_words = not template.takes_tools and (tool_call == AUTO or calls == FORMAT_IN_WORDS)
     several = in_words or template.takes_several_calls
     return MessageFormat(FORMAT_IN_WORDS if in_words else calls, thoughts, in_words, several)
@@ -108,7 +108,7 @@ def plan_answer(
         thoughts = REASONING_FORMATS[form.reasoning]
         if ends_within_reasoning(thoughts, str(body.messages[-1].get("content"))):
             tail = thoughts.begin[0]
-        elif thoughts.inside:  # it has thought already, or did not
+        elif thoughts.inside:  # the model has already finished or skipped its reasoning
             form = replace(form, reasoning=None)
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None
@@ -145,7 +145,7 @@ def _calls(
 ) -> tuple[str, StructuredOutput]:
     """Return the format in which the model must write its tool calls, and the grammar that enforces it."""
     for name in (form.tool_call, JSON):
-        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        markers = special_tokens(name, None)  # only markers, as there may be thousands of added tokens
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
         strict = {function.name for function in use.functions if function.strict}
         grammar = call_grammar(name, functions, parallel=use.parallel, special=added, strict=strict)
@@ -157,7 +157,7 @@ def _calls(
                     param="tools",
                 )
             return name, StructuredOutput("grammar", grammar, "tools")
-        if use.mode != "required":  # then nothing tells the model of another format
+        if use.mode != "required":  # the prompt then mentions no other format
             break
     raise RequestError(
         "response_format together with tools that may be called is not possible in this model's format of calls: "

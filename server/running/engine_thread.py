@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from server.base.errors import EngineFailed, ServerNotReady
 from ssd.errors import EngineStopped
 
-if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, after the port has been taken
+if TYPE_CHECKING:  # importing the engine imports torch, which the thread does after the port is open
     from ssd.engine import Engine, Request, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Worker:
         with self._lock:
             self._inboxes[request.request_id] = inbox
         try:
-            # Looked for only now: whoever ends all requests may have been through the inboxes already.
+            # The engine is looked up after adding the inbox, because a shutdown may have emptied the inboxes meanwhile.
             self.engine.submit(request)
         except BaseException:
             self._forget(request.request_id)
@@ -202,7 +202,7 @@ class Worker:
                         self._deliver([(output.request_id, output) for output in engine.step()])
                     else:
                         engine.calibrate()
-            except BaseException as error:  # whatever it is, this thread ends here
+            except BaseException as error:  # any error ends this thread
                 self.state = WorkerState.FAILED
                 log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
                 failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
@@ -213,12 +213,12 @@ class Worker:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, str, RequestOutput | Exception]]] = {}
         for request_id, delivery in deliveries:
             inbox = self._inboxes.get(request_id)
-            if inbox is not None:  # else the client has gone
+            if inbox is not None:  # else the client has disconnected
                 by_loop.setdefault(inbox.loop, []).append((inbox, request_id, delivery))
                 if isinstance(delivery, Exception) or delivery.finish_reason is not None:
                     self._forget(request_id)
         for loop, batch in by_loop.items():
-            with suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_fill, batch)
 
     def _forget(self, request_id: str) -> bool:

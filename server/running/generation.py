@@ -174,7 +174,7 @@ class Generation:
         record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
         by_source: Counter[str] = Counter()
         for stats in known:
-            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be adding
+            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be appending
         record.accepted_by_source = dict(by_source)
         record.is_coupled = any(stats.is_coupled for stats in known)
         record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
@@ -218,7 +218,7 @@ class Generation:
                 yield None
                 continue
             num_at_once += is_here
-            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # many outputs may wait for a slow client
                 await asyncio.sleep(0)
             request_id, delivery = arrived
             if isinstance(delivery, Exception):

@@ -62,7 +62,7 @@ class Tokenization:
         cost = sum(len(text) + _CHARACTERS_A_TEXT for text in texts)
         found: list[list[int]] = []
         num_tokens = 0
-        for some in _parts(texts):  # others have their turn between
+        for some in _parts(texts):  # other tenants' calls run in between
             found += await self._lanes.run_on_text(cost, partial(call, some))
             num_tokens += sum(map(len, found[-len(some) :]))
             if num_tokens > most:
@@ -98,7 +98,7 @@ class Tokenization:
         def call() -> list[str]:
             known = (
                 [token for token in each if 0 <= token < codec.vocab_size] for each in ids
-            )  # the engine refuses others
+            )  # the engine rejects other ids
             return [codec.decode(each, skip_special_tokens=True) for each in known]
 
         return await self._lanes.run_on_text(sum(map(len, ids)), call)
@@ -151,7 +151,7 @@ class Tokenization:
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
         beside = [message[name] for message in body.messages for name in message.keys() - {"content", "tool_calls"}]
-        beside += body.chat_template_kwargs.values()  # a template may print these, or not
+        beside += body.chat_template_kwargs.values()  # a template may or may not print these
         num_beside = sum(len(each if isinstance(each, str) else str(each)) for each in beside)
         codec = codec_of(engine)
         arguments = {
@@ -215,7 +215,7 @@ def _is_free(num_bytes: int) -> bool:
     from ssd.model.loading.memory import free_bytes
 
     try:
-        mmap(-1, num_bytes).close()  # refused where memory is, and else costs nothing: no page of it is touched
+        mmap(-1, num_bytes).close()  # fails if memory is limited; costs nothing, as no page is touched
     except (OSError, MemoryError):
         return False
     return num_bytes < free_bytes(torch.device("cpu"))

@@ -48,7 +48,7 @@ _REFUSED: Refused = {
 
 
 class _ContentBlock(RequestObject):
-    cache_control: Any = None  # a hint to a cache that needs none
+    cache_control: Any = None  # a hint for Anthropic's prompt caching, which is automatic here
 
 
 class _TextBlock(_ContentBlock):
@@ -131,7 +131,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
         said = [block for block in validate_field(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
         conversation.add("system", joined(said))
     for turn in validate_field(_TURNS, turns, "messages"):
-        texts: list[_TextBlock] = []  # that follow each other
+        texts: list[_TextBlock] = []  # consecutive text blocks
         for block in [*turn.content, None]:
             if isinstance(block, _TextBlock):
                 texts.append(block)

@@ -159,7 +159,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
-    fields = "|".join(name for name in names if "_" in name)  # others are words, too
+    fields = "|".join(name for name in names if "_" in name)  # single words may also be ordinary text
     said = re.sub(rf"\b({fields})\b", lambda found: names[found[0]], said) if fields else said
     return type(error)(said, param=names.get(here, error.param))
 
@@ -170,7 +170,7 @@ _DEFAULT_LIMITS = Limits()
 class Body(BaseModel):
     """The base class of request bodies. ``chat_names`` maps chat completion fields to names in this body."""
 
-    # Strict: "5" is no number and 1 no boolean, as at OpenAI.
+    # Strict as OpenAI's API: "5" is not a number, and 1 is not a boolean.
     model_config = ConfigDict(extra="forbid", strict=True)
     ignored: ClassVar[Mapping[str, str]] = IGNORED
     refused: ClassVar[Refused] = REFUSED
@@ -210,7 +210,7 @@ class Body(BaseModel):
             values, reason = cls.refused[name]
             if name == "best_of":
                 values = (content.get("n") or 1,)
-            # By type too: to Python, 0 equals False, and ``logprobs: 0`` asks for the chosen token's.
+            # Types are compared too, because 0 == False, but ``logprobs: 0`` is a request.
             if not any(type(value) is type(neutral) and value == neutral for neutral in values):
                 raise RequestError(f"{name} is not supported: {reason}", param=name)
         return honoured

@@ -225,7 +225,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
         if self.only_scores:
-            limit = 1  # is computed with the prompt, and left out of the answer
+            limit = 1  # one token is computed with the prompt, but not returned
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {quote_value(limit)}", param=name)
         if limit is None:
@@ -268,7 +268,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
 
 
 def _token_id(text: str) -> int:
-    # Ten digits hold every id. Without leading zeros no token has two names.
+    # Ten digits are enough for any id. Leading zeros are rejected, so that each token has one name.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
             f"logit_bias must map token ids, written as usual, to numbers, got the key {quote_value(text)}",

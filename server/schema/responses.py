@@ -245,7 +245,7 @@ class ResponsesBody(SamplingFields, ChatForm):
         default_factory=dict, max_length=16, description="The response repeats it."
     )
     store: bool = Field(default=True, description="false: this text is not added to the retrieval cache.")
-    # Those of chat completions
+    # The limits of chat completions apply, too
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
 

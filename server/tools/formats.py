@@ -431,7 +431,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "glm45": ReasoningFormat(mentions=(("<arg_key>", "<think>"),)),
     "glm47": ReasoningFormat(),
     "olmo3": replace(_INSIDE, mentions=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's tells of the end alone
+    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's mentions only the end
     "nemotron_v3": ReasoningFormat(),
     "holo2": _INSIDE,
     "step3": _INSIDE,

@@ -64,7 +64,7 @@ class DeltaBuffer:
         self.num_calls = 0
         self._scanner = scanner
         self._said: list[_Piece] = []
-        self._space: list[tuple[str, int]] = []  # and where it ended
+        self._space: list[tuple[str, int]] = []  # each with its end position
         self._after_call = self._any_content = False
 
     @property

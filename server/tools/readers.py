@@ -222,7 +222,7 @@ class Calls:
             yield from self._read_one()
         has_begun = pieces.num_calls > num_calls
         if (has_begun or not is_prose) and not (yield from scanner.peek()):
-            scanner.forget()  # the text ends where a call begins
+            scanner.forget()  # the output was truncated at the beginning of a call
         if has_begun:
             pieces.content(scanner.trail())
             yield from scanner.run(_CLOSING)

@@ -72,7 +72,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
         if not begun and not inside:
             return
         space = scanner.trail()
-        if inside and not begun:  # white space that was written instead of the marker
+        if inside and not begun:  # the model wrote white space instead of the marker
             pieces.reasoning(space.lstrip())
         yield from scanner.space()
         scanner.forget()
@@ -186,7 +186,7 @@ class _Channels:
             begun = True
             pieces.arguments(text)
 
-        if (yield from scanner.peek()) == "{":  # in its strings the markers are text
+        if (yield from scanner.peek()) == "{":  # markers in JSON strings are text
             yield from scanner.value(arguments)
         elif (yield from scanner.literal(*self._ends, CALL, RETURN)):
             scanner.forget()

@@ -177,7 +177,7 @@ class Scanner:
         try:
             decoded = json.loads('"' + "".join(pieces), strict=False)
             decoded.encode()
-        except ValueError:  # a wrong escape, or half of a pair of surrogates
+        except ValueError:  # an invalid escape or a lone surrogate
             return None
         return str(decoded)
 
@@ -211,7 +211,7 @@ class Scanner:
             take(text, text)
 
         def inside(text: str) -> None:
-            is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # a backslash is meant
+            is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # an unescaped backslash
             take(text, "\\" * is_literal + text.translate(_ESCAPES))
 
         first = yield from self.peek()

@@ -143,7 +143,7 @@ class Dialect(NamedTuple):
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
     """Read a literal of another language, e.g. Python, and pass it on as JSON; return whether it is complete."""
-    closes: list[str] = []  # what ends the lists and mappings that are open, the innermost last
+    closes: list[str] = []  # the closing brackets of open lists and mappings, the innermost last
     comma = after_item = is_key = False
     while True:
         yield from scanner.space()
@@ -216,7 +216,7 @@ def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
             return False
         if mark == "\\":
             yield from _read_escape(scanner, sink)
-        else:  # one quotation mark where three end it
+        else:  # a single quotation mark within a triple-quoted string
             yield from scanner.literal(mark, sink=lambda text: sink(json_characters(text)))
     sink('"')
     return True
