@@ -76,7 +76,7 @@ _decoder_at = view_of(Decoder)
 
 
 @kernel
-def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
+def _best_num_tokens(decoder: Decoder, out: DraftRecord) -> int:
     """Return the number of draft tokens to verify, which maximizes the expected output tokens per cost of a pass."""
     costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
     gain, best, most = 0.0, 0, combined_rate(recent, 1.0, costs[0])
@@ -91,7 +91,7 @@ def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
 
 
 @kernel
-def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
+def _num_accepted(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
     """Return how many of a draft's first ``size`` tokens agree with the recorded text at ``position``.
 
     The accepted path through the draft tree is written to ``decoder.path``.
@@ -142,8 +142,8 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
         params.token_cost, params.context_length = prices[0], position
         draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
         is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
-        kept = _num_paying(decoder, out) if is_kept else 0
-        agreeing = _num_agreeing(decoder, out, kept, text, position)
+        kept = _best_num_tokens(decoder, out) if is_kept else 0
+        agreeing = _num_accepted(decoder, out, kept, text, position)
         accepted = min(agreeing, length - 1 - position)
         if kept > 0:
             decoder.by_source[out.source, 0] += 1

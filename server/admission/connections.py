@@ -40,7 +40,7 @@ BODY_FAULT = "body_fault"
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
-_MOST_LOOK_S = 5.0
+_MAX_CHECK_INTERVAL_S = 5.0
 """The maximum interval in seconds between two checks of a connection for idleness. A check takes about a microsecond.
 """
 _HEAD_BYTES = 64 << 10
@@ -80,8 +80,8 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Accept a connection. If there are too many, its requests are marked with ``TOO_MANY`` or it is closed."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
-        # Responses are written to this object instead of the transport, so that `_end` closes the connection.
-        self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
+        # Responses are written to this object instead of the transport, so that `_finish` closes the connection.
+        self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._finish)
         self._came = self.loop.time()
         self._head_since: float | None = None
         self._head_bytes = 0  # received bytes of headers, or of trailers after a chunked body
@@ -101,7 +101,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if beyond > 0:
             self.app_state = {**self.app_state, TOO_MANY: True}
-        self._look_later()
+        self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._looking is not None:
@@ -127,13 +127,13 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._is_chunked:
             self._body_bytes += len(data)
         super().data_received(data)
-        self._take_pieces()
+        self._append_chunks()
         if self._is_busy():
             self._head_since = None
         elif self._head_since is None:
             self._head_since = self.loop.time()
         if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
+            self._abort("a head that is too long", b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
         self._is_head = True
@@ -165,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self._take_pieces()
+        self._append_chunks()
         if self._is_discarding:
             return
         if self._is_chunked and not self.cycle.response_started:
@@ -173,7 +173,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._has_body = self._is_chunked = False
         super().on_message_complete()
 
-    def _take_pieces(self) -> None:
+    def _append_chunks(self) -> None:
         """Append received chunks to the request body; reject the body if it is too large or its chunks too small."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
@@ -199,7 +199,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.more_body, self._is_discarding = False, True
         self.cycle.message_event.set()
 
-    def _end(self) -> None:
+    def _finish(self) -> None:
         """Close the connection after a response; if the client still sends its body, discard it for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
@@ -211,28 +211,28 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         limits = self.limits
         shortest = min(limits.max_head_seconds, limits.max_send_seconds, self._idle_s)
         # Random, so that connections that opened together are not checked together.
-        delay = min(_MOST_LOOK_S, shortest / 4) * random.uniform(0.8, 1.2)
-        self._looking = self.loop.call_later(delay, self._look)
+        delay = min(_MAX_CHECK_INTERVAL_S, shortest / 4) * random.uniform(0.8, 1.2)
+        self._looking = self.loop.call_later(delay, self._check_limits)
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
         now = self.loop.time()
-        if self._takes_nothing(now):
+        if self._reads_too_slowly(now):
             log.debug("gave up a connection: it takes nothing of what was sent")
             self.transport.abort()
             return
         if not self.transport.is_closing() and not self._is_busy():
             if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
-                self._give_up("a request that does not arrive", b"408 Request Timeout")
+                self._abort("a request that does not arrive", b"408 Request Timeout")
             elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
-                self._give_up("nothing has come", None)  # after a first request, uvicorn's own time limit applies
-        self._look_later()
+                self._abort("nothing has come", None)  # after a first request, uvicorn's own time limit applies
+        self._schedule_check()
 
-    def _takes_nothing(self, now: float) -> bool:
+    def _reads_too_slowly(self, now: float) -> bool:
         """Return whether the client has read the response more slowly than ``min_bytes_per_second`` for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
@@ -245,7 +245,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unsent = unsent
         return now > self._sending.until
 
-    def _give_up(self, reason: str, status: bytes | None) -> None:
+    def _abort(self, reason: str, status: bytes | None) -> None:
         log.debug("gave up a connection: %s", reason)
         if status is not None and not self._is_busy() and self._is_head:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")

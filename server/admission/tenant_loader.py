@@ -174,7 +174,7 @@ class TenantReloader:
         self._tenants = tenants
         self._paths = tuple(paths)
         self._interval_s = interval_s
-        self._seen = self._look()
+        self._seen = self._file_states()
         self._stopping = threading.Event()
         self._threads = [  # two threads: a deletion may wait for Redis, the revocation of a key must not
             threading.Thread(target=work, name=name, daemon=True)
@@ -191,7 +191,7 @@ class TenantReloader:
     def _reload(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
-                if (now := self._look()) != self._seen:
+                if (now := self._file_states()) != self._seen:
                     self._seen = now
                     log.info("API keys and quotas were reloaded: %d tenants", self._tenants.reload())
             except ConfigError as error:
@@ -206,7 +206,7 @@ class TenantReloader:
             except Exception:
                 log.exception("deleted caches could not be removed completely; this will be retried")
 
-    def _look(self) -> list[tuple[int, ...] | None]:
+    def _file_states(self) -> list[tuple[int, ...] | None]:
         """Return the modification times and access modes of the watched files, to see whether one has changed."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:

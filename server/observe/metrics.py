@@ -43,7 +43,7 @@ class Families:
         self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, names: str | tuple[str, ...],
         values: Mapping[Any, float],
     ) -> Metric:  # fmt: skip
-        """Create a metric family with additional labels ``names``. ``values`` maps their values to numbers."""
+        """Create a metric family whose samples have additional labels. ``values`` maps label values to numbers."""
         more = (names,) if isinstance(names, str) else names
         family = kind(name, text, labels=[*LABELS, *more])
         for each, value in values.items():

@@ -205,7 +205,7 @@ class ChatPreparer:
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
         """Return the token ids of a conversation, and how the answer is parsed. Raises RequestError."""
-        body, form = self._told(engine, body)
+        body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
         if use is not None and (use.mode == "required" or body.structured_output() is not None):  # a grammar of all
@@ -213,10 +213,10 @@ class ChatPreparer:
         return prompt, plan_answer(body, form, codec, prompt, limits)
 
     async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
-        body, form = self._told(engine, body)
+        body, form = self._adapt_to_template(engine, body)
         return await self._texts.tokenize(engine, body, **_writing(form))
 
-    def _told(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
+    def _adapt_to_template(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
         """Return the request with the tools as the chat template expects them, and the format of its messages."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter
 
 from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
-from server.schema.body import IGNORED, Body, Refused, RequestObject, renamed_fields, validate_field
+from server.schema.body import IGNORED, Body, RequestObject, UnsupportedFields, renamed_fields, validate_field
 from server.schema.chat import (
     FUNCTION,
     OF_RESULT,
@@ -38,7 +38,7 @@ _IGNORED: Mapping[str, str] = {
 
 _NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
 
-_REFUSED: Refused = {
+_REFUSED: UnsupportedFields = {
     "container": ((), _NO_TOOLS),
     "mcp_servers": (([],), _NO_TOOLS),
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),

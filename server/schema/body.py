@@ -72,10 +72,10 @@ ELSEWHERE = set(
 )
 """Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
 
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
 """Unsupported request fields that would change the output, with their accepted values and the reason."""
 
-REFUSED: Refused = {
+REFUSED: UnsupportedFields = {
     "suffix": (("",), "text is continued here, not filled in"),
     "use_beam_search": ((False,), "drafts are verified against one continuation, not several at a time"),
     "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, and there is none"),
@@ -173,7 +173,7 @@ class Body(BaseModel):
     # Strict as OpenAI's API: "5" is not a number, and 1 is not a boolean.
     model_config = ConfigDict(extra="forbid", strict=True)
     ignored: ClassVar[Mapping[str, str]] = IGNORED
-    refused: ClassVar[Refused] = REFUSED
+    refused: ClassVar[UnsupportedFields] = REFUSED
     chat_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = Field(default=None, max_length=1024)

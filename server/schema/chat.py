@@ -44,7 +44,7 @@ class Function(RequestObject):
 FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
-class _OfFunction(RequestObject):
+class _NestedFunction(RequestObject):
     """A request object whose content is nested in ``function``. Errors point out that other APIs do not nest it."""
 
     @model_validator(mode="before")
@@ -55,7 +55,7 @@ class _OfFunction(RequestObject):
         return content
 
 
-class Tool(_OfFunction):
+class Tool(_NestedFunction):
     """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
@@ -74,7 +74,7 @@ class NamedFunction(RequestObject):
     name: str = Field(max_length=128)
 
 
-class NamedTool(_OfFunction):
+class NamedTool(_NestedFunction):
     """A reference to one of the request's tools."""
 
     type: Literal["function"]

@@ -9,7 +9,7 @@ import pydantic_core
 from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.schema.body import IGNORED, Refused, RequestObject, validate_field
+from server.schema.body import IGNORED, RequestObject, UnsupportedFields, validate_field
 from server.schema.chat import FUNCTION, OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
@@ -28,7 +28,7 @@ _IGNORED: Mapping[str, str] = {
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
 _NOT_HERE = "nothing here does that"
 
-_REFUSED: Refused = {
+_REFUSED: UnsupportedFields = {
     "previous_response_id": ((), _NOT_STORED),
     "conversation": ((), _NOT_STORED),
     "background": ((False,), "a response that is made in the background is fetched later, but " + _NOT_STORED),

@@ -175,9 +175,9 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
 
 def test_a_file_that_may_be_read_now_is_read_again(rules: Path) -> None:
     watch = TenantReloader(opened(rules), [rules])
-    seen = watch._look()
+    seen = watch._file_states()
     rules.chmod(0o640)
-    assert watch._look() != seen
+    assert watch._file_states() != seen
 
 
 # -- quotas ------------------------------------------------------------------------------------------------------------
