@@ -64,8 +64,7 @@ BLOCK_TOKENS: Final = 64
 """The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
 
 RUN_TOKENS: Final = 8
-"""The number of consecutive tokens by which accepted drafts are found in a cache. Such runs rarely coincide by
-accident.
+"""The number of consecutive tokens by which accepted drafts are found in a cache; such runs rarely match by accident.
 """
 
 _WARM: Final = SOURCES.index("warm")
@@ -130,13 +129,13 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens kept before a used block, so that contexts match from the first token of the block on."""
+"""The number of tokens kept before each cache block that logs use, so that contexts match from its first token on."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""The minimum number of tokens of a kept part of a sequence. Shorter parts yield hardly any drafts."""
+"""The minimum number of tokens in a part of a sequence that pruning keeps; shorter parts yield hardly any drafts."""
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
@@ -168,7 +167,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the parts of a sequence that are kept, in order, as views. ``kept`` flags the half blocks of the cache."""
+    """Return the parts of a sequence that pruning keeps, in order, as views. ``kept`` flags half blocks of the cache."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first

@@ -272,7 +272,7 @@ def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, in
 
 
 def _is_kind(complaint: ErrorDetails) -> bool:
-    """Return whether an error tells only which type is expected, although the field may have other types too."""
+    """Return whether pydantic's error tells only which type is expected, although the field also allows other types."""
     return complaint["type"] == "literal_error" or complaint["type"].endswith("_type")
 
 

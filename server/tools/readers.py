@@ -207,7 +207,7 @@ class Calls:
         self._pieces.content(self._scanner.trail())
 
     def read_group(self, marker: str) -> Steps[None]:
-        """Read a tool call or a list of tool calls after ``marker``. Text that is not a call stays in the trail."""
+        """Read a tool call or a list of tool calls after ``marker``. Text that is not a call is left to the caller."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.noise:
             scanner.forget()

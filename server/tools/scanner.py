@@ -40,10 +40,10 @@ class Markers:
 
 
 class Scanner:
-    """Reads a text that arrives in chunks. Text that was read without a sink is collected in a trail.
+    """Reads a text that arrives in chunks, for incremental parsers.
 
-    The trail holds text, for instance the beginning of a tool call, until it is known whether it is content.
-    O(characters).
+    Text that was read without a sink is collected in the trail until it is known whether it is content, for instance
+    the beginning of a tool call. O(characters).
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Scanner:
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """Discard the trail, because its text turned out to be markup and not content."""
+        """Discard the text that was read but not attributed yet (the trail), because it turned out to be markup."""
         self._trail = []
 
     def trail(self) -> str:
@@ -97,7 +97,7 @@ class Scanner:
     def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
         """Read and return all following characters that a pattern (a repeated character class) matches.
 
-        Without ``kept``, they are not appended to the trail.
+        Without ``kept``, they are not collected as possible content.
         """
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
@@ -139,7 +139,7 @@ class Scanner:
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
         """Read text into ``sink`` up to the first marker, and return the marker; "" at the end of the text.
 
-        With ``read_marker``, the marker is read into the trail. ``last`` is a marker that counts only at the end of the
+        Without ``read_marker``, the marker itself is not read. ``last`` is a marker that counts only at the end of the
         text.
         """
         while True:
@@ -197,8 +197,8 @@ class Scanner:
         """Read a JSON value into ``sink``; return whether the value is complete.
 
         Common mistakes of models are corrected: control characters in strings, Python's constants, numbers beyond the
-        range of floats and trailing commas. Without a sink, or with ``kept``, the original text is appended to the
-        trail.
+        range of floats and trailing commas. With ``kept``, the original text is collected too, until it is known
+        whether it is content.
         """
 
         def take(written: str, said: str) -> None:
