@@ -167,7 +167,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the parts of a sequence that pruning keeps, in order, as views. ``kept`` flags half blocks of the cache."""
+    """Return the parts of a sequence that pruning keeps, in order, as views. ``kept`` flags the cache's half blocks."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first

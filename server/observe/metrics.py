@@ -69,7 +69,8 @@ class Families:
 MOST_NAMED = 64
 """The maximum number of cache namespaces with labels of their own, because each label adds a time series per metric."""
 OTHERS = "(others)"
-"""The label for all further cache namespaces together. A namespace cannot have this name."""
+"""The metric label for all cache namespaces after the first ``MOST_NAMED`` together; no namespace can have this name.
+"""
 
 _SIZES = frozenset({
     "num_tokens", "num_static_tokens", "num_borrowed_tokens", "num_kept_tokens", "num_tail_tokens", "num_segments",
