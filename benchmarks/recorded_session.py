@@ -92,7 +92,7 @@ def record() -> list[dict[str, Any]]:
             steps = decoder.decode(row, cache.snapshot())
             texts = _texts(codec, output.tolist())
             assert "".join(texts) == answer
-            passes, start = [], 0
+            passes, start = list[dict[str, Any]](), 0
             for drafted, accepted, source in zip(steps.drafted, steps.accepted, steps.sources, strict=True):
                 stop = start + int(accepted) + 1
                 passes.append(

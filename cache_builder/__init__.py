@@ -1,1 +1,1 @@
-"""Build retrieval caches from existing text, so that a server drafts from its first request. Imports no torch."""
+"""Build retrieval caches from existing text, so that a server drafts from its first request on. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The ``ssd-cache`` command."""
+"""The command ``ssd-cache``."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ COMMANDS = {
     "purge": "delete a namespace from Redis",
     "prune": "shrink a cache directory to the text that logs use",
 }
-"""The help line of each command. The module of the same name in ``cache_builder.commands`` is imported on demand."""
+"""Maps each subcommand of ``ssd-cache`` to its help line. Its module in ``cache_builder.commands`` is imported on
+demand.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 for success, 1 if a fault was found, 2 after an error message.
+    """Run an ``ssd-cache`` command. Returns 0 for success, 1 if it found a fault, 2 after an error message.
 
-    Args:
-        arguments: The command line without the program's name. None: this call is the whole program, so it reads
-            ``sys.argv``, installs signal handlers and hides torch from the process.
+    Without ``arguments`` it reads ``sys.argv``, and also installs signal handlers and hides torch from the process.
     """
     if arguments is None:
         hide_torch()
@@ -74,20 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Terminated(BaseException):
-    """SIGTERM was received; partial results are removed while the exception propagates."""
+    """The process received SIGTERM. While this exception propagates, partial results are removed."""
 
 
 def _terminated(_number: int, _frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough, and the way out is short
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # further signals are ignored, because the exit takes a moment only
     raise _Terminated
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Deliver ``_Terminated`` again a moment later if it was raised in a finaliser, where Python drops exceptions."""
+    """Handle an exception that Python could not raise, as ``sys.unraisablehook``.
+
+    If SIGTERM arrives during a finalizer, Python drops the `_Terminated` that the signal handler raised. A timer then
+    raises the exception again 10 ms later.
+    """
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
-    elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else of what was cut while it was made
+    elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else an interrupted constructor caused it
         sys.__unraisablehook__(unraisable)
 
 

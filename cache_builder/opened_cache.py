@@ -1,4 +1,4 @@
-"""The cache directories that a command reads, opened and checked to have the same tokenizer."""
+"""Opening of cache directories for reading, with a check that all of them have the same tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCache:
-    """A cache directory with its segments: prebuilt segments first, then a server's from the oldest to the newest."""
+    """An open cache directory: its prebuilt segments, then segments that a server wrote, the oldest first."""
 
     path: Path
     fingerprint: str
@@ -28,16 +28,13 @@ class OpenedCache:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens, including separators."""
         return sum(map(len, self.segments))
 
 
 def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
-    """Open and check each directory of ``paths``. Nothing is changed, and a server may continue to write. O(tokens).
+    """Open cache directories read-only and check their files. A server may continue to write to them. O(tokens).
 
-    Raises:
-        TokenizerMismatch: The caches have different tokenizers.
-        CacheError: A cache cannot be read.
+    Raises TokenizerMismatch if the caches have different tokenizers, and CacheError.
     """
     found: list[OpenedCache] = []
     for path in paths:
@@ -46,7 +43,7 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
-                "token ids mean other text. Give caches of one tokenizer, or build one of them again"
+                "token ids stand for other text. Give caches of one tokenizer, or rebuild one of them"
             )
         segments = tuple(load_all_segments(path, manifest))
         found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
@@ -54,9 +51,9 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
 
 
 def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
-    """Open and check one directory. ``codec`` is the tokenizer it must have been made with; None: any.
+    """Open a cache directory and check its files. Raises TokenizerMismatch or CacheError.
 
-    Raises TokenizerMismatch, CacheError.
+    If ``codec`` is given, the cache must have been built with this tokenizer.
     """
     (cache,) = open_caches([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
@@ -68,7 +65,7 @@ def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
 
 
 def read_learned_state(path: Path) -> bytes | None:
-    """Read learned.bin, the acceptance model, from ``path``; None if there is none. Raises StoreUnavailable."""
+    """Return the bytes of a cache's acceptance model (learned.bin); None if missing. Raises StoreUnavailable."""
     try:
         return read_learned(path)
     except OSError as error:
@@ -78,7 +75,7 @@ def read_learned_state(path: Path) -> bytes | None:
 
 
 def read_cache_manifest(path: Path) -> Manifest:
-    """Read the manifest of a directory. Raises SegmentCorrupt, FormatVersion, StoreUnavailable."""
+    """Read the manifest file of a cache directory. Raises SegmentCorrupt, FormatVersion or StoreUnavailable."""
     try:
         manifest = read_manifest(path)
         if manifest is not None:
@@ -89,29 +86,27 @@ def read_cache_manifest(path: Path) -> Manifest:
             )
         inside = sorted(child.parent.name for child in path.glob(f"*/{MANIFEST_NAME}")) if path.is_dir() else []
     except NotADirectoryError:
-        raise StoreUnavailable(f"{path} is no directory: give one that `ssd-cache build` made") from None
+        raise StoreUnavailable(f"{path} is not a directory: give one that `ssd-cache build` created") from None
     except OSError as error:
         raise StoreUnavailable(f"{path} cannot be read: {error}. Check its permissions") from None
     hint = f"It has caches in {', '.join(inside[:5])}" if inside else "Make one with `ssd-cache build`"
-    raise StoreUnavailable(f"{path} holds no cache (no {MANIFEST_NAME}). {hint}")
+    raise StoreUnavailable(f"{path} contains no cache (no {MANIFEST_NAME}). {hint}")
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None
-"""Decodes token ids to text. None: there is no tokenizer, and token ids are shown."""
+"""A function that decodes token ids to text, or None without a tokenizer; token ids are shown then."""
 
 
 def format_tokens(ids: Sequence[int], decode: Decode) -> str:
-    """Return the text in quotes on one line, or the token ids."""
+    """Return tokens for display: their text in quotes on one line, or without a tokenizer their ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
     return escape_control_characters(json.dumps(decode(ids), ensure_ascii=False))
 
 
 def escape_control_characters(text: str) -> str:
-    """Return ``text`` with control characters and unprintable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def format_probability(chance: float) -> str:
-    """Format a probability with two or three digits."""
     return f"{100 * chance:.0f} %" if chance >= 0.1 else f"{100 * chance:.1f} %"

@@ -1,4 +1,4 @@
-"""Run one function over many items on the cores of this machine."""
+"""Parallel execution of one function over many items, with a process for each CPU core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 from ssd.errors import SSDError
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the number of bytes read and of tokens made or decoded since the last call."""
+"""A callback that receives the numbers of bytes read and of tokens produced since its last call."""
 
 Item = TypeVar("Item")
 Options = TypeVar("Options")
@@ -25,22 +25,17 @@ _PARENT_DIES = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 def map_items(
-    work: Callable[[Item, Options, Progress], Result], items: Sequence[Item], options: Options, progress: Progress, *,
+    work: Callable[[Item, Options, Progress], Result],
+    items: Sequence[Item],
+    options: Options,
+    progress: Progress,
+    *,
     jobs: int,
-) -> Iterator[Result]:  # fmt: skip
-    """Yield the result of ``work`` for each item, in order.
+) -> Iterator[Result]:
+    """Yield the result of ``work`` for each item, in order, computed by ``jobs`` processes.
 
-    Args:
-        work: A function at module level, called with an item, ``options`` and a progress function.
-        items: The items.
-        options: The options for every call.
-        progress: Called when an item is finished, with the sum of its reports.
-        jobs: The number of processes. 1: this process does the work. Worker processes end with this process, however it
-            ends, and with the iterator.
-
-    Raises:
-        SSDError: A worker process died.
-        Exception: The error of the first item, in order, for which ``work`` raised.
+    ``work`` must be a function at module level. ``progress`` is called when an item is finished. Worker processes never
+    outlive this process. Raises the error of the first item that failed, or SSDError if a worker died.
     """
     if min(jobs, len(items)) <= 1:
         for item in items:
@@ -56,7 +51,7 @@ def map_items(
             progress(*told)
             yield result
     except BrokenProcessPool:
-        raise SSDError("a worker was ended. If it was for memory, give fewer --jobs") from None
+        raise SSDError("a worker process was killed. If the memory was full, give fewer --jobs") from None
     finally:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()
@@ -64,7 +59,6 @@ def map_items(
 
 
 def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
-    """Run ``work`` in a worker process and return its result with the sum of its progress reports."""
     told = [0, 0]
 
     def tell(num_bytes: int, num_tokens: int) -> None:
@@ -78,15 +72,15 @@ def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple
 def _begin(parent: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     prepare_worker()
 
 
 def prepare_worker() -> None:
-    """Prepare a worker process: libraries may use one thread each, and torch cannot be imported."""
+    """Prepare a worker process: limit libraries to one thread each, and make torch unimportable."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.load_tokenizer import hide_torch
 

@@ -1,1 +1,1 @@
-"""The HTTP service: the APIs of OpenAI and Anthropic over the engine."""
+"""The HTTP server: the APIs of OpenAI and Anthropic on top of the engine."""

@@ -1,4 +1,4 @@
-"""``python -m server`` and the console script ``ssd-serve``."""
+"""The command ``python -m server`` and the console script ``ssd-serve``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ _SHOWN_KEY = re.compile(rb"(?<=\0--api-key[=\0])[^\0]+")
 
 
 def main() -> int:
-    """Run the server and return the exit status."""
-    if wants_json(sys.argv[1:]):  # what is wrong with the other options is a line of JSON too
+    if wants_json(sys.argv[1:]):  # errors in other options are then JSON lines, too
         set_up_logging("info", "json")
-    hide_keys()  # before anything else is loaded: they are visible until then
+    hide_keys()  # before other imports, because API keys are visible in the process list until then
     from server.command.arguments import parse_arguments
 
     words = sys.argv[1:]
     is_check = words[:1] == ["doctor"]  # a directory of that name is ./doctor
-    options = parse_arguments(words[is_check:])  # before the server is imported: help and mistakes are answered at once
+    options = parse_arguments(words[is_check:])  # before the slow imports, so that help appears at once
     if is_check:
         from server.command.doctor import main as start
     else:
@@ -29,7 +28,7 @@ def main() -> int:
 
 
 def hide_keys() -> None:
-    """Overwrite keys in the process's command line, which every user of the machine can read."""
+    """Overwrite API keys in the process's command line, which all users of the machine can read."""
     if not any(word.partition("=")[0] == "--api-key" for word in sys.argv):
         return
     try:
@@ -39,7 +38,7 @@ def hide_keys() -> None:
             line = memory.read(end - begin)
             memory.seek(begin)
             memory.write(_SHOWN_KEY.sub(lambda key: b"*" * len(key[0]), line))
-    except (OSError, ValueError):  # a system without these files, or one that lets nobody write there
+    except (OSError, ValueError):  # the system has no such file, or it cannot be written
         report_start("warning", "--api-key shows in the process list: use --api-key-file")
 
 

@@ -245,7 +245,7 @@ def _end_hard(block: Block, options: BuildOptions, progress: Callable[[int, int]
 
 def test_a_worker_that_is_killed_ends_the_build_with_one_line(corpus: Path, model: Path, tmp_path: Path) -> None:
     executor: Any = lambda blocks, options, progress: map_items(_end_hard, blocks, options, progress, jobs=2)  # noqa: E731
-    with pytest.raises(SSDError, match="a worker was ended"):
+    with pytest.raises(SSDError, match="a worker process was killed"):
         build([str(corpus)], tmp_path / "out", options_for(model, jobs=2), executor=executor)
 
 

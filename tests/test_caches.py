@@ -92,7 +92,7 @@ def test_equal_sequences_are_stored_once_where_that_is_asked_for(
 ) -> None:
     paths = [write_cache(tmp_path / name, TEXTS) for name in ("a", "b")]
     merge(paths, tmp_path / "out", unique=True)
-    assert "  5 sequences were there already" in capsys.readouterr().out
+    assert "  5 repeated sequences" in capsys.readouterr().out
     assert read_cache(tmp_path / "out") == TEXTS[:3]
 
 
@@ -140,7 +140,7 @@ def test_what_was_taken_away_when_a_command_was_killed_is_there_for_the_next(tmp
         assert read_cache(path) == TEXTS + TEXTS
         return
     write_cache(path, TEXTS[:1])  # a server was started meanwhile
-    with pytest.raises(ConfigError, match="held before a command"):
+    with pytest.raises(ConfigError, match="former content of"):
         merge([path], path, force=True)
     assert read_cache(path) == TEXTS[:1] and read_cache(working / "old") == TEXTS
 
@@ -148,7 +148,7 @@ def test_what_was_taken_away_when_a_command_was_killed_is_there_for_the_next(tmp
 def test_force_removes_nothing_but_a_cache(tmp_path: Path) -> None:
     path = write_cache(tmp_path / "a", TEXTS)
     write_cache(path / "default", TEXTS[:1])  # of a server with this --cache-dir
-    with pytest.raises(ConfigError, match="holds default beside a cache"):
+    with pytest.raises(ConfigError, match="contains default next to a cache"):
         merge([path], path, force=True)
     assert read_cache(path / "default") == TEXTS[:1]
 

@@ -176,7 +176,7 @@ def test_a_page_has_the_curve_of_each_class_and_the_assumptions(
     assert "What this cannot know" in text and not re.search(r"<script|(?:src|href)=.http", text)
     command = ["evaluate", str(tmp_path / "log.jsonl"), "--tokenizer", TOKENIZER, "--html"]
     assert main([*command, str(tmp_path / "none" / "page.html")]) == 2
-    assert "give a file in a directory that exists" in capsys.readouterr().err
+    assert "the directory does not exist" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*command, str(page)]) == 2 and "pip install matplotlib" in capsys.readouterr().err
 

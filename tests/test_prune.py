@@ -152,4 +152,4 @@ def test_the_command_prunes_by_logs(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     arguments = ["prune", warm, "--budget", "400", "--logs", str(some), "--tokenizer", TOKENIZER, "--out", out]
     assert main(arguments) == 0
-    assert "blocks that drafts came from are kept" in capsys.readouterr().out
+    assert "blocks from which drafts came are kept" in capsys.readouterr().out

@@ -254,7 +254,7 @@ PAIR = {"prompt": [ASK], "chosen": [SAY], "rejected": [OPEN]}
     ],
 )
 def test_what_is_known_and_not_read_is_refused_by_name(line: Any, message: str, codec: TextCodec) -> None:
-    with pytest.raises(InputError, match=f"^log:1: {message}.* is not read: give "):
+    with pytest.raises(InputError, match=f"^log:1: {message}.* is not supported: give "):
         encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec)
 
 

@@ -265,7 +265,7 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
         assert command(redis_server, "pull", "--namespace", "default", "--out", tmp_path / "out", "--force") == 0
     assert capsys.readouterr().out == once
     assert f"{5 + 5400 + 32:,} tokens in 5 sequences of default" in once
-    assert "  1 entries of the log were none of ours" in once
+    assert "  1 entries of the stream were not written by SSD" in once
     assert read_cache(tmp_path / "out") == [*said[:3], said[3][:4096], said[3][4064:]]
     assert command(redis_server, "push", tmp_path / "out", "--namespace", "other") == 0
     with replica(redis_server.url) as two:
@@ -284,7 +284,7 @@ def test_a_push_says_what_the_bound_leaves_out(
     assert command(redis_server, "push", warm, "--max-tokens", "4K") == 0
     pushed, left_out = capsys.readouterr().out.splitlines()
     assert pushed == "pushed 4,000 tokens in 4 sequences to namespace default"
-    assert left_out.startswith("  6,000 tokens in the 6 oldest sequences were left out")
+    assert left_out.startswith("  6,000 tokens in the 6 oldest sequences were skipped")
     with replica(redis_server.url) as one:
         eventually(lambda: one.stored() == [[n] * 1000 for n in range(6, 10)])
 

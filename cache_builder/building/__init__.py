@@ -1,1 +1,1 @@
-"""Turn examples into a directory of segments, which appears complete or not at all."""
+"""Building of cache directories from text. A directory appears complete or not at all."""

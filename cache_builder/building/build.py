@@ -1,4 +1,4 @@
-"""``ssd-cache build``: write a directory of prebuilt segments, which appears complete or not at all.
+"""``ssd-cache build``: write a cache directory of prebuilt segments, which appears complete or not at all.
 
 The inputs are divided into blocks. Any process that can reach the directory can read, tokenize, sort and write a block.
 """
@@ -33,26 +33,23 @@ from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
 MOST_BLOCK_BYTES: Final = 48 << 20
-"""The maximum size of a block in bytes of text, about 12 million tokens. A block becomes one segment, and at most the
-unfinished blocks are lost if a build is killed.
+"""The maximum size of a block of input in bytes of text, about 12 million tokens.
+
+A block becomes one segment. If a build is killed, only unfinished blocks are lost.
 """
 
 LEAST_BLOCK_BYTES: Final = 1 << 20
 BLOCKS: Final = 16
-"""The number of blocks of a small corpus, so that several cores have work. Small segments are merged at the end."""
+"""The number of blocks that a small corpus is divided into, so that several cores have work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A sequence of inputs, or of parts of inputs, that one process builds.
+    """A sequence of input files, or parts of files, that one process builds into segments.
 
-    Attributes:
-        number: The position of the block among all blocks.
-        parts: The inputs in order.
-        key: A hash of the inputs, their modification times and the build options. Blocks with the same key give the
-            same segments.
-        place: A hash of the inputs alone.
-        weight: The approximate number of bytes of text.
+    ``key`` is a hash of the inputs, their modification times and the build options, by which a finished block is found
+    again. ``place`` is a hash of the names and ranges of the inputs, ``weight`` the approximate number of bytes of
+    text.
     """
 
     number: int
@@ -63,17 +60,10 @@ class Block:
 
 
 def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """Divide ``sources`` into blocks, in order.
+    """Divide the inputs into blocks, in order, each of which one process builds. Raises InputError.
 
-    Small inputs share a block; a large input is split if its format allows it.
-
-    Args:
-        sources: The inputs.
-        how: A description of all options that influence the segments.
-        block_bytes: The size of a block in bytes of text. None: chosen from the size of the inputs.
-
-    Raises:
-        InputError: An input cannot be read.
+    Small inputs share a block, and a large input is split if its format allows it. ``how`` describes all build options
+    that influence the segments.
     """
     if block_bytes is None:
         total = sum(map(estimate_text_bytes, sources))
@@ -102,15 +92,10 @@ def _make_block(number: int, parts: list[Source], how: str, weight: int) -> Bloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """The options of a build; they pickle to a few hundred bytes.
+    """The options of ``ssd-cache build``, which are sent to worker processes.
 
-    Attributes:
-        force: Whether an existing cache is replaced.
-        fields: The names of the records' fields.
-        jobs: The number of processes. None: one for each core.
-        block_bytes: The size of a block in bytes of text. None: chosen by `plan_blocks`.
-        directory: The directory with ``segments`` and ``journal``. Set by `build`.
-        fingerprint: The tokenizer's fingerprint. Set by `build`.
+    ``jobs`` is the number of processes, by default one for each core. ``block_bytes`` is the size of a block in bytes
+    of text, by default chosen by `plan_blocks`. `build` sets ``directory``, its working directory, and ``fingerprint``.
     """
 
     namespace: str
@@ -128,43 +113,41 @@ class BuildOptions:
 
     @property
     def segments(self) -> Path:
-        """The directory of the segment files."""
         return self.directory / "new"
 
     @property
     def journal(self) -> Path:
-        """The directory of the journals, one for each finished block."""
+        """The directory with one journal file for each finished block, from which an interrupted build resumes."""
         return self.directory / "journal"
 
 
 @dataclass(slots=True)
 class BuildResult:
-    """The counts of a build. Tokens are counted without separators."""
+    """Counts of records, sequences and tokens of a build. Separator tokens are not counted."""
 
     num_records: int = 0
     num_sequences: int = 0
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
-    """Prompt tokens that were not stored because an earlier sequence of the same segment begins with them."""
+    """Prompt tokens that were not stored, because an earlier sequence of the same segment begins with them."""
     num_invalid: int = 0
-    """Lines that were skipped because of ``skip_invalid``."""
+    """Invalid lines that were skipped because of ``--skip-invalid``."""
     num_without_prompt: int = 0
-    """Records that contain only an answer."""
+    """Records that contain only an answer and no prompt."""
     num_without_answer: int = 0
-    """Records of calls without an answer, of which nothing is stored."""
+    """Records of requests without an answer, which are not stored."""
     num_segments: int = 0
     num_reused_tokens: int = 0
-    """Tokens of the blocks that an earlier, interrupted build had finished."""
+    """Tokens of blocks that an earlier, interrupted build had already finished."""
 
     def add(self, other: BuildResult) -> None:
-        """Add the counts of ``other``."""
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The segments of a block, in order, as pairs of id and number of tokens with separators."""
+    """The segments built from one block, in order, as pairs of segment id and number of tokens."""
 
     number: int
     segments: tuple[tuple[str, int], ...]
@@ -173,23 +156,16 @@ class BlockResult:
 
 @lru_cache(maxsize=2)
 def load_codec(tokenizer: str, chat_template: str | None) -> TextCodec:
-    """Load the tokenizer of a build, once per process. Raises ModelError."""
     return TextCodec.load(tokenizer, chat_template=chat_template)
 
 
 def build_block(
     block: Block, options: BuildOptions, progress: Progress = lambda num_bytes, num_tokens: None
 ) -> BlockResult:
-    """Write the segments of ``block`` into ``options.segments``, unless its journal says that they exist.
+    """Tokenize a block of the inputs and write its segments, unless an earlier build has already written them.
 
-    The same block and options give the same files, named by their content, in any process and after any number of
-    restarts. Memory: 4 bytes per token of a segment, and 14 more while it is sorted.
-
-    Raises:
-        InputError: An input cannot be read or understood.
-        CacheError: A segment cannot be written.
-        ModelError: The tokenizer cannot be loaded.
-        OSError: The file system failed.
+    The same block and options always give the same files. Memory: 4 bytes per token of a segment, and 14 more while it
+    is sorted. Raises InputError, CacheError, ModelError or OSError.
     """
     journal = options.journal / block.key
     known = _read_journal(journal, block, options)
@@ -203,7 +179,7 @@ def build_block(
 
 
 def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
-    """Return the result of a block that was built earlier, or None if files are missing or damaged. O(tokens)."""
+    """Return the result of a block that an earlier build finished; None if files are missing or damaged. O(tokens)."""
     try:
         segments, counts = json.loads(journal.read_bytes())
         for segment_id, num_tokens in segments:
@@ -219,10 +195,7 @@ def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockRe
 
 
 class _Builder:
-    """The state of a block while it is built.
-
-    Duplicates are removed within a segment, so a segment depends only on its own records.
-    """
+    """Tokenizes one block of the inputs and writes its segments, without duplicate prompts within a segment."""
 
     def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
         self._block = block
@@ -258,7 +231,7 @@ class _Builder:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
     def _pieces(self, found: EncodedRecord | None) -> tuple[list[Tokens], BuildResult]:
-        """Return the parts of a record that the open segment has to store, and what was counted."""
+        """Return the parts of a record that are not in the current segment yet, and the record's counts."""
         if found is None:
             return [], BuildResult(num_invalid=1)
         counts = BuildResult(
@@ -277,7 +250,6 @@ class _Builder:
         return kept, counts
 
     def _begin(self) -> None:
-        """Start an empty segment."""
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
         self._known = PromptDeduplicator(index.dedup_block_tokens, index.lead_in_tokens)
@@ -293,14 +265,13 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """Return a segment's id: a hash of its tokens and of ``place``, because a directory may contain equal texts."""
+    """Return a segment's id, a hash of its tokens and of the position in the inputs (as texts may occur twice)."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
 
 
 def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) -> None:
-    """Build the suffix array of ``tokens`` and write the segment file. Raises CacheError, OSError."""
     segment = build_segment(tokens, start=None, segment_id=segment_id)
     write_segment(
         options.segments / f"{segment_id}.seg",
@@ -311,22 +282,21 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""A segment is small if it has less than a fourth of the maximum number of tokens."""
+"""A segment is small, and is merged with its neighbours, if it has less than 1/SMALL_SHARE of the maximum tokens."""
 
 
 SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
-"""Consecutive segments, as pairs of id and number of tokens with separators, that are merged into one."""
+"""Consecutive segments to be merged into one, as pairs of segment id and number of tokens."""
 
 
 def merged_id(neighbours: SegmentGroup) -> str:
-    """Return the id of the merged segment."""
     if len(neighbours) == 1:
         return neighbours[0][0]
     return f"static-{xxhash.xxh3_128_hexdigest(' '.join(name for name, _ in neighbours).encode())}"
 
 
 def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iterator[SegmentGroup]:
-    """Group consecutive small segments whose tokens together do not exceed ``most``; other segments stay alone."""
+    """Group consecutive small segments, to be merged into one segment of up to ``most`` tokens. Others stay alone."""
     held: list[tuple[str, int]] = []
     size = 0
     for segment in segments:
@@ -341,17 +311,16 @@ def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iter
 
 
 def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progress) -> None:
-    """Write the segment that results from merging ``neighbours``; their files stay. Memory is as in `build_block`."""
     files = [options.segments / f"{segment_id}.seg" for segment_id, _ in neighbours]
     segments = [open_segment(file, fingerprint=options.fingerprint, namespace=options.namespace) for file in files]
     write_new_segment(concatenate(segments), merged_id(neighbours), options)
 
 
 _ALONE_WEIGHT = 8 << 20
-"""Bytes of text that one process builds before other processes would have started."""
+"""The bytes of text below which one process finishes before other processes would have started."""
 
 Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
-"""Applies `build_block` to the blocks, in any order, in processes that can reach ``options.directory``."""
+"""A function that calls `build_block` for blocks, in any order, in processes that can reach ``options.directory``."""
 
 
 def build(
@@ -363,19 +332,19 @@ def build(
     progress: Progress = lambda num_bytes, num_tokens: None,
     executor: Executor | None = None,
 ) -> BuildResult:
-    """Encode all inputs and write them to ``out``.
+    """Tokenize all inputs and write them to a new cache directory.
 
     Args:
         inputs: Files, patterns, directories and URLs, see `find_sources`.
-        out: The cache directory. It is unchanged after an error; finished blocks are kept next to it for the next
-            build.
+        out: The cache directory. After an error it is unchanged, and finished blocks are stored next to it, so that the
+            next build resumes.
         options: The options of the build.
-        begin: Called once with the number of bytes of all inputs, as far as it is known.
-        progress: Called with the number of bytes read and of tokens made since the last call.
-        executor: Distributes the blocks. None: processes on this machine.
+        begin: Called once with the total number of bytes of the inputs, as far as it is known.
+        progress: Called with the numbers of bytes read and of tokens produced since its last call.
+        executor: Distributes the blocks, for instance over a cluster. None: processes on this machine.
 
     Raises:
-        InputError: An input cannot be read, or a record of it if ``skip_invalid`` is not set.
+        InputError: An input cannot be read, or a record is invalid and ``skip_invalid`` is not set.
         ConfigError: ``out`` cannot be used.
         CacheError: A segment cannot be written.
         OSError: The file system failed.
@@ -400,10 +369,10 @@ def build(
             result.add(block.counts)
             segments[block.number] = block.segments
         if result.num_tokens == 0:
-            skipped = f", and {result.num_invalid} lines were left out as invalid" if result.num_invalid else ""
+            skipped = f", and {result.num_invalid} invalid lines were skipped" if result.num_invalid else ""
             if result.num_without_answer:
-                skipped += f", and {result.num_without_answer} of {result.num_records} records say no answer"
-            raise InputError(f"the inputs hold no text{skipped}: nothing was built")
+                skipped += f", and {result.num_without_answer} of {result.num_records} records have no answer"
+            raise InputError(f"the inputs contain no text{skipped}: nothing was built")
         in_order = [segment for number in sorted(segments) for segment in segments[number]]
         final = list(group_small_segments(in_order, options.segment_tokens))
         together = [neighbours for neighbours in final if len(neighbours) > 1]
@@ -415,21 +384,31 @@ def build(
 
 
 def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
-    """Describe all options that influence the segments, so that blocks built with other options are not reused."""
+    """Return a text with all options that influence the segments, so that blocks with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:
         tokenizer = options.tokenizer
     return json.dumps(
         [
-            __version__, codec.fingerprint, tokenizer, codec.eos_token_ids, codec.chat_template(options.chat_template),
-            options.namespace, sorted(options.fields.names.items()), options.skip_invalid, options.segment_tokens,
+            __version__,
+            codec.fingerprint,
+            tokenizer,
+            codec.eos_token_ids,
+            codec.chat_template(options.chat_template),
+            options.namespace,
+            sorted(options.fields.names.items()),
+            options.skip_invalid,
+            options.segment_tokens,
         ]
-    )  # fmt: skip
+    )
 
 
 def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
-    """Return the number of processes: 0 if others cannot read the inputs, 1 if the corpus is too small for more."""
+    """Return the number of worker processes.
+
+    0 means that only this process can read the inputs, e.g. standard input. 1 is enough for a small corpus.
+    """
     if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
         return 0
     if wanted is None and sum(block.weight for block in blocks) < _ALONE_WEIGHT:
@@ -438,7 +417,7 @@ def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequen
 
 
 def _publish(out: Path, working: Path, final: Sequence[SegmentGroup], options: BuildOptions) -> None:
-    """Write the manifest of ``new`` with exactly these segments and move it to ``out``."""
+    """Write the manifest of the finished segments and move the working directory's cache to ``out``."""
     sizes = {merged_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
         if file.stem not in sizes:

@@ -1,7 +1,7 @@
-"""Build blocks on the workers of a Ray cluster, one task each. A task is restarted if its worker or node is lost.
+"""Building on the workers of a Ray cluster, one task per block. A task is restarted if its worker or node is lost.
 
-Only descriptions and results of blocks are sent. The workers read text and write segments in a directory that all of
-them can reach.
+Only descriptions and results of blocks are sent. The workers read the inputs and write segments in a directory that all
+of them can reach.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ from cache_builder.workers import Progress, prepare_worker
 from ssd.errors import ConfigError, SSDError
 
 _RETRIES = 5
-"""How often a task is restarted after the loss of its worker. Segments that it finished are not built again."""
+"""The number of times that a Ray task is restarted after the loss of its worker."""
 
 _BYTES_A_TOKEN = 18
 _BYTES_A_WORKER = 512 << 20
-"""Bytes of memory that Ray reserves for a task, mainly for sorting the tokens of a segment."""
+"""The bytes of memory that Ray reserves for a task, mainly for sorting the tokens of a segment."""
 
 
 def ray_executor(address: str | None) -> Executor:
-    """Return an executor that uses a Ray cluster.
+    """Return an executor for `build` that distributes blocks over a Ray cluster. Raises ConfigError.
 
-    Args:
-        address: The address of the cluster. None: ``$RAY_ADDRESS``, or a new cluster on this machine.
-
-    Raises:
-        ConfigError: Ray is not installed, or, when the executor runs, the cluster does not answer.
+    If ``address`` is None, the cluster is ``$RAY_ADDRESS``, or a new cluster on this machine.
     """
     if find_spec("ray") is None:
         raise ConfigError("building on a cluster needs Ray: pip install 'ssd-serving[ray]'")
@@ -74,9 +70,9 @@ def ray_executor(address: str | None) -> Executor:
 
 
 def _build(block: Block, options: BuildOptions, folder: str) -> BlockResult | Exception:
-    """Build a block in a Ray worker. Errors of the input are returned, because Ray would retry a task that raises."""
+    """Build a block in a Ray worker. Errors are returned, because Ray would retry a task that raises."""
     prepare_worker()
-    os.chdir(folder)  # inputs are named as the user named them
+    os.chdir(folder)  # relative input paths are resolved in the user's directory
     try:
         return build_block(block, options)
     except (SSDError, OSError) as error:

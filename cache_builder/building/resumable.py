@@ -1,4 +1,4 @@
-"""The working directory of a build, next to its output: the output appears complete, and a killed build can resume."""
+"""The working directory of a build, next to its output. The output appears complete, and a killed build can resume."""
 
 from __future__ import annotations
 
@@ -19,25 +19,17 @@ _OLD = "old"
 
 
 def resumable_directory(out: Path) -> Path:
-    """Return the working directory of a build: next to ``out``, or next to the target if ``out`` is a link."""
+    """Return the path of a build's working directory, next to ``out`` (or to the target of a symbolic link)."""
     out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
 
 
 @contextmanager
 def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """Create the working directory with ``new`` and ``journal``, and remove it at the end.
+    """Create the locked working directory of a build, and delete it at the end.
 
-    It is kept after an error if a block with segments is finished.
-
-    Args:
-        out: The cache directory of the build.
-        fresh: Whether the files of an earlier build are removed first.
-
-    Raises:
-        ConfigError: The directory cannot be created.
-        CacheLocked: Another process builds ``out``.
-        OSError: The file system failed.
+    After an error it is not deleted if it contains a finished block, so that the next build resumes. ``fresh`` deletes
+    the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
     """
     path = resumable_directory(out)
     try:
@@ -51,8 +43,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
-                f"{path / _OLD} is what {out} held before a command that was to replace it was killed, and another "
-                "cache was made there since: move one of them away"
+                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, and another "
+                "cache was created there since: move one of them away"
             )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
@@ -63,7 +55,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
             yield path
         except BaseException:
             _restore_output(out, path)
-            if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may be ``out`` already
+            if not all(any((path / name).glob("*")) for name in ("new", "journal")):  # "new" may have been moved
                 shutil.rmtree(path, ignore_errors=True)
             raise
         shutil.rmtree(path, ignore_errors=True)
@@ -76,17 +68,14 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CacheLocked(f"another process builds {out} now: wait for it, or give another --out") from None
+            raise CacheLocked(f"another process is building {out}: wait for it, or give another --out") from None
         yield
     finally:
         os.close(lock)
 
 
 def find_resumable(out: Path) -> Path | None:
-    """Return the working directory of an interrupted build that the same command would resume.
-
-    Returns None if there is no such directory, or if another process uses it.
-    """
+    """Return the working directory of an interrupted build of ``out``; None without one, or if it is in use."""
     working = resumable_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
@@ -98,13 +87,16 @@ def find_resumable(out: Path) -> Path | None:
 
 
 def _restore_output(out: Path, working: Path) -> None:
-    """Restore ``out`` if `replace_directory` was interrupted between its two renames."""
+    """Move the old cache back to ``out`` if `replace_directory` was interrupted between its two renames."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Move ``new`` of ``working`` to ``out``. Raises CacheLocked if a server writes to ``out``."""
+    """Replace the cache at ``out`` by the finished one in the working directory.
+
+    Raises CacheLocked if a server writes to ``out``.
+    """
     with closing(DirectoryLock(out)) if out.exists() else nullcontext():
         if out.exists():
             out.rename(working / _OLD)
@@ -115,19 +107,10 @@ def replace_directory(out: Path, working: Path) -> None:
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
 ) -> Iterator[PrebuiltWriter]:
-    """Yield a writer, and move its cache to ``out`` if the block ends without an exception.
+    """Create a cache: yield a writer of segments, and move the result to ``out`` unless an exception is raised.
 
-    Args:
-        out: The cache directory; it is unchanged after an error.
-        fingerprint: The tokenizer's fingerprint.
-        namespace: The namespace of the cache.
-        force: Whether an existing cache is replaced. Servers may read it meanwhile, but not write to it.
-        segment_tokens: The maximum number of tokens of a segment.
-
-    Raises:
-        ConfigError: ``out`` cannot be used.
-        CacheError: A segment cannot be written.
-        OSError: The file system failed.
+    With ``force``, an existing cache is replaced. Servers may read it meanwhile, but not write to it. Raises
+    ConfigError, CacheError or OSError; ``out`` is unchanged then.
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:
@@ -139,13 +122,10 @@ def new_cache(
 
 
 def check_output(out: Path, *, force: bool) -> Path:
-    """Return ``out`` without links, after the check that a cache may be written there.
+    """Check that a cache may be written to ``out``, and return ``out`` with symbolic links resolved.
 
-    A cache that a killed command had moved away is restored first.
-
-    Raises:
-        ConfigError: There is a cache and ``force`` is not set, or there is something other than a cache.
-        CacheLocked: A server or another build uses the directory.
+    An old cache that a killed command had moved away is restored first. Raises ConfigError if ``out`` is not a cache,
+    or is one and ``force`` is not set, and CacheLocked if a server or another build uses it.
     """
     given, out = out, out.resolve()
     working = resumable_directory(out)
@@ -156,21 +136,21 @@ def check_output(out: Path, *, force: bool) -> Path:
         raise ConfigError(f"{given} is a file: give a directory with --out")
     if os.path.ismount(out):
         raise ConfigError(
-            f"{given} is a mount point, which no finished cache can take the place of: give a directory below it with "
+            f"{given} is a mount point and cannot be replaced by a finished cache: give a directory below it with "
             f"--out, such as {given / 'cache'}"
         )
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(
-                f"{given} holds a cache already: --force replaces it, or give another directory with --out; `ssd-cache "
-                "merge` makes one of two"
+                f"{given} contains a cache already: --force replaces it, or give another directory with --out; "
+                "`ssd-cache merge` makes one of two"
             )
         if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
-                f"{given} holds {', '.join(others[:3])} beside a cache, which --force would remove: give another "
+                f"{given} contains {', '.join(others[:3])} next to a cache, which --force would remove: give another "
                 "directory with --out"
             )
         DirectoryLock(out).close()
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):
-        raise ConfigError(f"{given} is not empty and holds no cache: give another directory with --out")
+        raise ConfigError(f"{given} is not empty and contains no cache: give another directory with --out")
     return out

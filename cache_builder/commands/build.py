@@ -1,4 +1,4 @@
-"""The command ``ssd-cache build``."""
+"""The command ``ssd-cache build``, which builds a cache directory from logs and documents."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument("--namespace", default=DEFAULT_NAMESPACE, help="Namespace of the cache (default: %(default)s)")
     command.add_argument("--force", action="store_true", help="Replace an existing cache in DIR")
     command.add_argument(
-        "--executor", choices=("local", "ray"), default="local",
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
         help="Where inputs are tokenized and sorted: on this machine, or on a Ray cluster (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--ray-address",
         metavar="HOST:PORT",
@@ -89,12 +91,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         with progress_bar(0, "B", quiet=options.quiet) as bar:
             result = build(
-                options.inputs, options.out, build_options, begin=lambda num_bytes: bar.reset(num_bytes or None),
-                progress=lambda num_bytes, _: bar.update(num_bytes), executor=executor,
-            )  # fmt: skip
+                options.inputs,
+                options.out,
+                build_options,
+                begin=lambda num_bytes: bar.reset(num_bytes or None),
+                progress=lambda num_bytes, _: bar.update(num_bytes),
+                executor=executor,
+            )
     except BaseException:
         if (kept := find_resumable(options.out)) is not None and STANDARD_INPUT not in options.inputs:
-            print(f"ssd-cache: what is finished is kept in {kept}: the same command goes on", file=sys.stderr)
+            print(f"ssd-cache: finished parts are kept in {kept}: the same command resumes", file=sys.stderr)
         raise
     print(
         f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
@@ -104,11 +110,11 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print("    drafts need to see what was asked: name the file of the requests too, or --field prompt=...")
+        print("    drafting needs prompts: name the file of the requests too, or use --field prompt=...")
     if result.num_reused_tokens:
-        print(f"  {result.num_reused_tokens:,} of these tokens had been finished by a build that was ended")
+        print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:
-        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were stored before and not repeated")
+        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were already stored and not repeated")
     if result.num_invalid:
-        print(f"  {result.num_invalid:,} invalid lines were left out")
+        print(f"  {result.num_invalid:,} invalid lines were skipped")
     return 0

@@ -1,4 +1,4 @@
-"""The command ``ssd-cache evaluate``."""
+"""The command ``ssd-cache evaluate``, which estimates from logs what a cache would save."""
 
 from __future__ import annotations
 
@@ -42,44 +42,67 @@ def add(command: argparse.ArgumentParser) -> None:
         help="Prebuilt cache directory to draft from; repeatable",
     )
     command.add_argument(
-        "--cache", choices=("growing", "frozen"), default="growing",
+        "--cache",
+        choices=("growing", "frozen"),
+        default="growing",
         help="growing: finished requests are added; frozen: only --warm is searched (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--cache-tokens", type=token_count, default=index.capacity_tokens, metavar="N",
+        "--cache-tokens",
+        type=token_count,
+        default=index.capacity_tokens,
+        metavar="N",
         help=f"Capacity in tokens, as the server's --cache-tokens (default: {format_number(index.capacity_tokens)})",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--draft-limit", type=int, default=draft.num_speculative_tokens, metavar="N",
+        "--draft-limit",
+        type=int,
+        default=draft.num_speculative_tokens,
+        metavar="N",
         help="Maximum number of tokens of a draft (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
         "--class-by", metavar="FIELD", help="Field of the records that names their class, e.g. a.b for a nested field"
     )
     command.add_argument("--json", action="store_true", help="Print only one JSON line")
     command.add_argument(
-        "--html", type=Path, metavar="FILE",
+        "--html",
+        type=Path,
+        metavar="FILE",
         help="Also write a self-contained HTML report: the speed-up as the cache grows, by class, with assumptions",
-    )  # fmt: skip
+    )
     add_log_arguments(command)
     add_cost_arguments(command)
     group = command.add_argument_group("decoding", "Requests that --measure decodes, one at a time")
     group.add_argument(
-        "--measure-requests", type=int, default=100, metavar="N",
+        "--measure-requests",
+        type=int,
+        default=100,
+        metavar="N",
         help="Number of requests, from the first on; 0 measures only the costs (default: %(default)s)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--measure-tokens", type=int, default=128, metavar="N",
+        "--measure-tokens",
+        type=int,
+        default=128,
+        metavar="N",
         help="Maximum number of tokens of an answer; the recorded length is a limit too (default: %(default)s)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--measure-minutes", type=float, default=10.0, metavar="M",
+        "--measure-minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
         help="Minutes after which no further request is started, over all temperatures (default: %(default)s)",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--temperature", type=float, nargs="+", default=[0.0, 0.8], metavar="T",
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.8],
+        metavar="T",
         help="Sampling temperatures; the cache is emptied before each (default: 0 0.8)",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,22 +137,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Check the combinations of options that argparse cannot check. Raises ConfigError."""
+    """Raise ConfigError for combinations of options that argparse cannot check."""
     if options.cache == "frozen" and not options.warm:
-        raise ConfigError("--cache frozen searches what --warm names: give --warm DIR")
+        raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ConfigError(f"--html {options.html}: give a file in a directory that exists")
+        raise ConfigError(f"--html {options.html}: the directory does not exist")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
-        ("--measure-requests", options.measure_requests, 0), ("--measure-tokens", options.measure_tokens, 2),
-        ("--measure-minutes", options.measure_minutes, 0), ("--temperature", min(options.temperature), 0),
-    ):  # fmt: skip
+        ("--measure-requests", options.measure_requests, 0),
+        ("--measure-tokens", options.measure_tokens, 2),
+        ("--measure-minutes", options.measure_minutes, 0),
+        ("--temperature", min(options.temperature), 0),
+    ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 def _some_prompts(log: Log) -> list[list[int]]:
-    """Return prompts from evenly spaced places of the log."""
+    """Return a few prompts, evenly spaced in the log, for measurements."""
     numbers = log.replayable
     some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
     return [log.row(number).context.tolist() for number in some]

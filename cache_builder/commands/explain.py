@@ -1,4 +1,4 @@
-"""``ssd-cache explain``: show what a server's drafter drafts after a text, and where the cache contains that text."""
+"""``ssd-cache explain``: show the draft that a server would make after a text, and the text's places in the cache."""
 
 from __future__ import annotations
 
@@ -64,13 +64,18 @@ def add(command: argparse.ArgumentParser) -> None:
     )
     add_chat_template(command)
     command.add_argument(
-        "--draft-limit", type=int, default=DraftConfig().num_speculative_tokens, metavar="K",
+        "--draft-limit",
+        type=int,
+        default=DraftConfig().num_speculative_tokens,
+        metavar="K",
         help=f"Maximum number of tokens of the draft, 1 to {MAX_SPECULATIVE_TOKENS} (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--shape", choices=("tree", "chain"), default="tree",
+        "--shape",
+        choices=("tree", "chain"),
+        default="tree",
         help="Shape of the draft. A server drafts trees for one sequence, chains for many (default: %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
@@ -84,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         output = codec.encode_completion(_read(options.output))
     context = np.array([*prompt, *output], np.int32)
     if not len(context):
-        raise ConfigError("there is no text to go on from: give a prompt of at least one token")
+        raise ConfigError("the prompt is empty: give at least one token")
     cache = open_cache(options.directory, codec)
     learned, learned_from = _read_acceptance_model(options.directory)
     snapshot = Snapshot(0, SegmentTable(cache.segments), np.zeros(1, np.int32), 0, 0)
@@ -125,22 +130,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
-    """Read the acceptance model from learned.bin.
+    """Read the acceptance model in learned.bin, and the number of draft tokens that it was trained on.
 
-    Returns the model and the number of draft tokens that it was trained on; an empty model and None if the file is
-    missing or damaged.
+    If the file is missing or damaged, return an untrained model and None.
     """
     stored = read_learned_state(path)
     try:
         return LearnedState(stored), None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
-    except ValueError:  # as a server does; `inspect --deep` says what is wrong with it
+    except ValueError:  # like a server; `inspect --deep` reports the fault
         return LearnedState(None), None
 
 
 def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
     """Find every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
 
-    Yields, for each occurrence, the segment, the ``position`` of the token that follows, and the surrounding text.
+    Yields for each occurrence the segment, the ``position`` of the next token, and the surrounding text.
     """
     tail = context[-length:]
     for segment in cache.segments:
@@ -159,7 +163,6 @@ def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Itera
 
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:
-    """Format the explanation as lines of text."""
     yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
         f"chances as learned from {facts['learned_from']:,} candidates"
         if facts["learned_from"]
@@ -198,7 +201,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the descendants of a draft tree's node; only branches increase the indentation."""
+    """Format the descendants of a node in a draft tree, one per line. Only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = f"{format_probability(draft['chances'][node]):>6}   {format_probability(draft['products'][node]):>9}"
@@ -207,9 +210,9 @@ def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: 
 
 
 def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], TextCodec | None]:
-    """Encode the prompt in the file ``name`` as a server does.
+    """Tokenize a prompt or conversation in a file as the server does, and return the token ids and the tokenizer.
 
-    Returns the token ids and the tokenizer. Raises InputError, RequestError.
+    Raises InputError or RequestError.
     """
     text = _read(name)
     if not name.endswith(".json"):

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     if options.sequences:
         try:
             _print_sequences(options.directory, codec)
-        except BrokenPipeError:  # who read it has read enough; what is left must not be written at the exit
+        except BrokenPipeError:  # the reader (e.g. head) has closed the pipe; Python must not write the rest at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with progress_bar(0, " tokens") as bar:
@@ -90,7 +90,6 @@ Facts = dict[str, Any]
 
 
 def as_text(facts: Facts) -> str:
-    """Format the facts for a terminal."""
     sequences = "" if facts["num_sequences"] is None else f" in {facts['num_sequences']:,} sequences"
     lines = [
         f"{facts['path']}",
@@ -112,7 +111,6 @@ def as_text(facts: Facts) -> str:
 
 
 def all_as_text(facts: Facts) -> str:
-    """Format the facts about all namespaces for a terminal."""
     lines = [f"{facts['path']}", f"  namespaces   {len(facts['namespaces'])}"]
     lines += [
         f"    {escape_control_characters(each['name']):44}{each['num_bytes']:>16,} bytes   {each['of']}"
@@ -122,18 +120,11 @@ def all_as_text(facts: Facts) -> str:
 
 
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
-    """Read the namespaces in a server's cache directory, without changing them.
+    """Read the caches of all namespaces in a server's cache directory, without changing them.
 
-    Args:
-        root: The server's --cache-dir.
-        secret_file: The file with the secret of the tenants' caches. None: the one in the directory.
-
-    Returns:
-        The object that ``--json`` prints. "of" names the owner of each namespace. "faults" name a missing or damaged
-        secret, and the orphans.
-
-    Raises:
-        CacheError: The directory or the secret cannot be read.
+    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace, and "faults" name a
+    missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's secret, by
+    default the one in the directory. Raises CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()
@@ -158,7 +149,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
             namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
     except OSError as error:
         raise StoreUnavailable(f"{root} cannot be read: {error}. Check its permissions") from None
-    faults += [f"{name} is an orphan: restore the secret it was made with, or remove it" for name in orphans]
+    faults += [f"{name} is an orphan: restore the secret it was created with, or remove it" for name in orphans]
     return {"path": str(root), "namespaces": namespaces, "orphans": orphans, "faults": faults}
 
 
@@ -173,8 +164,8 @@ def inspect(
 
     Args:
         path: The cache directory.
-        deep: Also check what checksums cannot show: the order of each suffix array, token ids and learned.bin.
-        codec: The tokenizer that the cache must have been made with, for ``deep``. None: not checked.
+        deep: Also check the order of each suffix array, token ids and learned.bin, which checksums cannot verify.
+        codec: The tokenizer that the cache must have been built with, for ``deep``. None: not checked.
         progress: Called with the number of tokens read since the last call.
 
     Returns:
@@ -199,7 +190,10 @@ def inspect(
 def _facts(
     path: Path, manifest: Manifest, deep: bool, codec: TextCodec | None, progress: Callable[[int], object]
 ) -> Facts:
-    """Do the work of `inspect`. A file that a server's merge removed since ``manifest`` was read is a fault."""
+    """Return the result of `inspect` for one version of the manifest.
+
+    A segment file that a server has deleted since the manifest was read is reported as a fault.
+    """
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None
     if deep and codec is not None and codec.fingerprint != manifest.fingerprint:
@@ -252,7 +246,7 @@ def _facts(
 
 
 def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Iterator[str]:
-    """Yield the faults of a segment that checksums cannot show."""
+    """Yield the faults of a segment that checksums do not detect, e.g. token ids outside the vocabulary."""
     name = f"{segment.segment_id}.seg"
     if (said := (entry.get("num_tokens"), entry.get("start"))) != (len(segment), segment.start):
         yield (
@@ -275,14 +269,14 @@ def is_sorted(segment: Segment) -> bool:
 
     The array is right if it contains every position once, and if for each two neighbouring positions either the last
     token of the first is smaller, or the last tokens are equal and the prefixes before them are in the right order
-    (Burkhardt and Kaerkkaeinen 2003, "Fast lightweight suffix array construction and checking", section 3.3).
-    O(n) time, 8 bytes per token.
+    (Burkhardt and Kaerkkaeinen 2003, "Fast lightweight suffix array construction and checking", section 3.3). O(n)
+    time, 8 bytes per token.
     """
     n, order = len(segment), segment.order
     if order.min() < 1 or order.max() > n:
         return False
-    ranks = np.full(n + 1, -1, np.int32)  # that of 0 stays: a text that ends precedes those it is the beginning of
-    for begin in range(0, n, _RANKS_AT_ONCE):  # numpy takes eight bytes for an index
+    ranks = np.full(n + 1, -1, np.int32)  # position 0 keeps rank -1, because a prefix precedes longer texts
+    for begin in range(0, n, _RANKS_AT_ONCE):  # numpy indexes need eight bytes
         places = order[begin : begin + _RANKS_AT_ONCE]
         ranks[places] = np.arange(begin, begin + len(places), dtype=np.int32)
     if ranks[1:].min() < 0:
@@ -297,10 +291,7 @@ def is_sorted(segment: Segment) -> bool:
 
 
 def _print_sequences(path: Path, codec: TextCodec | None) -> None:
-    """Print each sequence as a JSON line of token ids, or of text if ``codec`` is given.
-
-    Encoding the text again may give other token ids.
-    """
+    """Print each sequence of a cache as a JSON line: as text if ``codec`` is given, else as token ids."""
     for sequence in iter_sequences(open_cache(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}

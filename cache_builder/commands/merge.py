@@ -26,34 +26,23 @@ def merge(
     unique: bool = False,
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
 ) -> None:
-    """Write the sequences of the caches ``paths``, in order, to ``out``, and print a summary.
+    """Write the sequences of several caches, in order, to one cache directory, and print a summary.
 
-    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs.
-
-    Args:
-        paths: The cache directories.
-        out: The resulting directory, which may be one of ``paths``. It is unchanged after an error.
-        namespace: The namespace of the result. None: that of ``paths``, which must be the same.
-        force: Whether an existing cache is replaced.
-        unique: Whether only the first of equal sequences is kept; takes about 100 bytes of memory per sequence.
-        segment_tokens: The maximum number of tokens of a segment; a merge takes about 18 bytes of memory per token.
-
-    Raises:
-        ConfigError: The caches have several namespaces, or ``out`` cannot be used.
-        CacheError: A cache cannot be read.
-        OSError: The file system failed.
+    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs. ``out`` may be one of
+    ``paths``, and is unchanged after an error. ``unique`` requires about 100 bytes of memory per sequence, and the
+    largest segment 18 bytes per token. Raises ConfigError, CacheError or OSError.
     """
     check_output(out, force=force)
     caches = open_caches(paths)
     namespaces = sorted({cache.namespace for cache in caches})
     if namespace is None and len(namespaces) > 1:
         raise ConfigError(
-            f"the caches are of the namespaces {', '.join(namespaces)}: say with --namespace whose the result is. What "
-            "each learned may then be drafted for the other"
+            f"the caches belong to the namespaces {', '.join(namespaces)}: choose one with --namespace. Text that "
+            "one namespace learned may then be drafted for the others"
         )
     named = namespaces[0] if namespace is None else namespace
     if not any(cache.num_tokens for cache in caches):
-        raise ConfigError("the caches hold no text: nothing was merged")
+        raise ConfigError("the caches contain no text: nothing was merged")
     known: set[bytes] = set()
     num_sequences = num_tokens = num_repeated = 0
     fingerprint = caches[0].fingerprint
@@ -79,7 +68,7 @@ def merge(
         f"caches, namespace {named}"
     )
     if num_repeated:
-        print(f"  {num_repeated:,} sequences were there already and not stored again")
+        print(f"  {num_repeated:,} repeated sequences were stored only once")
 
 
 _DESCRIPTION = """\

@@ -1,4 +1,4 @@
-"""Options that several commands share: tokenizers, logs, Redis and progress."""
+"""Command line options that several ``ssd-cache`` commands share: tokenizers, logs, Redis and progress."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 
 CACHE_DIRECTORY = "Cache directory: from `ssd-cache build`, or CACHE_DIR/NAMESPACE of a server"
-"""The help of an argument that names an existing cache directory."""
+"""The help text of an argument that names an existing cache directory."""
 
 
 def token_count(text: str) -> int:
-    """Parse an option that counts tokens, with a suffix as in the server's options: 4M."""
     try:
         return parse_number(text)
     except ValueError as error:
@@ -38,24 +37,22 @@ def token_count(text: str) -> int:
 
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:
-    """Add ``--redis URL``, as the server has it."""
     command.add_argument(
         "--redis", metavar="URL", help=f"URL of Redis, as the servers' --redis (default: ${URL_VARIABLE})"
     )
 
 
 def redis_url_from_options(options: argparse.Namespace) -> str:
-    """Return the URL from ``--redis`` or the environment. Raises SSDError if both are missing."""
     url = options.redis or os.environ.get(URL_VARIABLE)
     if not url:
-        raise SSDError(f"no Redis is named: give --redis URL, or set {URL_VARIABLE}")
+        raise SSDError(f"no Redis URL is given: use --redis URL, or set {URL_VARIABLE}")
     return str(url)
 
 
 def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
-    """Load the tokenizer of ``--tokenizer``, with the template of ``--chat-template`` if the command has that option.
+    """Load the tokenizer of ``--tokenizer``, with the chat template of ``--chat-template`` if given.
 
-    Returns None if neither option is given. Raises ModelError, InputError.
+    Returns None if neither option is given. Raises ModelError or InputError.
     """
     template = chat_template_from_options(options)
     if options.tokenizer is None and template is None:
@@ -66,7 +63,7 @@ def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
 
 
 def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--redis URL``, ``--namespace NAME`` and ``--fingerprint HEX``."""
+    """Add the options ``--redis``, ``--namespace`` and ``--fingerprint``, which select a namespace in Redis."""
     add_redis_argument(command)
     command.add_argument("--namespace", required=True, help=what)
     command.add_argument(
@@ -79,7 +76,7 @@ _SECONDS_BETWEEN_LINES: Final = 30.0
 
 
 def escape_value(value: object) -> str:
-    """Return at most 120 characters on one line, with unprintable characters escaped."""
+    """Return a value from Redis for display: at most 120 characters, with unprintable characters escaped."""
     text = value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     text = "".join(each if each.isprintable() else f"\\x{ord(each):02x}" for each in text[: 2 * _LONGEST_SHOWN])
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
@@ -87,24 +84,19 @@ def escape_value(value: object) -> str:
 
 @contextmanager
 def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
-    """Yield a Redis client; errors of redis-py are raised as StoreUnavailable, in one line and without passwords.
+    """Yield a Redis client whose errors are raised as StoreUnavailable, in one line and without passwords.
 
-    Args:
-        url: The URL of the server.
-        failed: Returns what the command could not do, for the message.
-
-    Raises:
-        ConfigError: The URL is invalid.
-        StoreUnavailable: The server did not answer or returned an error.
+    ``failed`` returns a description of the step that failed, for the error message. Raises ConfigError for an invalid
+    URL.
     """
     from ssd.replication.connection import connect, redact_password, redacted_address
 
     client = connect(url)
     try:
         yield client
-    except (SSDError, OSError):  # of files; redis-py makes its own of those of sockets
+    except (SSDError, OSError):  # errors of files; redis-py converts errors of sockets
         raise
-    except Exception as error:  # a server that talks nonsense raises whatever it likes
+    except Exception as error:  # redis-py may raise any exception if the server is not Redis
         reason = escape_value(redact_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
             f"{redacted_address(url)} {failed()} ({reason}): check address, rights and maxmemory "
@@ -115,7 +107,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
 
 
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """Return the fingerprints of the tokenizers for which Redis contains ``--namespace``, or the one that was given.
+    """Return ``--fingerprint``, or else the fingerprints of all tokenizers with text of ``--namespace`` in Redis.
 
     Raises ConfigError, and the errors of redis-py.
     """
@@ -131,12 +123,9 @@ def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[
 
 
 def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
-    """Return a progress bar: tqdm's on a terminal, else a line every 30 seconds with rate and remaining time.
+    """Return a progress bar, on a terminal drawn by tqdm, else printed as one line every 30 seconds.
 
-    Args:
-        total: The final count. 0: unknown.
-        unit: The unit of the count.
-        quiet: Whether nothing is shown.
+    ``total=0`` means that the final count is unknown, and ``quiet`` shows nothing.
     """
     from tqdm import tqdm
 
@@ -154,11 +143,13 @@ def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that say how logs are read, which are those of ``ssd-cache build``."""
+    """Add the options that determine how logs are read, as for ``ssd-cache build``."""
     command.add_argument(
-        "--tokenizer", default=str(MODEL_PATH), metavar="DIR_OR_MODEL",
+        "--tokenizer",
+        default=str(MODEL_PATH),
+        metavar="DIR_OR_MODEL",
         help="Tokenizer of the served model: directory, hub id or tokenizer.json (default: the bundled model's)",
-    )  # fmt: skip
+    )
     add_chat_template(command)
     command.add_argument(
         "--format",
@@ -167,15 +158,17 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         help="Format of all inputs (default: detected from names and first bytes)",
     )
     command.add_argument(
-        "--field", action="append", default=[], metavar="OURS=THEIRS",
+        "--field",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
         help="The records' name of text, prompt, completion, messages, token_ids or prompt_length, e.g. a.b.0; "
         "repeatable. THEIRS without OURS is the text",
-    )  # fmt: skip
+    )
     command.add_argument("--skip-invalid", action="store_true", help="Skip lines that cannot be used, and count them")
 
 
 def add_chat_template(command: argparse.ArgumentParser) -> None:
-    """Add ``--chat-template FILE``, as the server has it."""
     command.add_argument(
         "--chat-template",
         type=Path,
@@ -185,7 +178,6 @@ def add_chat_template(command: argparse.ArgumentParser) -> None:
 
 
 def chat_template_from_options(options: argparse.Namespace) -> str | None:
-    """Return the source of the template in ``--chat-template``. Raises InputError."""
     name = getattr(options, "chat_template", None)
     if name is None:
         return None
@@ -194,9 +186,9 @@ def chat_template_from_options(options: argparse.Namespace) -> str | None:
 
 
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:
-    """Load the tokenizer and read the requests of the logs ``names``, with a progress bar.
+    """Load the tokenizer and read the recorded requests in log files, with a progress bar.
 
-    Raises InputError, ConfigError, SSDError.
+    ``class_by`` is the field by which requests are classified. Raises InputError, ConfigError or SSDError.
     """
     from cache_builder.evaluation.log import read_log
     from cache_builder.inputs.sources import find_sources

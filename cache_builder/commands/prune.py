@@ -1,4 +1,4 @@
-"""``ssd-cache prune``: keep the part of a cache, up to a number of tokens, that a replay of logs uses most."""
+"""``ssd-cache prune``: reduce a cache to a number of tokens, keeping the text that a replay of logs uses most."""
 
 from __future__ import annotations
 
@@ -61,16 +61,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 BLOCK_TOKENS: Final = 64
-"""The number of tokens in a block. Usage is counted per block."""
+"""The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
 
 RUN_TOKENS: Final = 8
-"""The length of the token runs that are compared. Runs of this length rarely coincide by accident."""
+"""The number of consecutive tokens by which accepted drafts are found in a cache; such runs rarely match by accident.
+"""
 
 _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
-"""The number of tokens up to which a verification pass is assumed to be free. Drafts are long at this cost, so the
-replay finds the text that helps on any device.
-"""
+"""The number of tokens up to which the replay assumes that verification is free, so that drafts are long."""
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
@@ -82,21 +81,9 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Replay a log over a cache and hash the token runs of accepted drafts.
+    """Replay a log over a cache, and return the hashes of the token runs in each request's accepted drafts.
 
-    It takes about 30 microseconds per token without accepted drafts, and less with them.
-
-    Args:
-        directory: The cache directory.
-        log: The recorded requests.
-        fingerprint: The tokenizer's fingerprint.
-        progress: Called with the number of output tokens replayed since the last call.
-
-    Returns:
-        One uint64 array of hashes for each request.
-
-    Raises:
-        CacheError: The cache cannot be read.
+    It takes about 30 microseconds per token without accepted drafts, and less with accepted drafts. Raises CacheError.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
@@ -115,7 +102,7 @@ def accepted_runs(
 
 
 def _hash_runs(tokens: Tokens) -> Keys:
-    """Return the hash of each run of RUN_TOKENS tokens, by its first position: uint64[n - RUN_TOKENS + 1]. O(n)."""
+    """Return the hashes of all runs of ``RUN_TOKENS`` consecutive tokens: uint64[n - RUN_TOKENS + 1]. O(n)."""
     room = max(0, len(tokens) - RUN_TOKENS + 1)
     keys = np.zeros(room, np.uint64)
     for place in range(RUN_TOKENS):
@@ -124,12 +111,9 @@ def _hash_runs(tokens: Tokens) -> Keys:
 
 
 def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
-    """Count for each block of the cache the accepted runs whose first occurrence lies in the block.
+    """Count for each block of a cache how many token runs of accepted drafts occur in it first: int64[blocks].
 
-    Only the first occurrence of a run counts, so that repeated text is kept once.
-
-    Returns:
-        int64[number of blocks]. O(tokens).
+    Only the first occurrence of a run counts, so that repeated text is kept only once. O(tokens).
     """
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
@@ -145,30 +129,26 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens that are kept before a used block, so that a context matches from the block's first token on."""
+"""The number of tokens kept before each cache block that logs use, so that contexts match from its first token on."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""The minimum length of a kept piece. Shorter pieces yield hardly any drafts."""
+"""The minimum number of tokens in a part of a sequence that pruning keeps; shorter parts yield hardly any drafts."""
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
-    """Choose the half blocks to keep, the most used first.
+    """Choose the halves of a cache's blocks to keep, the most used first: bool[2 n].
 
     Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For text that no log used,
     this served held-out requests better than the newest text or the text near used blocks.
 
-    Args:
-        credits: int64[n], the usage count of each block.
-        budget: The maximum number of kept tokens, with separators.
-
-    Returns:
-        bool[2 n]. O(n log n).
+    ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens with
+    separators. O(n log n).
     """
     count = len(credits)
-    spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # evenly, however many are taken
+    spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # even for any number of blocks
     ranked = np.lexsort((np.arange(count), spread, credits))[::-1]
 
     def halves(most: int) -> Flags:
@@ -187,7 +167,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the kept parts of a sequence that begins at ``start``, in order, as views. O(n / 32 + pieces)."""
+    """Return the parts of a sequence that pruning keeps, in order, as views. ``kept`` flags the cache's half blocks."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first
@@ -200,21 +180,10 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 
 
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
-    """Write at most ``budget`` tokens of the cache ``directory`` to ``out``, and print a summary.
+    """Write the most used text of a cache, at most ``budget`` tokens with separators, to ``out``, and print a summary.
 
-    Args:
-        directory: The cache directory.
-        out: The resulting directory, which may be ``directory``. It is unchanged after an error.
-        budget: The maximum number of tokens, with separators.
-        found: The result of `accepted_runs`.
-        force: Whether an existing cache is replaced.
-
-    Raises:
-        ConfigError: ``out`` cannot be used.
-        CacheError: The cache cannot be read.
-        OSError: The file system failed.
-
-    O(tokens) time; memory of 1/64 of the tokens and one segment of the result.
+    ``found`` is the result of `accepted_runs`. ``out`` may be ``directory``, and is unchanged after an error. O(tokens)
+    time; memory of 1/64 of the tokens and one segment of the result. Raises ConfigError, CacheError or OSError.
     """
     (cache,) = open_caches([directory])
     credits = count_uses(cache, found)
@@ -229,11 +198,10 @@ def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, for
                 num_kept += len(piece)
     used, kept_blocks = credits > 0, kept.reshape(-1, BLOCK_TOKENS // LEAD_IN_TOKENS).all(1)
     print(f"{out}: {num_kept:,} of {num_tokens:,} tokens in {num_sequences:,} sequences")
-    print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks that drafts came from are kept")
+    print(f"  {(used & kept_blocks).sum():,} of the {used.sum():,} blocks from which drafts came are kept")
 
 
 def _sequences_with_positions(cache: OpenedCache) -> Iterator[tuple[int, Tokens]]:
-    """Yield each sequence with its first position. A separator follows each sequence."""
     start = 0
     for sequence in iter_sequences(cache.segments):
         yield start, sequence

@@ -1,4 +1,4 @@
-"""The command ``ssd-cache pull``."""
+"""The command ``ssd-cache pull``, which copies the text that replicas share in Redis to a cache directory."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def run(options: argparse.Namespace) -> int:
         found = find_fingerprints(client, options)
         if len(found) > 1:
             raise SSDError(
-                f"several tokenizers have a namespace {options.namespace}: give --fingerprint, one of {found}"
+                f"namespace {options.namespace} exists for several tokenizers: give --fingerprint, one of {found}"
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"there is nothing of namespace {options.namespace}: is it the servers' --namespace?")
+            raise SSDError(f"Redis has nothing of namespace {options.namespace}: is it the servers' --namespace?")
         pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 
@@ -54,20 +54,8 @@ def run(options: argparse.Namespace) -> int:
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
     """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
-    Args:
-        client: The Redis client.
-        fingerprint: The tokenizer's fingerprint.
-        namespace: The namespace.
-        directory: The cache directory; it is unchanged after an error.
-        force: Whether an existing cache is replaced.
-
-    Raises:
-        ConfigError: ``directory`` cannot be used.
-        CacheError: A segment cannot be written.
-        OSError: The file system failed.
-        RedisError: Redis did not answer or returned an error.
-
-    O(n log n) time; memory of one segment and the ids of the entries.
+    The directory is unchanged after an error. O(n log n) time; memory of one segment and the ids of the entries. Raises
+    ConfigError, CacheError, OSError or RedisError.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()
@@ -87,4 +75,4 @@ def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path,
                 bar.update(len(entry.tokens))
     print(f"{directory}: {num_tokens:,} tokens in {len(seen):,} sequences of {namespace}")
     if num_invalid:
-        print(f"  {num_invalid:,} entries of the log were none of ours and left out")
+        print(f"  {num_invalid:,} entries of the stream were not written by SSD and were skipped")

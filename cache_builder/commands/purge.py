@@ -1,4 +1,4 @@
-"""The command ``ssd-cache purge``."""
+"""The command ``ssd-cache purge``, which deletes a namespace from Redis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     namespace, num_removed = options.namespace, 0
     with redis_client(redis_url_from_options(options)) as client:
         found = find_fingerprints(client, options)
-        # Former versions kept more than the log, under names that begin with the log's.
+        # Former versions stored further keys that begin with the stream's name.
         patterns = [stream_key(fingerprint, namespace) + "*" for fingerprint in found]
         for key in [key for pattern in patterns for key in client.scan_iter(match=pattern, count=1000)]:
             num_removed += int(client.delete(key))

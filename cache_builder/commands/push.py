@@ -1,4 +1,4 @@
-"""The command ``ssd-cache push``."""
+"""The command ``ssd-cache push``, which copies a cache directory to the Redis stream that replicas share."""
 
 from __future__ import annotations
 
@@ -43,10 +43,13 @@ def add(command: argparse.ArgumentParser) -> None:
     add_redis_argument(command)
     command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
     command.add_argument(
-        "--max-tokens", type=token_count, default=DEFAULT_MAX_TOKENS, metavar="N",
+        "--max-tokens",
+        type=token_count,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
         help="Size of the stream in tokens, as the servers' --cache-tokens "
         f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 REPLICA_ID: Final = b"ssd-push"
-"""The replica id of pushed entries. Running replicas have random ids, so it never collides with theirs."""
+"""The replica id of Redis entries written by ``ssd-cache push``. Servers have random replica ids."""
 
 _BATCH: Final = 64
 
@@ -63,20 +66,9 @@ _BATCH: Final = 64
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest are written. The id of an entry is a hash of its place and its
-    tokens, so replicas ignore a repeated push while they remember the entries. O(tokens) time; memory of a few blocks
-    and the longest sequence.
-
-    Args:
-        directory: The cache directory.
-        url: The URL of Redis.
-        namespace: The namespace. None: that of the directory.
-        max_tokens: The maximum number of tokens in the stream, which must equal that of the replicas.
-
-    Raises:
-        ConfigError: The URL or the namespace is invalid.
-        CacheError: The cache cannot be read.
-        StoreUnavailable: Redis did not answer, or the directory cannot be read.
+    If not all sequences fit into the stream, the newest are written. ``max_tokens`` must equal the limit of the
+    replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. O(tokens)
+    time; memory of a few blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
     """
     if namespace is not None:
         check_namespace(namespace)
@@ -114,6 +106,6 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     print(f"pushed {lengths[first:].sum():,} tokens in {len(lengths) - first:,} sequences to namespace {namespace}")
     if first:
         print(
-            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were left out: the shared log keeps "
+            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream keeps "
             f"{max_tokens:,}. Servers get all with --warm {directory}"
         )

@@ -1,4 +1,4 @@
-"""``ssd-cache redis-status``: report the contents of the Redis server through which replicas share.
+"""``ssd-cache redis-status``: report the state of the Redis server through which replicas share text.
 
 The contents come from other programs, so all reads are bounded and checked, and all output is escaped.
 """
@@ -52,16 +52,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_status(url: str) -> Facts:
-    """Read the status of the Redis server at ``url`` without writing to it.
+    """Read the state of a Redis server without writing to it, and return the object that ``--json`` prints.
 
-    Returns:
-        The object that ``--json`` prints. A value that could not be read is None or contains an "error". Ages are in
-        seconds by the Redis server's clock. "generations" counts deletions. The noise root is only reported as
-        present or absent.
-
-    Raises:
-        ConfigError: The URL is invalid.
-        StoreUnavailable: The server does not answer, or is not a Redis server.
+    A value that could not be read is None or contains an "error". Ages are in seconds by the Redis server's clock.
+    "generations" counts deletions of caches. The secret of coupled sampling is only reported as present or absent.
+    Raises ConfigError or StoreUnavailable.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
@@ -83,7 +78,6 @@ def read_status(url: str) -> Facts:
 
 
 def as_text(status: Facts) -> str:
-    """Format the status for a terminal."""
     lines = [status["address"]]
     for server in status["servers"]:
         said = server.get("error") and f"unknown: {server['error']}"
@@ -120,7 +114,7 @@ def as_text(status: Facts) -> str:
 
 
 def _reply_or_error(ask: Callable[[], Any]) -> Any:
-    """Return the reply, or the exception if Redis refused the command. Raises if the connection was lost."""
+    """Run a Redis command and return the reply, or the exception if Redis refused it. Other errors are raised."""
     from redis.exceptions import RedisError, ResponseError
 
     try:
@@ -132,7 +126,7 @@ def _reply_or_error(ask: Callable[[], Any]) -> Any:
 
 
 def _server_facts(address: str, server: redis.Redis) -> Facts:
-    """Return the facts about the server that its INFO reply contains."""
+    """Return version, memory and settings from the INFO reply of a Redis server."""
     info = _reply_or_error(server.info)
     if isinstance(info, Exception):
         return {"address": address, "error": escape_value(f"{type(info).__name__}: {info}")}
@@ -150,7 +144,7 @@ def _server_facts(address: str, server: redis.Redis) -> Facts:
 
 
 def _warnings(server: Facts) -> Iterator[str]:
-    """Yield one sentence for each setting that an operator should change."""
+    """Yield one sentence for each setting of the Redis server that an operator should change."""
     where = f" at {server['address']}" if server["address"] else ""
     if server.get("role") == "slave":
         yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
@@ -165,7 +159,7 @@ def _warnings(server: Facts) -> Iterator[str]:
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
-    """Return the fingerprint and name of each namespace with a stream; the number of keys read is bounded. O(keys)."""
+    """Return the tokenizer fingerprint and the name of each namespace in Redis. The number of keys read is bounded."""
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
@@ -181,7 +175,7 @@ def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> F
 
 
 def _sample_stream(client: redis.Redis, key: str) -> Facts:
-    """Sample the oldest and the newest entries of a stream with a few commands."""
+    """Read the oldest and the newest entries of a Redis stream to estimate its contents with a few commands."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
@@ -207,7 +201,7 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
 
 
 def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
-    """Decode an entry of the stream ``key``, for any vocabulary. Returns None if it is not one of our entries."""
+    """Decode a Redis stream entry for any vocabulary size; None if it is not one of our entries."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:
@@ -215,7 +209,6 @@ def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
 
 
 def _number(value: object) -> int | None:
-    """Return the reply as an integer, or None if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | bytes):
         return None
     try:

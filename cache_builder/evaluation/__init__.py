@@ -1,1 +1,1 @@
-"""Estimate from recorded requests what a cache would save on a given device."""
+"""Estimation, from recorded requests, of the speed-up from a cache on a given device."""

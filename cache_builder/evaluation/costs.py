@@ -1,4 +1,4 @@
-"""The cost of forward passes and decoding steps: measured, read from a file, or assumed."""
+"""The costs of forward passes and decoding steps: measured, read from a file, or assumed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _HOW = "`ssd-cache evaluate --measure MODEL --save-cost FILE` writes one"
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """The cost of a forward pass by its number of tokens, linear between points and extrapolated from the last two.
+    """The cost of a forward pass as a function of its number of tokens, interpolated linearly between measured points.
 
     Attributes:
-        widths: float64[n], tokens of a pass, increasing from 1.
+        widths: float64[n], the numbers of tokens of the measured passes, increasing from 1.
         costs: float64[n], relative to a pass of one token; the first is 1.
     """
 
@@ -37,7 +37,7 @@ class CostCurve:
     costs: Floats
 
     def costs_up_to(self, width: int) -> Floats:
-        """Return the cost of passes of 0 (free), 1, ... ``width`` tokens: float64[width + 1]."""
+        """Return the costs of passes of 0, 1, ... ``width`` tokens: float64[width + 1]. 0 tokens cost nothing."""
         asked = np.arange(width + 1, dtype=np.float64)
         slope = (self.costs[-1] - self.costs[-2]) / (self.widths[-1] - self.widths[-2])
         beyond = np.maximum(0.0, asked - self.widths[-1])
@@ -47,12 +47,12 @@ class CostCurve:
 
 
 def flat_curve(width: int) -> CostCurve:
-    """Return a curve that is flat up to ``width`` tokens (memory-bound) and proportional beyond (compute-bound)."""
+    """Return a cost curve that is constant up to ``width`` tokens (memory-bound) and proportional from there on."""
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
 def _parse_curve(result: object, name: str) -> CostCurve:
-    """Parse the curve of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
+    """Parse a cost curve from a measurement's JSON object. Raises ConfigError, which calls the file ``name``."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
@@ -61,23 +61,21 @@ def _parse_curve(result: object, name: str) -> CostCurve:
     rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
         raise ConfigError(
-            f"{name} must hold two lists of one length, widths rising from 1 and positive costs starting with 1; {_HOW}"
+            f"{name} must contain two lists of equal length, with ascending widths and positive costs from 1; {_HOW}"
         )
     return CostCurve("measured", widths, costs)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The costs of decoding, relative to a step that decodes one token without any drafting.
+    """The costs of decoding steps, relative to a step that decodes one token without drafting.
 
     Attributes:
         curve: The cost of forward passes.
-        source: A sentence that says where the costs come from.
+        source: A sentence that tells where the costs come from.
         step_ms: The duration of a step without drafting in milliseconds. None: unknown.
-        overhead: What a step with drafting takes in addition to its forward pass (search, verification, learning),
-            relative to a step without drafting. None: not measured.
-        recycling: Tokens per step that token recycling adds, >= 0. A replay cannot know it. It is about the same for
-            an empty and a full cache.
+        overhead: The additional cost of a step with drafting (search, verification, learning). None: not measured.
+        recycling: The additional tokens per step from token recycling, which a replay cannot determine.
     """
 
     curve: CostCurve
@@ -86,18 +84,15 @@ class StepCosts:
     overhead: float | None = None
     recycling: float = 0.0
     condition: str = ""
-    """The condition under which the resulting speed-up holds, for a headline."""
+    """The condition under which the estimated speed-up holds, for the report's headline."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
     ) -> float:
-        """Return the time of decoding without drafts over the time of these steps; 1 without steps. O(longest draft).
+        """Return the time of decoding without drafts divided by the time with drafts.
 
-        Args:
-            num_output_tokens: The number of generated tokens.
-            steps_by_drafted: int64[k + 1], the number of steps with 0, 1, ... k draft tokens.
-            propose_s: The total time of all proposals in seconds. It is used if ``step_ms`` is known and ``overhead``,
-                which contains it, is not.
+        ``steps_by_drafted`` (int64[k + 1]) are the numbers of steps with 0, 1, ... k draft tokens. ``propose_s`` is the
+        total time of drafting in seconds, which is used if the time of a step is known but ``overhead`` is not.
         """
         passes = self.curve.costs_up_to(len(steps_by_drafted))[1:]
         times = steps_by_drafted * (passes + (self.overhead or 0.0))
@@ -107,7 +102,6 @@ class StepCosts:
         return num_output_tokens / time + self.recycling if time else 1.0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the costs as they appear in a report."""
         return {
             "name": self.curve.name,
             "source": self.source,
@@ -121,34 +115,33 @@ class StepCosts:
 
 
 FLAT_WIDTH = 32
-"""The number of tokens up to which a pass is assumed to be free if no costs are given."""
+"""The number of tokens up to which a forward pass is assumed to be as fast as one of a single token, by default."""
 _PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]
-"""Returns the token ids of a few prompts of the log."""
 
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
-    """Add ``--measure`` and ``--cost``, which exclude each other."""
     group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
-        "--measure", metavar="MODEL",
+        "--measure",
+        metavar="MODEL",
         help="Measure the costs on this machine with this model (directory or hub id), then decode requests of the log "
         "alternately with and without drafts, and compare every output",
-    )  # fmt: skip
+    )
     one.add_argument("--cost", type=Path, metavar="FILE", help="Read the costs from a file that --save-cost wrote")
     group.add_argument("--save-cost", type=Path, metavar="FILE", help="Write the measured costs to a file")
 
 
 def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts:
-    """Return the costs that the options name; without options passes are free up to `FLAT_WIDTH` tokens.
+    """Return the decoding costs that ``--measure`` or ``--cost`` selects, or else assumed costs.
 
-    Raises ConfigError or ModelError with a remedy.
+    Raises ConfigError or ModelError.
     """
     if options.save_cost is not None and options.measure is None:
-        raise ConfigError("--save-cost keeps what --measure MODEL measures: name the model")
+        raise ConfigError("--save-cost saves the costs that --measure MODEL measures: add --measure MODEL")
     if options.measure is not None:
         measured = measure_costs(options.measure, sample())
         if options.save_cost is not None:
@@ -165,27 +158,24 @@ def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts
 
 
 def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Measure the costs of ``model`` on this machine, with token recycling tried on ``prompts``. Raises ModelError."""
     return run_measurement("costs", model, {"prompts": [list(map(int, prompt)) for prompt in prompts] or None})
 
 
 def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run ``ssd.engine.measure_log``, which loads torch, in a process of its own and return its result.
+    """Run a measurement that loads torch, in a process of its own, and return its result as a JSON object.
 
-    Args:
-        what: The measurement, "costs" or "log".
-        model: The model directory or id.
-        asked: The parameters of the measurement.
-
-    Raises:
-        ModelError: The process failed. Its progress is shown on standard error.
+    ``what`` is "costs" or "log", and ``asked`` are the parameters of the measurement. Raises ModelError.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _PROGRAM, what, model], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
-            env={**os.environ, **quiet}, check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", _PROGRAM, what, model],
+            input=json.dumps(asked),
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **quiet},
+            check=False,
+        )
     except OSError as error:
         raise ModelError(f"the measurement did not start: {error}") from error
     lines = done.stdout.strip().splitlines()
@@ -200,10 +190,10 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """Read a file written by ``--save-cost`` or by the benchmark of passes. Raises ConfigError if it is not usable."""
+    """Read decoding costs from a file that ``--save-cost`` or our benchmark of passes wrote. Raises ConfigError."""
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path.name} is no cost curve: it has more than {_MOST_BYTES} bytes")
+            raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MOST_BYTES} bytes")
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
@@ -211,9 +201,9 @@ def read_step_costs(path: Path) -> StepCosts:
 
 
 def parse_step_costs(result: object, name: str) -> StepCosts:
-    """Parse the costs of a measurement. ``name`` is the file for messages. Raises ConfigError for any invalid value."""
+    """Parse decoding costs from a measurement's JSON object. Raises ConfigError, which calls the file ``name``."""
     curve = _parse_curve(result, name)
-    assert isinstance(result, dict)  # else there was no curve in it
+    assert isinstance(result, dict)  # `_parse_curve` has checked it
     numbers = {
         key: _number(result.get(key), name, key) for key in ("step_ms", "overhead", "recycling") if key in result
     }

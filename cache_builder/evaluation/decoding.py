@@ -1,4 +1,4 @@
-"""Replay of recorded outputs with the server's drafter and without a model, one kernel call per output."""
+"""Replay of recorded outputs with the server's drafter but without a model, one call of a kernel per output."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ NUM_SOURCES: Final = len(SOURCES)
 
 
 class Decoder(Record):
-    """The parameters and the state of a replay.
+    """The parameters and the state of a replay of recorded outputs, in memory that the compiled kernel reads.
 
     Attributes:
-        costs: float64[limit + 1], the cost of a pass of 1, 2, ... tokens.
+        costs: float64[limit + 1], the costs of passes of 1, 2, ... tokens.
         more: float64[num_more], the minimum cost of each additional draft token, non-decreasing.
         sure: The acceptance probability that the first token of an output's first draft must have.
-        by_source: For each of `SOURCES`, the verified drafts, their tokens and their accepted tokens.
-        row: The output that is replayed. All other fields are scratch memory.
+        by_source: For each of `SOURCES`, the numbers of drafts, of their tokens and of their accepted tokens.
+        row: The output that is replayed. All further fields are scratch memory.
     """
 
     workspace: Address
@@ -76,8 +76,8 @@ _decoder_at = view_of(Decoder)
 
 
 @kernel
-def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
-    """Return the number of draft tokens to verify, which maximises the expected tokens per cost, see `Rate.best`."""
+def _best_num_tokens(decoder: Decoder, out: DraftRecord) -> int:
+    """Return the number of draft tokens to verify, which maximizes the expected output tokens per cost of a pass."""
     costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
     gain, best, most = 0.0, 0, combined_rate(recent, 1.0, costs[0])
     for node in range(out.size):
@@ -91,8 +91,11 @@ def _num_paying(decoder: Decoder, out: DraftRecord) -> int:
 
 
 @kernel
-def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
-    """Compare the first ``size`` draft tokens with the text at ``position``; write the accepted ones to ``path``."""
+def _num_accepted(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
+    """Return how many of a draft's first ``size`` tokens agree with the recorded text at ``position``.
+
+    The accepted path through the draft tree is written to ``decoder.path``.
+    """
     num_left, longest, last = len(text) - position, 0, -1
     for node in range(size):
         parent = parent_of(out, node)
@@ -113,17 +116,11 @@ def _num_agreeing(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds,
 
 @kernel
 def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
-    """Replay one output and return the number of steps.
+    """Replay one recorded output and return the number of decoding steps. Called with addresses of records and arrays.
 
-    Args:
-        at: The address of the `Decoder`.
-        snapshot: The address of the index snapshot.
-        text_at: The address of the prompt and the output.
-        length: The number of tokens of both.
-        prompt_length: The number of tokens of the prompt.
-        steps: int32[3 * output], receives for each step the number of drafted tokens, of accepted tokens and the source
-            of the draft. A step emits the accepted tokens and one more, so the last token of the text never counts as
-            accepted.
+    ``text_at`` refers to the ``length`` token ids of the prompt and the output. ``steps`` (int32[3 * output]) receives
+    for each step the numbers of drafted and accepted tokens and the draft's source. A step emits one more token than it
+    accepts, so the last token of the text never counts as accepted.
     """
     decoder = _decoder_at(at)
     frame, row = draft_scratch_at(decoder.workspace), decoder.row
@@ -145,8 +142,8 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
         params.token_cost, params.context_length = prices[0], position
         draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
         is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
-        kept = _num_paying(decoder, out) if is_kept else 0
-        agreeing = _num_agreeing(decoder, out, kept, text, position)
+        kept = _best_num_tokens(decoder, out) if is_kept else 0
+        agreeing = _num_accepted(decoder, out, kept, text, position)
         accepted = min(agreeing, length - 1 - position)
         if kept > 0:
             decoder.by_source[out.source, 0] += 1
@@ -165,11 +162,11 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The steps of one replayed output.
+    """The decoding steps of one replayed output.
 
     Attributes:
         drafted: int32[s], the number of draft tokens of each step.
-        accepted: int32[s], the number of accepted tokens, without the target's own token.
+        accepted: int32[s], the number of accepted draft tokens of each step.
         sources: int32[s], the index in `SOURCES` of the first draft token's source.
         ns: The processor time of the replay in nanoseconds.
     """
@@ -181,23 +178,16 @@ class Decoded:
 
 
 class OutputDecoder:
-    """Replays recorded outputs with the suffix drafter for a given cost curve. Deterministic; owned by one thread.
+    """Replays recorded outputs with the suffix drafter, to count the steps that a server would need. Deterministic.
 
-    It decodes like an engine that runs one sequence at a time. What only a running target knows, such as its other
-    candidates and its timing, is missing.
+    It decodes like an engine that runs one sequence at a time, without drafts that depend on a running target, such as
+    token recycling. ``sure`` is the minimum acceptance probability of the first draft token in a request's first pass.
+    Must be used by one thread.
     """
 
     def __init__(
         self, curve: CostCurve, *, draft: DraftConfig, tree: bool = True, sure: float = FIRST_TOKEN_THRESHOLD
     ) -> None:
-        """Create a decoder.
-
-        Args:
-            curve: The cost of forward passes.
-            draft: The drafting options.
-            tree: Whether draft trees are verified, instead of chains only.
-            sure: The minimum acceptance probability of the first draft token in a request's first pass. 0: no minimum.
-        """
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]
         self._more = rising(self._costs)
@@ -212,7 +202,7 @@ class OutputDecoder:
         self._steps = np.zeros(0, np.int32)
 
     def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> Decoded:
-        """Replay an output over an index, or over none if ``snapshot`` is None. O(output) drafts."""
+        """Replay an output and return its decoding steps. If ``snapshot`` is None, no cache is searched."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
         self._workspace.reserve(searched)
         if len(self._steps) < 3 * len(row.output):
@@ -231,7 +221,7 @@ class OutputDecoder:
         return Decoded(drafted, accepted, sources, took)
 
     def by_source(self) -> dict[str, tuple[int, int, int]]:
-        """Return for each source of a draft's first token the drafts, their tokens and their accepted tokens so far."""
+        """Map each draft source to its numbers of drafts, draft tokens and accepted draft tokens so far."""
         counts = self._memory.array[0]["by_source"].tolist()
         assert len(counts) == NUM_SOURCES
         return {name: (each[0], each[1], each[2]) for name, each in zip(SOURCES, counts, strict=True) if each[0]}
@@ -239,21 +229,16 @@ class OutputDecoder:
 
 @cache
 def warm_up() -> None:
-    """Compile the kernel or load it from the code cache, so that the first output's time does not include it."""
+    """Compile the replay kernel, so that the compilation does not count into the time of the first output."""
     row = RecordedOutput(np.array([1, 2], np.int32), np.array([1, 2], np.int32))
     OutputDecoder(flat_curve(2), draft=DraftConfig()).decode(row, None)
 
 
 def rising(costs: Floats) -> Floats:
-    """Return the increments of the greatest convex curve below ``costs``, which never decrease along a draft.
+    """Return the increments of the greatest convex curve below ``costs``: float64[max(1, n - 1)].
 
-    A measured curve has steps and noise, and a draft may be worth its cost beyond a steep part.
-
-    Args:
-        costs: float64[n].
-
-    Returns:
-        float64[max(1, n - 1)].
+    These are the minimum costs of further draft tokens. A measured curve has steps and noise, and a draft may be worth
+    its cost beyond a steep part.
     """
     corners = [0]
     for width in range(1, len(costs)):

@@ -1,4 +1,4 @@
-"""``ssd-cache evaluate``: replay a log, and report the speed-up from a cache and its memory."""
+"""``ssd-cache evaluate``: replay a log, and report the speed-up from a cache and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ _OTHER_CLASSES: Final = "all other classes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The question that an evaluation answers.
+    """The setup of an evaluation: the caches and the drafting options with which a log is replayed.
 
     Attributes:
-        fingerprint: The tokenizer's fingerprint.
         cache: "growing" if outputs are added to the cache during the replay, "frozen" if only ``warm`` is searched.
-        warm: Prebuilt cache directories that are searched in addition.
+        warm: Prebuilt cache directories that are searched.
     """
 
     fingerprint: str
@@ -48,24 +47,19 @@ class Plan:
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """Return the cache uses below the plan's, the smallest first; "none" is the request's own context only."""
+        """The cache settings that are replayed for comparison; "none" uses only a request's own context."""
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The result of a replay.
+    """The result of replaying a log, in arrays over the replayed requests.
 
     Attributes:
-        requests: int64[r], the numbers of the replayed requests.
-        num_tokens: int64[r], the output tokens of each request.
-        num_steps: int64[r], the steps of each request.
-        num_accepted: int64[r], the accepted draft tokens of each request.
-        drafted: int16[steps], the draft tokens of each step, one request after the other.
+        requests: int64[r], the indices of the replayed requests in the log.
+        drafted: int16[steps], the number of draft tokens of each step, for all requests one after the other.
         ns: The processor time of all proposals in nanoseconds.
-        by_source: See `OutputDecoder.by_source`.
-        num_cached_tokens: The tokens in the cache at the end.
-        index_bytes: The memory of the index at the end.
+        by_source: Drafts by source, see `OutputDecoder.by_source`.
     """
 
     requests: Int64s
@@ -83,17 +77,10 @@ class Outcome:
 def replay(
     log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], object] = lambda num_tokens: None
 ) -> Outcome:
-    """Replay the log with the cache used as ``use`` says.
+    """Replay a log with the server's drafter and count the decoding steps. Raises CacheError.
 
-    Args:
-        log: The recorded requests.
-        plan: The question.
-        curve: The cost of forward passes.
-        use: The use of the cache, see `Plan.lesser_uses`.
-        tell: Called with the number of output tokens of each request.
-
-    Raises:
-        CacheError: A warm directory cannot be used.
+    ``use`` selects the caches that are searched, see `Plan.lesser_uses`. ``tell`` is called with the number of output
+    tokens of each request.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft)
@@ -136,13 +123,13 @@ def replay(
             ns,
             decoder.by_source(),
             snapshot.num_tokens,
-            of_segments + 8 * (snapshot.memtable_stop - snapshot.memtable_start),  # the tail as if it were in a segment
+            of_segments + 8 * (snapshot.memtable_stop - snapshot.memtable_start),  # the memtable like a segment
             snapshot.ring.nbytes,
         )
 
 
 def limitations(log: Log, plan: Plan) -> list[str]:
-    """Return the limitations of this evaluation as sentences, the most important first."""
+    """Return the limitations of an evaluation as sentences for the report, the most important first."""
     return [
         "Traffic to come: the figures hold for requests like these, in this order.",
         "Sampling: at a temperature above 0 the model may say something else to the same prompt another time.",
@@ -157,26 +144,20 @@ def limitations(log: Log, plan: Plan) -> list[str]:
 
 
 def count_replayed_tokens(log: Log, plan: Plan) -> int:
-    """Return the number of output tokens in all replays of `evaluate` together."""
+    """Return the number of output tokens that `evaluate` replays, over all cache uses, for its progress bar."""
     return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
 
 
 def evaluate(
     log: Log, plan: Plan, costs: StepCosts, *, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> dict[str, Any]:
-    """Run all replays and return the report as it is printed in the JSON line.
+    """Replay a log with and without the cache, and return the report that ``ssd-cache evaluate`` prints as JSON.
 
-    Args:
-        log: The recorded requests.
-        plan: The question.
-        costs: The costs of decoding.
-        progress: Called with the number of output tokens replayed since the last call, see `count_replayed_tokens`.
-
-    Raises:
-        CacheError: A warm directory cannot be used.
+    ``progress`` is called with the number of output tokens replayed since its last call, see `count_replayed_tokens`.
+    Raises CacheError.
     """
     main, best = replay(log, plan, costs.curve, plan.cache, progress), None
-    if not plan.warm:  # of warm directories the text is not at hand
+    if not plan.warm:  # the text of prebuilt directories is not available
         texts = np.split(log.tokens, log.starts[1:-1])
         best = hindsight_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
     figures = partial(_figures, costs, best)
@@ -184,7 +165,7 @@ def evaluate(
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
     def growth(of: Flags) -> list[dict[str, Any]]:
-        """Return the figures of the selected requests for each tenth of the log that contains any of them."""
+        """Return figures of the selected requests for each tenth of the log, to show how the cache's growth helps."""
         parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
@@ -228,13 +209,9 @@ def evaluate(
 
 
 def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
-    """Compute the speed-up and related figures.
+    """Return the speed-up and related figures of a replay.
 
-    Args:
-        costs: The costs of decoding.
-        best: int64[n], the minimum number of steps of each request of the log. None: unknown.
-        outcome: The result of a replay.
-        of: bool[r], the requests that count. None: all of them.
+    ``best`` (int64[n]) is the minimum number of steps of each request, and ``of`` (bool[r]) selects the requests.
     """
     chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
     drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
@@ -255,7 +232,7 @@ def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags 
 
 
 def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str, Flags]]:
-    """Yield each class with its requests, the largest first; the classes after the twentieth are combined."""
+    """Yield each class of requests (see ``--class-by``), the largest first; classes after the 20th are combined."""
     if labels is None:
         return
     names = np.array(labels, object)[main.requests].astype(str)
@@ -268,20 +245,21 @@ def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str,
 
 
 def _tenths(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last position of each tenth of ``count`` requests, or of fewer parts if there are few."""
     return pairwise(sorted({round(count * tenth / 10) for tenth in range(11)}))
 
 
 LEAST_REQUESTS: Final = 30
-"""The minimum number of requests for a headline. With fewer requests, chance is as large as the effect."""
+"""The minimum number of requests for a headline with a speed-up. With fewer requests, noise is as large as the effect.
+"""
 MeasuredRequest = Mapping[str, Any]
-"""The measurements of one request with drafts, "ssd", and without, "none"."""
+"""The measurements of one request, decoded with drafts ("ssd") and without drafts ("none")."""
 
 
 def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
-    """Decode requests of the log with ``--measure MODEL``, and predict the same outputs by a replay.
+    """Measure the speed-up with a real model: decode requests of the log with and without drafts. Raises ModelError.
 
-    Raises ModelError.
+    The same outputs are also replayed, to compare the prediction with the measurement. Returns None without
+    ``--measure``.
     """
     if options.measure is None or not options.measure_requests:
         return None
@@ -304,7 +282,7 @@ def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCo
 
 
 def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
-    """Return a log of the requests that were decoded greedily with the model's outputs, or None if there are none."""
+    """Return a log with the outputs that the measured model generated greedily; None if there are none."""
     rows: Sequence[MeasuredRequest] = next(
         (each["requests"] for each in found["temperatures"] if not each["temperature"]), []
     )
@@ -321,7 +299,6 @@ def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
 
 
 def summarize_measurement(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarise the measured requests, in total and for each part of the log."""
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
     return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
 
@@ -340,15 +317,15 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
-    """Return tokens per second with and without drafts, their ratio, and the ratio without the prompts' time.
+    """Return tokens per second with and without drafts, and the speed-up with and without the time of prompts.
 
-    The last ratio is counted like a replay counts: the prompt's pass, which yields the first token and may verify a
+    The latter speed-up is comparable with a replay's: the prompt's pass, which yields the first token and may verify a
     draft, counts as one step without drafts plus the additional time with drafts.
     """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))
     first_s, num_steps = (sum(row["none"][key] for row in rows) for key in ("first_s", "tokens"))
-    step_s = (off_s - first_s) / max(1, num_steps - len(rows))  # the prompt's pass gives each first token
+    step_s = (off_s - first_s) / max(1, num_steps - len(rows))  # the prompt's pass yields each first token
     prompts_s = first_s - len(rows) * step_s
     output_off_s, output_on_s = off_s - prompts_s, on_s - prompts_s
     drafted, accepted = (sum(row["ssd"][key] for row in rows) for key in ("drafted", "accepted"))

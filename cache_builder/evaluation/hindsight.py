@@ -1,4 +1,4 @@
-"""The hindsight optimum: the number of steps with the best possible draft from all earlier text."""
+"""The hindsight optimum: the number of decoding steps if every draft were the best continuation in all earlier text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_order
 
 _MOST_TOKENS: Final = 1 << 26
-"""The maximum size of a log in tokens; the computation takes 24 bytes per token."""
+"""The maximum size of a log in tokens; the computation requires 24 bytes per token."""
 
 
 @kernel
 def _longest_before(text: TokenIds, order: TokenIds) -> TokenIds:
-    """Return for each position the length of the longest run that also begins earlier: int32[n]. O(n).
+    """Return for each position the length of the longest token run that also occurs earlier: int32[n]. O(n).
 
-    It computes the common prefixes of neighbours in the suffix array (Kasai et al. 2001), and removes positions from
-    the last to the first to find the nearest earlier ones (Crochemore and Ilie 2008, "Computing longest previous
+    It computes the common prefixes of neighbors in the suffix array (Kasai et al. 2001), and removes positions from the
+    last to the first to find the nearest earlier positions (Crochemore and Ilie 2008, "Computing longest previous
     factor").
     """
     n = len(text)
@@ -65,19 +65,12 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
 
 
 def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
-    """Return the minimum number of steps of each request if every draft is the best continuation found in earlier text.
+    """Return the minimum number of decoding steps of each request, if every draft is the best in all earlier text.
 
     At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
     continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices
-    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain.
-
-    Args:
-        texts: The prompt and the output of each request, in order.
-        prompt_lengths: int64[n], the prompt tokens of each request. Without a prompt, the first token counts as one.
-        limit: The maximum number of draft tokens.
-
-    Returns:
-        int64[n], or None for more than 64 million tokens. O(n log n) in all tokens.
+    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain. Returns None
+    for more than 64 million tokens. O(n log n) in all tokens.
     """
     if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
         return None
@@ -85,6 +78,6 @@ def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: in
     text = np.concatenate([piece for each in texts for piece in (each, gap)] or [gap])
     lengths = np.array([len(each) for each in texts], np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths + 1)])[:-1]
-    order = len(text) - build_order(text[::-1].copy())  # it sorts by what stands before, read backwards
+    order = len(text) - build_order(text[::-1].copy())  # it sorts positions by the reversed text before them
     runs = _longest_before(text, order.astype(np.int32))
     return _count_steps(runs, starts + np.maximum(prompt_lengths, 1), starts + lengths, limit)

@@ -1,4 +1,4 @@
-"""Recorded requests, read from files into one array of token ids."""
+"""Recorded requests, read from log files into one array of token ids."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RecordedOutput:
-    """One recorded output.
+    """One recorded output with the model's input.
 
     Attributes:
-        context: int32[n], the model's input. It contains no end-of-text tokens except those of earlier outputs.
-        output: int32[m], the recorded output and its end-of-text token.
+        context: int32[n], the model's input.
+        output: int32[m], the recorded output with its end-of-text token.
     """
 
     context: TokenIds
     output: TokenIds
 
     def text(self) -> TokenIds:
-        """Return the context and the output: int32[n + m], a copy."""
+        """Return the input and the output together: int32[n + m], a copy."""
         return np.concatenate([self.context, self.output])
 
 
@@ -44,14 +44,14 @@ class Log:
     """Recorded requests in their original order.
 
     Attributes:
-        tokens: int32, the prompt and the output of each request, one after the other.
+        tokens: int32, the prompts and outputs of all requests, one after the other.
         starts: int64[n + 1], the first position of each request in ``tokens``.
         prompt_lengths: int64[n], the prompt tokens of each request; 0 for a document, which has no prompt.
-        labels: The class of each request, from the field that ``class_by`` names. None: no field was named.
-        records: int64[n], the record that each request comes from. None: every request has a record of its own.
-        num_invalid: Records that were skipped because of ``skip_invalid``.
-        num_without_prompt: Records with an answer only; they are replayed from their first token on.
-        num_without_answer: Records without an answer, which are left out.
+        labels: The class of each request, from the field of ``--class-by``. None: requests are not classified.
+        records: int64[n], the index of the record that contains the request. None: each record has one request.
+        num_invalid: The number of records skipped because of ``--skip-invalid``.
+        num_without_prompt: The number of records with an answer only, which are replayed from their first token on.
+        num_without_answer: The number of records without an answer, which are left out.
     """
 
     tokens: TokenIds
@@ -68,25 +68,23 @@ class Log:
         return len(self.prompt_lengths)
 
     def row(self, number: int) -> RecordedOutput:
-        """Return one request, as views."""
         begin, end = int(self.starts[number]), int(self.starts[number + 1])
         cut = begin + int(self.prompt_lengths[number])
         return RecordedOutput(self.tokens[begin:cut], self.tokens[cut:end])
 
     def is_sibling(self, number: int, earlier: int) -> bool:
-        """Return whether two requests are choices of one call, so that neither may be drafted from the other."""
+        """Return whether two requests are choices of one API call, so that neither may be drafted from the other."""
         if self.records is None or self.records[number] != self.records[earlier]:
             return False
         return np.array_equal(self.row(number).context, self.row(earlier).context)
 
     @property
     def output_lengths(self) -> Int64s:
-        """The number of output tokens of each request: int64[n]."""
         return np.diff(self.starts) - self.prompt_lengths
 
     @property
     def replayable(self) -> Int64s:
-        """The numbers of the requests that can be replayed: int64. The other ones are documents."""
+        """The indices of the requests that can be replayed; documents, which have no prompt, cannot."""
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
 
 
@@ -102,19 +100,10 @@ def read_log(
     skip_invalid: bool = False,
     progress: Progress = lambda num_bytes: None,
 ) -> Log:
-    """Read all requests of ``sources`` as ``ssd-cache build`` reads them.
+    """Read all requests of log files, in the formats that ``ssd-cache build`` reads.
 
-    Args:
-        sources: The files.
-        codec: The tokenizer.
-        fields: The names of the records' fields.
-        class_by: The name of the field that holds a request's class, with dots for nested fields.
-        skip_invalid: Whether records that cannot be used are skipped.
-        progress: Called with the number of bytes read since the last call.
-
-    Raises:
-        InputError: A file or a record cannot be read (see ``skip_invalid``), or there is no answer in the log.
-        OSError: The file system failed.
+    ``class_by`` is the name of the field with a request's class, with dots for nested fields. Raises InputError, also
+    if the log contains no answer, and OSError.
     """
     tokens, lengths, prompts, records = array("i"), array("q"), array("q"), array("q")
     labels = list[str]()
@@ -141,19 +130,25 @@ def read_log(
                 labels.append(label)
     if not any(map(int.__lt__, prompts, lengths)) or not any(prompts):
         raise InputError(
-            "the logs hold no answer: nothing can be decoded again. Give requests with their responses; `ssd-cache "
-            "build` and --warm take documents"
+            "the logs contain no answer, so nothing can be replayed. Give requests with their responses; `ssd-cache "
+            "build` and --warm accept documents"
         )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     return Log(
-        np.frombuffer(tokens, np.int32), starts, np.frombuffer(prompts, np.int64).copy(),
-        labels if class_by is not None else None, np.frombuffer(records, np.int64), num_records, num_invalid,
-        num_without_prompt, num_without_answer,
-    )  # fmt: skip
+        np.frombuffer(tokens, np.int32),
+        starts,
+        np.frombuffer(prompts, np.int64).copy(),
+        labels if class_by is not None else None,
+        np.frombuffer(records, np.int64),
+        num_records,
+        num_invalid,
+        num_without_prompt,
+        num_without_answer,
+    )
 
 
 def _label(record: InputRecord, path: str) -> str:
-    """Return the name of a record's class; the field may contain any value."""
+    """Return the name of a record's class as text, from the field at ``path``, which may contain any JSON value."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"

@@ -40,7 +40,6 @@ $summary
 
 
 def require_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
@@ -48,7 +47,7 @@ def require_matplotlib() -> None:
 
 
 def write_page(evaluation: Evaluation, path: Path) -> None:
-    """Write the HTML file. Names of classes and files are escaped, because they come from logs. Raises OSError."""
+    """Write an evaluation as an HTML file. Names are escaped, because they come from logs. Raises OSError."""
     assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
     path.write_text(
         _PAGE.substitute(
@@ -76,7 +75,7 @@ def _figure(evaluation: Evaluation) -> str:
         curves.append((f"measured, {format_sampling(way)}", way["growth"], "up_to"))
     out = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a font without a letter: the reader's browser has others
+        warnings.simplefilter("ignore", UserWarning)  # browsers have the characters that matplotlib's font lacks
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for number, (name, parts, key) in enumerate(curves):

@@ -1,6 +1,6 @@
 """An evaluation as text for a terminal.
 
-Names of classes and files come from logs, which anybody may have written, so they are escaped.
+Names of classes and files come from logs and may contain control characters, so they are escaped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return one line with the speed-up and its assumptions, without a figure if there are too few requests."""
+    """Return one line with the speed-up and its assumptions, or no speed-up if there are too few requests."""
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:
         if evaluation["requests"] < LEAST_REQUESTS:
@@ -51,12 +51,10 @@ def _too_few(requests: int) -> str:
 
 
 def format_sampling(way: Evaluation) -> str:
-    """Return the sampling parameters of a measurement."""
     return f"at temperature {way['temperature']:g}" if way["temperature"] else "greedy"
 
 
 def summary(evaluation: Evaluation) -> str:
-    """Return the whole report; long tables are shortened."""
     lines = [headline(evaluation), *_lacking(evaluation)]
     if evaluation.get("measured") is not None:
         lines.append(_measured_with(evaluation["measured"]))
@@ -128,33 +126,38 @@ def _bytes(count: int) -> str:
 
 
 _Columns = tuple[tuple[str, str], ...]
-"""The heading and the format of each column."""
 _STEPS: Final[_Columns] = (
-    ("tokens a step", "{tokens_per_step:.2f}"), ("of the best", "{of_oracle:.0%}"), ("speed-up", "{speedup:.2f}"),
-)  # fmt: skip
+    ("tokens a step", "{tokens_per_step:.2f}"),
+    ("of the best", "{of_oracle:.0%}"),
+    ("speed-up", "{speedup:.2f}"),
+)
 _WAY: Final[_Columns] = (("sampling", "{way}"),)
 _REQUESTS: Final[_Columns] = (("requests", "{requests:,}"),)
 _RATES: Final[_Columns] = (
-    ("tokens", "{output_tokens:,}"), ("passes without", "{passes_without:,}"), ("with", "{passes_with:,}"),
-    ("tokens/s without", "{without_per_s:.2f}"), ("with", "{with_per_s:.2f}"),
-)  # fmt: skip
+    ("tokens", "{output_tokens:,}"),
+    ("passes without", "{passes_without:,}"),
+    ("with", "{passes_with:,}"),
+    ("tokens/s without", "{without_per_s:.2f}"),
+    ("with", "{with_per_s:.2f}"),
+)
 _SPEED_UP: Final[_Columns] = (("speed-up", "{speedup:.2f}"),)
 
 
 def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Evaluation]]]:
-    """Yield the title, the columns and the rows of each table."""
     measured = (evaluation.get("measured") or {"temperatures": ()})["temperatures"]
     ways = [{**way, "way": format_sampling(way), "num_slower": len(way["slower"])} for way in measured]
     alone: _Columns = (
-        ("of output", "{output_speedup:.2f}"), ("outputs that differ", "{outputs_differ:,}"),
+        ("of output", "{output_speedup:.2f}"),
+        ("outputs that differ", "{outputs_differ:,}"),
         ("slower requests", "{num_slower:,}"),
-    )  # fmt: skip
+    )
     yield "Measured", (*_WAY, *_REQUESTS, *_RATES, *alone, *_SPEED_UP), ways
     parts = [{**part, "way": way["way"]} for way in ways for part in way["growth"]]
     yield (
         "Measured, as it is used: parts of the requests in their order, the cache empty at first",
-        (("up to request", "{up_to:,}"), *_WAY, *_REQUESTS, *_RATES, *_SPEED_UP), parts,
-    )  # fmt: skip
+        (("up to request", "{up_to:,}"), *_WAY, *_REQUESTS, *_RATES, *_SPEED_UP),
+        parts,
+    )
     of_class: _Columns = (("class", "{name}"), *_REQUESTS, ("output tokens", "{output_tokens:,}"), *_STEPS)
     yield "By class of traffic", of_class, evaluation["classes"]
     yield "It grows with use", (("after requests", "{requests:,}"), *_STEPS), evaluation["growth"]
@@ -168,5 +171,5 @@ def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Ev
 def _cell(template: str, row: Evaluation) -> str:
     try:
         return template.format_map(row)
-    except TypeError:  # a figure that nobody knows is None
+    except TypeError:  # unknown figures are None
         return "-"

@@ -1,1 +1,1 @@
-"""Read the files that users have, in many formats, as records, conversations and token ids."""
+"""Reading of users' files, in many formats, as records, conversations and token ids."""

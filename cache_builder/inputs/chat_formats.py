@@ -1,4 +1,4 @@
-"""Extract prompts and answers from the record formats of other programs.
+"""Extraction of prompts and answers from the record formats of other programs.
 
 Supported are the bodies and batches of OpenAI's and Anthropic's APIs, the logs of LiteLLM and Langfuse, exports of
 ChatGPT and Claude, ShareGPT, and plain pairs. A format is a key and a small reader, see `CONVERSATIONS`.
@@ -27,14 +27,13 @@ _MOST_DEPTH: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers.
+    """A prompt with its answers, extracted from a record.
 
     Attributes:
         asked: The prompt as text, messages or token ids. None: unknown.
-        said: Every answer, as text or as an assistant message. Empty for a conversation, whose messages include the
-            answers.
+        said: The answers, each a text or an assistant message. Empty for a conversation, whose messages include them.
         tools: The tools in OpenAI's format.
-        template_kwargs: The chat template's variables as the request had them, of any type.
+        template_kwargs: The variables of the chat template, which may have any type.
     """
 
     asked: str | Sequence[Any] | None
@@ -45,11 +44,11 @@ class Exchange:
 
 
 _LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entries", "rows")
-"""The names under which a file with a single object keeps its list of records."""
+"""Keys under which a file that is a single JSON object may contain the list of records."""
 
 
 def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
-    """Return the list of records in an object, with its name, or None if there is none or more than one candidate."""
+    """Return the key and the list of records in a JSON object; None without a list or with several candidates."""
     lists = {key: value for key, value in line.items() if _is_list_of_objects(value)}
     key = next((name for name in _LISTS if name in lists), next(iter(lists)) if len(lists) == 1 else None)
     if key is not None:
@@ -60,19 +59,14 @@ def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, l
 
 
 def _is_list_of_objects(value: Any) -> bool:
-    """Return whether a value is a list of objects that are not messages."""
     is_list = isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
     return is_list and not all("role" in each for each in value)
 
 
 def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
-    """Extract the prompts and answers of a record.
+    """Extract the prompts and answers of a record. None: the format is unknown.
 
-    Returns:
-        One exchange for each prompt; its ``said`` is empty if there is no answer. None: the format is unknown.
-
-    Raises:
-        RequestError: The format is known but not supported.
+    Raises RequestError if the format is known but not supported.
     """
     if (spans := find_spans(line)) is not None:
         if any(map(is_openinference, spans)):
@@ -129,48 +123,57 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
 
 
 _REFUSED: Final = (
-    ({"chosen", "rejected"}, "a pair of answers, one of them preferred (DPO),",
-     "the preferred one by --field prompt=prompt --field completion=chosen"),
-    ({"preferred_output", "non_preferred_output"}, "a pair of answers, one of them preferred (DPO),",
-     "the preferred one by --field messages=input.messages --field completion=preferred_output"),
+    (
+        {"chosen", "rejected"},
+        "a pair of answers, one of them preferred (DPO),",
+        "the preferred one by --field prompt=prompt --field completion=chosen",
+    ),
+    (
+        {"preferred_output", "non_preferred_output"},
+        "a pair of answers, one of them preferred (DPO),",
+        "the preferred one by --field messages=input.messages --field completion=preferred_output",
+    ),
     ({"run_type", "inputs"}, "a run of LangSmith", "its messages by --field"),
     ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
     ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
-)  # fmt: skip
-"""The fields of formats that are known but not supported, their names, and what users can do instead."""
+)
+"""Record formats that are recognized but not supported: their fields, their names, and alternatives for the user."""
 
 
 def _refusal(what: str, instead: str) -> RequestError:
-    return RequestError(f"{what} is not read: give {instead}")
+    return RequestError(f"{what} is not supported: give {instead}")
 
 
 def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
-    """Return the only list of messages in a record, under any name; None if there is none or more than one."""
+    """Return the only list of chat messages in a record, under any key; None if there is none or more than one."""
     found = [
-        value for value in line.values()
+        value
+        for value in line.values()
         if isinstance(value, list) and value and all(_has(each, "role") and len(each) > 1 for each in value)
-    ]  # fmt: skip
+    ]
     return found[0] if len(found) == 1 else None
 
 
 def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
-    """Return whether the last message is the answer itself, so that the messages are the whole conversation."""
+    """Return whether the last message equals the answer, so that the messages are the whole conversation."""
     text = answer if isinstance(answer, str) else answer["content"]
-    return any(_has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
-               for each in last)  # fmt: skip
+    return any(
+        _has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
+        for each in last
+    )
 
 
 # -- conversations, whole ---------------------------------------------------------------------------------------------
 
 _ROLES: Final = {
-    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "function_call": "assistant", "tool_call": "assistant", "observation": "tool", "function_response": "tool",
-    "tool_response": "tool", "ai": "assistant", "prompter": "user",
-}  # fmt: skip
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "ai", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+}
 
 
 def _sharegpt(line: Mapping[str, Any]) -> Any:
-    """Convert ShareGPT's turns, which have the fields ``from`` and ``value``."""
+    """Convert ShareGPT's messages, which have the fields ``from`` and ``value``, to chat messages."""
     turns = line["conversations"]
     if not isinstance(turns, list):
         return turns
@@ -178,7 +181,7 @@ def _sharegpt(line: Mapping[str, Any]) -> Any:
     for number, turn in enumerate(turns):
         message = _named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn
         if _has(turn, "value") and turn.get("from") in _CALLERS and (calls := _calls_in(turn["value"])):
-            last_id = f"call{number:05}"  # Mistral's templates want nine characters
+            last_id = f"call{number:05}"  # Mistral's templates require nine characters
             message = _message("assistant", "", [{**call, "id": last_id} for call in calls], "")
         elif isinstance(message, dict) and message.get("role") == "tool" and last_id:
             message = {**message, "tool_call_id": last_id}
@@ -190,7 +193,7 @@ _CALLERS: Final = ("function_call", "tool_call")
 
 
 def _calls_in(value: Any) -> list[dict[str, Any]]:
-    """Parse a text that consists of function calls in JSON; returns an empty list for any other text."""
+    """Parse a text that consists of tool calls in JSON; any other text gives an empty list."""
     parsed = _parsed(value.strip()) if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(_has(call, "name") for call in calls):
@@ -199,13 +202,13 @@ def _calls_in(value: Any) -> list[dict[str, Any]]:
 
 
 def _claude(line: Mapping[str, Any]) -> Any:
-    """Convert an export of Claude: ``sender`` with ``text``, or with ``content`` in newer exports."""
+    """Convert a conversation exported from Claude to chat messages."""
     turns = [turn for turn in line["chat_messages"] if isinstance(turn, dict) and "sender" in turn]
     return _join_turns((turn["sender"], turn.get("text") or _text_of(turn.get("content"))) for turn in turns)
 
 
 def _chatgpt(line: Mapping[str, Any]) -> Any:
-    """Convert an export of ChatGPT, a tree of messages, along the branch that was shown last."""
+    """Convert a conversation exported from ChatGPT, a tree of messages, following the branch that was shown last."""
     nodes = {key: node for key, node in line["mapping"].items() if isinstance(node, dict)}
     at, branch, seen = line.get("current_node"), list[tuple[Any, str]](), set[str]()
     if not isinstance(at, str) or at not in nodes:
@@ -225,9 +228,11 @@ def _chatgpt(line: Mapping[str, Any]) -> Any:
 
 
 CONVERSATIONS: Final[tuple[tuple[str, tuple[type, ...], Callable[[Mapping[str, Any]], Any]], ...]] = (
-    ("mapping", (dict,), _chatgpt), ("chat_messages", (list,), _claude), ("conversations", (list, dict), _sharegpt),
-)  # fmt: skip
-"""The key of each export format, the types of its value, and its reader."""
+    ("mapping", (dict,), _chatgpt),
+    ("chat_messages", (list,), _claude),
+    ("conversations", (list, dict), _sharegpt),
+)
+"""Formats of exported conversations: a key that identifies the format, the types of its value, and a converter."""
 
 
 def _named(role: Any, content: Any) -> Message:
@@ -235,7 +240,7 @@ def _named(role: Any, content: Any) -> Message:
 
 
 def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
-    """Convert the turns of a chat log: tool messages are dropped, and consecutive turns of one role are joined."""
+    """Convert (role, text) pairs to chat messages. Tool messages are dropped, and equal roles in a row are joined."""
     found: list[dict[str, Any]] = []
     for role, text in turns:
         message = _named(role, text)
@@ -251,22 +256,21 @@ def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
 # -- what was asked ---------------------------------------------------------------------------------------------------
 
 _CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "proxy_server_request")
-PROMPT_KEYS: Final = (
-    "request", "params", "body", "request_body", "requestBody", "messages", "prompt", "input", "proxy_server_request",
-)  # fmt: skip
-"""The keys under which records keep the prompt; the first that contains one is used."""
+PROMPT_KEYS: Final = tuple(
+    "request params body request_body requestBody messages prompt input proxy_server_request".split()
+)
+"""Keys under which records may contain the prompt; the first key with a prompt is used."""
 _PLAIN: Final = ("messages", "prompt", "input")
 
 
 def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
-    """Return whether the value of ``key`` is a prompt; other programs use ``params`` and ``body`` for other things."""
+    """Return whether the value of ``key`` is a prompt. Some programs use the keys ``params`` and ``body`` otherwise."""
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
     return not isinstance(_parsed(line[key]), str) and _read_prompt(line, key)[0] is not None
 
 
 def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt of a record under ``key``, and the variables of its chat template."""
     if key in ("messages", "prompt"):
         value = line[key]
         parsed = _parsed(value) if key == "messages" else value
@@ -285,7 +289,6 @@ def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]
 
 
 def _text_or_ids(value: Any) -> Any:
-    """Return the prompt of a completion request: a text, a list of one text, or token ids."""
     return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
 
 
@@ -301,7 +304,7 @@ def _template(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """Convert a tool of Anthropic's messages or OpenAI's responses to the format of chat completions."""
+    """Convert a tool definition of Anthropic's or OpenAI's Responses API to the format of chat completions."""
     if not _has(tool, "name"):
         return tool
     parameters = tool.get("input_schema", tool.get("parameters", {}))
@@ -310,9 +313,9 @@ def _tool(tool: Any) -> Any:
 
 
 def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> Any:
-    """Convert messages of Anthropic or LangChain, or items of OpenAI's responses, to those of chat completions.
+    """Convert messages of Anthropic or LangChain, or items of OpenAI's responses, to messages of chat completions.
 
-    Other values are returned unchanged. ``name`` is the field that contains them, for messages. Raises RequestError.
+    Other values are returned unchanged. Raises RequestError, which calls the field ``name``.
     """
     if not isinstance(messages, list):
         return messages
@@ -365,11 +368,10 @@ def _turn(message: Message) -> Iterator[Any]:
 
 
 _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
-"""The types of LangChain's messages that are not roles elsewhere."""
+"""The roles of those LangChain message types that no other format uses."""
 
 
 def _part(part: Any) -> Any:
-    """Convert a part of a content, so that its text is where chat completions have it."""
     if not _has(part, "type") or part["type"] not in _TEXTS or "text" in part:
         return part
     return {**part, "text": part.get("value", part.get("content"))}
@@ -390,13 +392,11 @@ def _call(block: Message, id_key: str, arguments_key: str) -> dict[str, Any]:
 
 
 def _message(role: str, text: str, calls: Sequence[Any], thought: str) -> dict[str, Any]:
-    """Return a message with the fields that are not empty."""
     has = {"tool_calls": calls, "reasoning_content": thought}
     return {"role": role, "content": text, **{name: value for name, value in has.items() if value}}
 
 
 def _text_of(content: Any) -> str:
-    """Join the text parts of a content with line feeds."""
     if isinstance(content, str):
         return content
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
@@ -404,7 +404,7 @@ def _text_of(content: Any) -> str:
 
 
 def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
-    """Convert the fields of Alpaca, Dolly and OpenOrca: the instruction, a blank line and its input."""
+    """Convert an instruction record of Alpaca, Dolly or OpenOrca to chat messages; None for any other record."""
     text = line.get("instruction") or line.get("question")
     if not isinstance(text, str):
         return None
@@ -422,18 +422,17 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
 # -- what was said ----------------------------------------------------------------------------------------------------
 
 ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
-"""The keys under which records keep the answer; the first that exists is used. The last keys belong to records that are
-themselves a response.
+"""Keys under which records may contain the answer; the first key that exists is used.
+
+The last keys belong to records that are themselves an API response.
 """
-_NO_MODEL: Final = (
-    "SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL",
-)  # fmt: skip
-"""The types of Langfuse's observations that are not model calls."""
+_NO_MODEL: Final = ("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL")
+"""Types of Langfuse's observations that are not model calls."""
 _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 
 
 def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
-    """Return the answers in a response of any format, as texts and messages. O(size)."""
+    """Return the answers in an API response of any format, as texts and messages. O(size)."""
     parsed = _parsed(value)
     if depth > _MOST_DEPTH or parsed is None or is_error(parsed):
         return []
@@ -442,7 +441,7 @@ def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
     if isinstance(parsed, str):
         return [parsed] if parsed and parsed not in _REDACTED else []
     if isinstance(parsed, dict):
-        if isinstance(text := _text_of_body(parsed), str):  # of HTTP: what is no JSON there is no answer
+        if isinstance(text := _text_of_body(parsed), str):  # an HTTP body that is not JSON contains no answer
             return [answer for answer in find_answers(text, depth + 1) if answer != text]
         found = _find_answers_in_object(_body(parsed), depth)
         if not found and not parsed.keys().isdisjoint(("choices", "usage")):
@@ -469,7 +468,7 @@ def _find_answers_in_object(body: Mapping[str, Any], depth: int) -> list[str | M
 
 
 def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
-    """Join an assistant's reasoning, messages and calls into one message."""
+    """Join the reasoning, messages and tool calls of one response into one assistant message."""
     texts, calls, thoughts = list[str](), list[Any](), list[str]()
     for message in _turns([turn for turn in turns if isinstance(turn, dict)], {}):
         if message.get("role") == "assistant":
@@ -494,7 +493,7 @@ def _is_redacted(asked: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse JSON in a string, as exports have it; other text is returned unchanged."""
+    """Parse JSON in a string, which some exports contain; any other value is returned unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -504,7 +503,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Unwrap the body of a request or response: batch files nest it once more, and HTTP archives keep it as text."""
+    """Return the JSON body of a recorded request or response, which may be nested (batches) or text (HTTP archives)."""
     for name in ("body", "params"):
         if isinstance(part.get(name), dict):
             return part[name]  # type: ignore[no-any-return]
@@ -513,7 +512,7 @@ def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text_of_body(part: Mapping[str, Any]) -> Any:
-    """Return the text of an HTTP body as gateways and HTTP archives (HAR) keep it; None without one."""
+    """Return the text of an HTTP body recorded by a gateway or in an HTTP archive (HAR); None if there is none."""
     for name in ("body", "postData", "content"):
         value = part.get(name)
         text = value if name == "body" else value.get("text") if isinstance(value, dict) else None
@@ -523,7 +522,6 @@ def _text_of_body(part: Mapping[str, Any]) -> Any:
 
 
 def _is_there(value: Any) -> bool:
-    """Return whether a value is not empty; exports write an empty value in many ways."""
     if isinstance(value, str):
         return value not in ("", "{}", "[]")
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)

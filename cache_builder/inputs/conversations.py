@@ -1,4 +1,4 @@
-"""Encode conversations as prompts and answers, exactly as the server encodes them."""
+"""Tokenization of conversations as prompts and answers, exactly as the server tokenizes them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Encode = Callable[..., list[int]]
 
 
 class EncodedAnswer(NamedTuple):
-    """An `Example` that shares its beginning with the other answers of the same conversation.
+    """The token ids of an answer and its prompt, whose beginning is shared with other answers of the same conversation.
 
     Attributes:
         history: int32[n], the shared beginning, a view.
-        rest: The token ids after it.
+        rest: The token ids after ``history``.
         prompt_length: The number of prompt tokens, counted from the beginning of ``history``.
     """
 
@@ -32,12 +32,12 @@ class EncodedAnswer(NamedTuple):
 
     @property
     def token_ids(self) -> Tokens:
-        """The token ids of the prompt and the answer: int32[n], a copy. O(n)."""
+        """The token ids of the prompt and the answer: int32[n], a copy."""
         return np.concatenate([self.history, np.array(self.rest, np.int32)])
 
 
 _FEW: Final = 8
-"""Up to this number of answers, encoding each prompt separately is faster."""
+"""Conversations with up to this many answers are tokenized answer by answer, which is faster for few answers."""
 _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
@@ -45,17 +45,10 @@ _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x"
 def encode_answers(
     messages: Sequence[Message], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[Example | EncodedAnswer]:
-    """Encode every assistant message of a conversation together with its prompt.
+    """Tokenize every assistant message of a conversation together with its prompt. Raises RequestError.
 
-    Args:
-        messages: Normalized messages.
-        kwargs: The variables of the chat template.
-        codec: The tokenizer.
-
-    Raises:
-        RequestError: The chat template refuses the conversation.
-
-    O(characters) if the template only appends to its output, else O(answers * characters).
+    ``kwargs`` are the variables of the chat template. O(characters) if the template renders each message independently
+    of later ones, else O(answers * characters).
     """
     places = [n for n, each in enumerate(messages) if n and each["role"] == "assistant" and _has_output(each)]
     if len(places) > _FEW and (found := _encode_turn_by_turn(messages, places, kwargs, codec)) is not None:
@@ -66,10 +59,7 @@ def encode_answers(
 def encode_answer(
     messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
-    """Encode an answer with its prompt as the server encodes it; yields nothing if the answer is empty.
-
-    Raises RequestError.
-    """
+    """Tokenize an answer with its prompt as the server does. An empty answer yields nothing. Raises RequestError."""
     encode = chat_encoder(codec, kwargs)
     if _has_output(answer):
         yield from _append_answer(encode(messages), messages, answer, encode, codec)
@@ -82,10 +72,10 @@ def _has_output(answer: Message) -> bool:
 def _append_answer(
     prompt: list[int], messages: Sequence[Message], answer: Message, encode: Encode, codec: TextCodec
 ) -> Iterator[Example]:
-    """Append the answer to the token ids of its prompt.
+    """Append an answer to the token ids of its prompt.
 
-    Tool calls and reasoning are written by the template. If the template's output does not start with the prompt, only
-    the answer's text is appended.
+    The chat template writes tool calls and reasoning. If its output does not start with the prompt, only the answer's
+    text is appended.
     """
     if answer.get("tool_calls") or answer.get("reasoning_content"):
         whole = encode([*messages, answer], add_generation_prompt=False)
@@ -100,11 +90,11 @@ def _append_answer(
 def _encode_turn_by_turn(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[EncodedAnswer] | None:
-    """Encode the answers at ``places`` turn by turn; return None if the template does more than append.
+    """Tokenize a long conversation in linear time, turn by turn, instead of each answer with its whole prompt.
 
-    Each turn is encoded after a short stub conversation, and the added tokens are appended to the earlier turns. The
-    second answer, the last answer, and the last answer with tool calls or reasoning are compared with their separate
-    encoding.
+    Each turn is tokenized after a short stub conversation, and its tokens are appended to those of earlier turns. A few
+    answers are compared with their separate tokenization. Returns None if they differ, because the chat template does
+    more than append.
     """
     encode = chat_encoder(codec, kwargs)
     encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
@@ -121,7 +111,7 @@ def _encode_turn_by_turn(
             if turn[: len(stub)] != stub:
                 return None
             history += turn[len(stub) :]
-    except RequestError:  # of a turn alone
+    except RequestError:  # the template rejects a turn without its context
         return None
     if len(found) < len(places):
         return None
@@ -136,9 +126,10 @@ def _encode_turn_by_turn(
 
 
 def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
-    """Return `TextCodec.encode_chat` as the server calls it: tools are described in words if the template ignores them.
+    """Return `TextCodec.encode_chat` with the arguments that the server uses.
 
-    Calls that the template leaves out are written in the Hermes format; the server writes them as the model does.
+    Tools are described in words if the chat template ignores tools. Tool calls that the template ignores are written in
+    the Hermes format, although the server writes them in the model's.
     """
     template = codec.template(with_tools="tools" in kwargs)
     in_words = template is not None and not template.takes_tools

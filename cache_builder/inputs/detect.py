@@ -1,4 +1,4 @@
-"""Detect the format of a file from its first bytes: JSON, CSV, a table, text, or a kind that cannot be learned."""
+"""Detection of a file's format from its first bytes: JSON, CSV, a table, text, or an unsupported kind of file."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from typing import Final
 from cache_builder.inputs.record import BYTE_ORDER_MARK, COLUMNS, Format, InputError
 
 _REFUSED: Final = (
-    (0, b"PK\x03\x04", "a zip archive"), (0, b"PK\x05\x06", "a zip archive"), (257, b"ustar", "a tar archive"),
-    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (0, b"Rar!\x1a", "a rar archive"),
-    (0, b"\x1f\x9d", "a file that compress(1) made"), (0, b"SQLite format 3\x00", "an SQLite database"),
-    (0, b"Obj\x01", "an Avro file"), (0, b"FEA1", "a Feather file of version 1"),
-    (0, b"%PDF-", "a PDF file"), (0, b"\x89HDF\r\n", "an HDF5 file"),
-)  # fmt: skip
-"""The offset and the bytes that identify each refused kind of file, and its name."""
+    (0, b"PK\x03\x04", "a zip archive"),
+    (0, b"PK\x05\x06", "a zip archive"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive"),
+    (0, b"Rar!\x1a", "a rar archive"),
+    (0, b"\x1f\x9d", "a file that compress(1) made"),
+    (0, b"SQLite format 3\x00", "an SQLite database"),
+    (0, b"Obj\x01", "an Avro file"),
+    (0, b"FEA1", "a Feather file of version 1"),
+    (0, b"%PDF-", "a PDF file"),
+    (0, b"\x89HDF\r\n", "an HDF5 file"),
+)
+"""Unsupported kinds of files: the offset of the identifying bytes, these bytes, and the name of the kind."""
 _UTF_16: Final = re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00[^\x00]\x00|\x00[^\x00]\x00[^\x00]")
 _JSON: Final = re.compile(
     rb"""(?:[\s\x1e]|\xef\xbb\xbf)*(?:\#[^\n]*\n[\s\x1e]*)*(?:\{\s*(?:["'}]|\Z)|\[\s*(?:\{|\Z))"""
 )
-"""The beginning of a JSON object or an array of objects, after optional comments. It also matches Python's spelling,
-which is refused later with a clear message.
+"""Matches the beginning of a JSON object or an array of objects, after optional comments.
+
+It also matches Python literals, which are rejected later with a clear message.
 """
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
-"""The beginning of server-sent events."""
+"""Matches the beginning of server-sent events."""
 _DELIMITERS: Final = ",\t;|"
 
 
 def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
-    """Return ``format``, or if it is "auto" the format of a file with this decompressed ``beginning``.
+    """Return the format of a file, which is detected from its first decompressed bytes if ``format`` is "auto".
 
-    Args:
-        format: The format that the user or the file's name gives.
-        beginning: The first bytes of the file.
-        shown: The file's name in messages.
-
-    Raises:
-        InputError: Files of this kind cannot be read.
+    ``shown`` is the file's name in messages. Raises InputError for an unsupported kind of file.
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
-            raise InputError(f"{shown}: is {what}, which is not read: unpack or convert it, and name the files")
+            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and name the files")
     if _UTF_16.match(beginning):
         raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
     if format != "auto":
@@ -58,15 +59,15 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     line = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if _EVENTS.match(beginning) or _has_prefixed_json(line):
         raise InputError(
-            f"{shown}:1: JSON behind other text, such as a time or `data:`. Give lines of JSON alone, or read the "
-            "file as text by --format text"
+            f"{shown}:1: JSON after other text, such as a time or `data:`. Give lines that contain only JSON, or read "
+            "the file as text by --format text"
         )
     names = set(next(csv.reader([line.decode(errors="replace")], delimiter=detect_delimiter(line)), ()))
     return "csv" if len(names & {*COLUMNS}) > 1 else "text"
 
 
 def _has_prefixed_json(line: bytes) -> bool:
-    """Return whether a line ends with a JSON record after a prefix such as a time or a log level."""
+    """Return whether a log line consists of a prefix, such as a time or a log level, and a JSON record."""
     at = line.find(b'{"')
     try:
         value = json.loads(line[at:]) if at > 0 else None
@@ -76,7 +77,6 @@ def _has_prefixed_json(line: bytes) -> bool:
 
 
 def detect_delimiter(heading: bytes) -> str:
-    """Return the delimiter of a CSV file with this heading."""
     return max(_DELIMITERS, key=lambda each: heading.count(each.encode()))
 
 

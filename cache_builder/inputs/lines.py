@@ -1,4 +1,4 @@
-"""Read records from JSON lines, JSON arrays, CSV and plain text, and join batch responses with their requests."""
+"""Reading of records from JSON lines, JSON arrays, CSV and text, and joining of batch responses with their requests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cache_builder.inputs.streams import input_errors, open_stream
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""The error handler for decoding. Invalid bytes are kept until their line is read, so that other lines can be used."""
+"""The error handler for decoding, which keeps invalid bytes, so that only records that contain them are rejected."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
 
 def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[str, bytes]]:
-    """Yield the place and the bytes of each line that begins within ``start`` .. ``stop``, with its line end."""
+    """Yield the position (for messages) and the bytes of each line that begins in a byte range of the file."""
     at = start
-    if start:  # the first line that begins there or later
+    if start:  # skip to the first line that begins at or after ``start``
         file.seek(start - 1)
         at += len(file.readline(LONGEST_RECORD + 1)) - 1
     number = 0
@@ -35,16 +35,16 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         number += 1
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
-            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is it another --format?")
+            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is another --format right?")
         yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 
 
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
-    """Yield a record for every line that begins within bytes ``start`` .. ``stop``.
+    """Yield a record for every line of a JSON lines file that begins in the byte range ``start`` .. ``stop``.
 
-    If the file is one JSON array, every element is a record; if objects take several lines, every object is one. Blank
-    lines are skipped. Raises InputError, and the errors of reading.
+    In a JSON array every element is a record, and so is every object that takes several lines. Blank lines are skipped.
+    Raises InputError, and the errors of reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
@@ -66,7 +66,6 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
 
 
 def _elements(text: str) -> Iterator[str]:
-    """Yield the text of each element of a JSON array. Raises JSONDecodeError if ``text`` is not an array."""
     decoder, at = json.JSONDecoder(), _skip(text, text.index("[") + 1)
     is_open = text[at : at + 1] != "]"
     while is_open:
@@ -82,7 +81,6 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """Yield the text of each of several consecutive JSON values. Raises JSONDecodeError."""
     decoder, at = json.JSONDecoder(), _skip(text, 0)
     while at < len(text):
         _, end = decoder.raw_decode(text, at)
@@ -91,12 +89,14 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _skip(text: str, at: int) -> int:
-    """Return the position after the white space at ``at``."""
     return cast(re.Match[str], _SPACE.match(text, at)).end()
 
 
 def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
-    """Yield a record for every row, named by the heading; empty cells are left out. Raises InputError."""
+    """Yield a record for every row of a CSV file, with the first line as field names and without empty cells.
+
+    Raises InputError.
+    """
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     heading = text.readline(_DOCUMENT_BYTES)
     csv.field_size_limit(LONGEST_RECORD)
@@ -113,7 +113,7 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
-    """Yield a text file as one document, or beyond 4 MB as several, split at line ends; empty ones are skipped."""
+    """Yield the content of a text file as one record, or above 4 MB as several records, split at line ends."""
     held = bytearray()
     for _, line in _lines(shown, file, start, stop):
         held += line
@@ -127,11 +127,11 @@ def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = No
 Side: TypeAlias = Literal["requests", "responses"]
 
 _MOST_BYTES = 1 << 30
-"""The maximum size of the requests held in memory for one file of responses. OpenAI accepts files of 200 MB."""
+"""The maximum size of batch requests held in memory for one file of responses. OpenAI accepts files of 200 MB."""
 
 
 def batch_side(line: Any) -> tuple[Side, str] | None:
-    """Return whether a line is a request or a response of a batch, and its ``custom_id``; None for any other line."""
+    """Return whether a line is a request or a response of a batch job, and its ``custom_id``; None for other lines."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
     if (isinstance(line.get("body"), dict) and "url" in line) or isinstance(line.get("params"), dict):
@@ -140,16 +140,16 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
 
 
 def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
-    """Join each response with the request of the same ``custom_id`` in the first of the files ``names`` that has it.
+    """Add to each batch response the request with the same ``custom_id``, from the first file in ``names`` that has it.
 
-    A response without a request is yielded unchanged. A file is only read if the files before it lack an id.
-    Raises InputError.
+    A response without a request is yielded unchanged. A file is only read if earlier files lack an id. Raises
+    InputError.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0
     for record in responses:
         line = _loaded(record.text)
-        side = batch_side(line) if _is_text(record.text) else None  # else whoever reads it as it came says so
+        side = batch_side(line) if _is_text(record.text) else None  # invalid lines are reported when the record is read
         while side and side[1] not in by_id and unread:
             for custom_id, request in _requests_in(unread.pop(0)):
                 by_id.setdefault(custom_id, request)
@@ -167,7 +167,6 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
 
 
 def _requests_in(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the ``custom_id`` and the text of each request in a file."""
     with input_errors(name), open_stream(name) as file:
         for record in json_lines(display_name(name), file):
             side = batch_side(_loaded(record.text))
@@ -176,7 +175,6 @@ def _requests_in(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_text(text: str) -> bool:
-    """Return whether ``text`` was decoded from valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

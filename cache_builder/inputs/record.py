@@ -1,4 +1,4 @@
-"""Records as they are read from inputs, and the error for inputs that cannot be read."""
+"""Records as they are read from input files, and the error for inputs that cannot be read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Format: TypeAlias = Literal["auto", "text", "jsonl", "csv", "parquet", "arrow"]
 FORMATS: Final = get_args(Format)
 
 Progress: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read from an input since the last call."""
+"""A callback that receives the number of bytes read from an input since its last call."""
 
 STANDARD_INPUT: Final = "-"
 
@@ -22,17 +22,16 @@ BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 """The byte order mark with which some programs begin UTF-8 text."""
 
 LONGEST_RECORD: Final = 1 << 26
-"""The maximum size of a line or an element in bytes. A longer one is a file of another kind, or a decompression bomb.
-"""
+"""The maximum size of a record in bytes. A longer record is a sign of another file format or a decompression bomb."""
 
 
 class InputError(SSDError):
-    """An input that cannot be read or understood. The message begins with the file and, if known, the line."""
+    """An input cannot be read or understood. The message begins with the file and, if known, the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """A document, line, row or exchange.
+    """A document, JSON object or table row that was read from an input.
 
     Attributes:
         where: "file" or "file:line", for messages.
@@ -47,28 +46,36 @@ class InputRecord:
 
 
 def display_name(name: str) -> str:
-    """Return the name of an input for messages."""
     return "standard input" if name == STANDARD_INPUT else name
 
 
 NAMES = ("text", "prompt", "completion", "messages", "token_ids", "prompt_length")
 COLUMNS = (
-    *NAMES, *PROMPT_KEYS, *ANSWER_KEYS, *STATUSES, "conversations", "mapping", "current_node", "chat_messages",
-    "observations", "attributes", "events", "resourceSpans",
-    "instruction", "question", "context", "history", "instructions", "system", "system_prompt", "type",
-    "tools", "model_parameters", "modelParameters", "optional_params", "chat_template_kwargs",
-)  # fmt: skip
-"""The columns of a table that are read."""
+    *NAMES,
+    *PROMPT_KEYS,
+    *ANSWER_KEYS,
+    *STATUSES,
+    *(
+        "conversations mapping current_node chat_messages observations attributes events resourceSpans "
+        "instruction question context history instructions system system_prompt type tools model_parameters "
+        "modelParameters optional_params chat_template_kwargs"
+    ).split(),
+)
+"""The columns of Parquet and Arrow tables that are read."""
 _SETS = (
-    {"text"}, {"prompt", "completion"}, {"messages"}, {"messages", "completion"}, {"token_ids"},
+    {"text"},
+    {"prompt", "completion"},
+    {"messages"},
+    {"messages", "completion"},
+    {"token_ids"},
     {"token_ids", "prompt_length"},
-)  # fmt: skip
+)
 _WHOLE: Final = (*(key for key, _, _ in CONVERSATIONS), "observations", "token_ids")
 _MISSING: Final = object()
 
 
 def get_at_path(line: Any, path: str, missing: Any = None) -> Any:
-    """Return the value of a field, with ``a.b`` and ``a.0`` for nested ones, or ``missing`` if it does not exist."""
+    """Return a field of a record, or ``missing``. The path ``a.b`` or ``a.0`` selects a nested field."""
     if isinstance(line, Mapping) and path in line:
         return line[path]
     for name in path.split("."):
@@ -83,10 +90,10 @@ def get_at_path(line: Any, path: str, missing: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The names of the records' fields.
+    """The names of fields in the user's records, as given by ``--field``.
 
     Attributes:
-        names: Maps our names to the names in the records.
+        names: Maps our field names to those in the records.
         others: Additional columns to read from tables.
     """
 
@@ -95,7 +102,7 @@ class FieldNames:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """Parse options of the form ``OURS=THEIRS``, or ``THEIRS`` for the whole text. Raises ConfigError."""
+        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS`` for the field ``text``. Raises ConfigError."""
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")
@@ -111,9 +118,9 @@ class FieldNames:
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record with our names and without fields that could be confused with them.
+        """Return a record with the user's field names replaced by ours, without other fields that could be prompts.
 
-        The record is returned unchanged if it lacks a field that was named.
+        A record that lacks one of the user's fields is returned unchanged.
         """
         found = {ours: get_at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
         if not found or any(value is _MISSING for value in found.values()):
@@ -122,7 +129,6 @@ class FieldNames:
         return {**{key: value for key, value in line.items() if key not in (*_WHOLE, *taken)}, **found}
 
     def columns(self) -> frozenset[str]:
-        """Return the columns of a table that may be used."""
         return frozenset(
             (*self.names.values(), *(path.partition(".")[0] for path in self.names.values()), *self.others, *COLUMNS)
         )

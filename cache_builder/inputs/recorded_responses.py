@@ -1,4 +1,4 @@
-"""Read responses as gateways store them: join streams into one body, and tell error pages from answers."""
+"""Reading of API responses as gateways store them: streams are joined into one body, and error pages recognized."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ _ERROR_PAGE: Final = re.compile(
     r"|[45]\d\d[ :-]+(?:page )?(?:bad request|unauthorized|forbidden|not found)\W*\Z)",
     re.IGNORECASE | re.DOTALL,
 )
-"""The error pages of Envoy, nginx, Cloudflare and others."""
+"""Matches error pages of Envoy, nginx, Cloudflare and other gateways."""
 _ERROR_KEYS: Final = frozenset(
-    ("error", "detail", "message", "code", "status", "status_code", "type", "param", "object", "request_id", "path",
-     "timestamp", "success")
-)  # fmt: skip
-STATUSES: Final = (
-    "status", "status_code", "statusCode", "response_status", "responseStatus", "http_status", "http_status_code",
-)  # fmt: skip
+    "error detail message code status status_code type param object request_id path timestamp success".split()
+)
+STATUSES: Final = tuple(
+    "status status_code statusCode response_status responseStatus http_status http_status_code".split()
+)
 _FAILED: Final = re.compile("[45][0-9][0-9]")
 _GROWING: Final = ("content", "text", "arguments", "reasoning_content", "reasoning", "response", "thinking", "refusal")
 
 
 def is_error(response: Any) -> bool:
-    """Return whether a response reports a failed call: an error page, an error body, or a status of 400 or more."""
+    """Return whether a recorded response is an error page, an error body, or has a status of 400 or more."""
     if isinstance(response, str):
         return _ERROR_PAGE.match(response) is not None
     if not isinstance(response, Mapping):
@@ -48,10 +47,10 @@ def is_error(response: Any) -> bool:
 
 
 def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
-    """Return the chunks of a streamed response, from its text or from a list; None for any other value."""
+    """Return the chunks of a streamed API response, from its text or from a list; None for any other value."""
     if isinstance(value, str):
         if not _STREAM.match(value):
-            is_json = value[:1] == "{" and "\n{" in value  # a line for each chunk
+            is_json = value[:1] == "{" and "\n{" in value  # one chunk per line
             return find_chunks([_loaded(line) for line in value.splitlines() if line]) if is_json else None
         data = (line[5:].strip() for line in value.splitlines() if line.startswith("data:"))
         return [chunk for chunk in map(_loaded, data) if isinstance(chunk, dict)]
@@ -79,7 +78,7 @@ def _is_chunk(value: Mapping[str, Any]) -> bool:
 
 
 def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Join the chunks to the body of an unstreamed response of OpenAI, Anthropic or Ollama. O(characters)."""
+    """Join the chunks of a streamed response to an unstreamed body of OpenAI, Anthropic or Ollama. O(characters)."""
     body: dict[str, Any] = {}
     for chunk in chunks:
         kind, index = chunk.get("type"), chunk.get("index")
@@ -103,7 +102,7 @@ def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Merge a chunk into the body: texts are appended, list elements matched by index, other values replaced."""
+    """Merge a chunk of a stream into the body: texts are appended, list elements merged by index."""
     for key, value in more.items():
         if isinstance(value, Mapping):
             _add(_inner(whole, key), value)
@@ -119,12 +118,10 @@ def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
             whole[key] = value
 
 
-class _Pieces(list[str]):
-    """The chunks of a text."""
+class _Pieces(list[str]): ...
 
 
-class _Elements(dict[Any, Any]):
-    """The elements of a list by their index."""
+class _Elements(dict[Any, Any]): ...
 
 
 def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
@@ -135,7 +132,6 @@ def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -
 
 
 def _listed(value: Any) -> Any:
-    """Convert the merged values to plain JSON values."""
     if isinstance(value, _Pieces):
         return "".join(value)
     if isinstance(value, _Elements):
@@ -144,5 +140,4 @@ def _listed(value: Any) -> Any:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
-    """Return ``value``, or an empty mapping if it is not a mapping."""
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Read files of any supported format as records, and encode records as token ids."""
+"""Reading of files in any supported format as records, and tokenization of records."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ from ssd.text.messages import normalize_messages
 def read_sources(
     sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
 ) -> Iterator[InputRecord]:
-    """Yield the records of all ``sources``, one source after the other. Raises InputError."""
     return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 
 def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[InputRecord]:
     """Yield the records of a file or of a part of it, in order. Raises InputError.
 
-    A text file is one document; if it exceeds 4 MB it is several, split at line ends. Empty documents and blank lines
-    are skipped.
+    A text file is one document, or above 4 MB several documents, split at line ends.
     """
     with input_errors(part.name):
         if part.format == "parquet":
@@ -67,7 +65,7 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 
 
 def _unwrap_nested_records(records: Iterator[InputRecord], fields: FieldNames) -> Iterator[InputRecord]:
-    """Yield ``records``, or if there is a single record of unknown format the records of the list in it."""
+    """Yield the records of a file; if it is one JSON object with a list of records, yield these instead."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
         name, lines = within
@@ -81,18 +79,12 @@ def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[
         line = fields_of(record)
         is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
         return None if is_understood or parse_exchanges(line) is not None else find_nested_records(line)
-    except (InputError, RequestError):  # raised again by the reader of the record
+    except (InputError, RequestError):  # `encode_record` raises the error again
         return None
 
 
 class EncodedRecord(NamedTuple):
-    """The encoded sequences of a record, with flags that say which parts the record has.
-
-    Attributes:
-        examples: The encoded sequences.
-        has_prompt: False if the record contains only an answer.
-        has_answer: False if the record contains no answer; then there are no sequences.
-    """
+    """The token ids of a log record's sequences, and whether the record contains a prompt and an answer."""
 
     examples: Sequence[Example | EncodedAnswer]
     has_prompt: bool = True
@@ -100,7 +92,7 @@ class EncodedRecord(NamedTuple):
 
 
 def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
-    """Encode the sequences of a record, whose fields ``fields`` names. Raises InputError with the record's place."""
+    """Tokenize the texts or conversations of a log record. Raises InputError, which names the file and line."""
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
     line = fields_of(record)
@@ -113,7 +105,7 @@ def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS
 def encode_usable_record(
     record: InputRecord, codec: TextCodec, fields: FieldNames, *, skip_invalid: bool
 ) -> EncodedRecord | None:
-    """Call `encode_record`; with ``skip_invalid`` return None for a record that cannot be used."""
+    """Tokenize a log record; with ``skip_invalid``, return None for an invalid record instead of raising InputError."""
     try:
         return encode_record(record, codec, fields)
     except InputError:
@@ -123,17 +115,15 @@ def encode_usable_record(
 
 
 def fields_of(record: InputRecord) -> Mapping[str, Any]:
-    """Return the fields of a record that is JSON or a row. Raises InputError."""
+    """Return the fields of a JSON record or a table's row. Raises InputError."""
     if record.line is not None:
         return record.line
     try:
-        record.text.encode()  # where it came from bytes that are no text
+        record.text.encode()  # invalid UTF-8 was decoded to lone surrogates
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeEncodeError) else f"not JSON ({error})"
-        raise InputError(
-            f"{record.where}: {what}. Correct the line, or leave such lines out with --skip-invalid"
-        ) from None
+        raise InputError(f"{record.where}: {what}. Correct the line, or skip such lines with --skip-invalid") from None
     if not isinstance(line, dict):
         raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
     return line
@@ -163,7 +153,7 @@ def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Examp
     elif exchange.is_conversation or _is_chat(asked):
         kwargs = _template_kwargs(exchange, where)
         if exchange.is_conversation and isinstance(asked, list) and not asked:
-            return  # a chat that was never used
+            return  # an empty chat
         messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
         if exchange.is_conversation:
             yield from encode_answers(messages, kwargs, codec)
@@ -193,7 +183,7 @@ def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:
 
 
 def _example_of_ids(line: Mapping[str, Any], where: str, codec: TextCodec) -> Example:
-    """Return an example from token ids that another program made with this tokenizer."""
+    """Return the sequence of a log record that contains token ids instead of text."""
     token_ids = _ids(line["token_ids"], where, codec)
     length = line.get("prompt_length", 0)
     if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= len(token_ids):

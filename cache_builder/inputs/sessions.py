@@ -1,4 +1,4 @@
-"""Read sessions of the coding agents Claude Code and Codex, which log parts of a turn per line, as conversations."""
+"""Reading of session logs of the coding agents Claude Code and Codex, which have several lines per turn."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from cache_builder.inputs.recorded_responses import as_mapping
 
 _MOST_BYTES: Final = 1 << 30
 _CODEX: Final = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
-_CODEX_ITEMS: Final = (
-    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
-    "local_shell_call",
-)  # fmt: skip
+_CODEX_ITEMS: Final = tuple(
+    "message function_call function_call_output custom_tool_call custom_tool_call_output local_shell_call".split()
+)
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
-"""Fields that a line of a session does not have."""
+"""Fields that never occur in a line of a session log, so that other logs are not taken for one."""
 
 Line = Mapping[str, Any]
 
 
 def is_session(line: bytes | str) -> bool:
-    """Return whether ``line``, the first of a file, begins a session."""
+    """Return whether a file is a session log of a coding agent, from its first line."""
     return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
 
 
 def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
-    """Yield the conversations if the first of ``records`` begins a session, else ``records``.
+    """Convert the lines of an agent's session log to conversations; records of other files are yielded unchanged.
 
     A line that is not JSON remains a record. Raises InputError for a session of more than 1 GiB.
     """
@@ -47,7 +46,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
         line = _loaded(record.text)
         num_bytes += len(record.text)
         if num_bytes > _MOST_BYTES:
-            raise InputError(f"{record.where}: a session of more than {_MOST_BYTES >> 30} GiB: cut its file")
+            raise InputError(f"{record.where}: a session of more than {_MOST_BYTES >> 30} GiB: split its file")
         if isinstance(line, dict):
             lines.append(line)
         else:
@@ -56,7 +55,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
     for number, conversation in enumerate(filter(itemgetter("messages"), read(lines)), start=1):
         yield InputRecord(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
     if number == 0:
-        raise InputError(f"{first.where}: begins as the session of a coding agent, and has no message")
+        raise InputError(f"{first.where}: begins like the session of a coding agent, but has no message")
 
 
 def _reader_of(line: Any) -> Callable[[list[Line]], Iterator[dict[str, Any]]] | None:
@@ -76,10 +75,10 @@ def _loaded(text: bytes | str) -> Any:
 
 
 def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield a conversation for the session, one for the text after each summary, and one for each subagent.
+    """Yield the conversations of a Claude Code session: the session, the text after each summary, and each subagent.
 
-    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel calls
-    are siblings in the tree.
+    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel tool
+    calls are siblings in the tree.
     """
     parents = {line["uuid"]: line.get("parentUuid") for line in lines if isinstance(line.get("uuid"), str)}
     roots: dict[str, str] = {}
@@ -115,7 +114,7 @@ def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield a conversation for the session, and one for the text after each compaction."""
+    """Yield the conversations of a Codex session: the session, and the text after each compaction."""
     begin: dict[str, Any] = {}
     items: list[Any] = []
     for line in lines:
@@ -134,7 +133,7 @@ def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex_item(item: Line) -> Line:
-    """Convert an item to OpenAI's responses format; calls of other kinds become function calls."""
+    """Convert a line of a Codex session to an item of OpenAI's Responses API; all calls become function calls."""
     kind = item.get("type")
     if kind in ("custom_tool_call", "local_shell_call"):
         name, given = item.get("name", "local_shell"), item.get("action", {"input": item.get("input")})

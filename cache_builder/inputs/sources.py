@@ -1,4 +1,4 @@
-"""Resolve the inputs of a command line to files in order, and divide large files into parts."""
+"""Resolution of the command line's inputs to files, in order, and division of large files into parts."""
 
 from __future__ import annotations
 
@@ -28,32 +28,37 @@ from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, quote_value
 
 _FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".csv": "csv",
-    ".tsv": "csv", ".arrow": "arrow", ".feather": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".arrow": "arrow",
+    ".feather": "arrow",
     **dict.fromkeys((".traj", ".txt", ".text", ".md", ".rst", ".log"), "auto"),
-}  # fmt: skip
-"""The format of a file by its suffix; "auto" is decided by the content."""
+}
+"""Maps file name suffixes to formats; "auto" means that the content decides."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
-"""The number or the date at the end of a rotated log's name."""
+"""Matches the number or date at the end of a rotated log's name."""
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
-"""The assumed ratio of uncompressed to compressed size."""
+"""The assumed ratio of uncompressed to compressed size of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or a range of it, in bytes for text and lines, or in row groups.
+    """An input file, or a range of its bytes or row groups.
 
     Attributes:
-        name: The path or the URL.
-        format: The format.
         size: The size of the file in bytes. None: unknown.
-        stamp: Changes when the file or one of ``requests`` changes, and on every run if changes cannot be detected.
+        stamp: A text that changes with the file or ``requests``; random if changes cannot be detected.
         start: The first byte or row group.
         stop: The end of the range. None: the end of the file.
-        requests: For responses of a batch, the files with their requests, the most likely first.
+        requests: For a file of batch responses, the files with the requests, the most likely first.
     """
 
     name: str
@@ -66,10 +71,10 @@ class Source:
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
-    """Resolve files, patterns, directories (sorted), URLs, and - for standard input, to files in order.
+    """Resolve the command line's inputs to files in order: paths, patterns, directories, URLs, - for standard input.
 
-    Each file is returned once. In directories only files of known formats are returned. The requests of a batch are
-    joined with its responses if both exist. Raises InputError.
+    Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
+    joined with those of their requests. Raises InputError.
     """
     found: dict[str, Source] = {}
     for name in names:
@@ -101,13 +106,13 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
-        raise InputError(f"{path}: is a directory without files of a known kind. Name its files")
+        raise InputError(f"{path}: is a directory without files of known formats. Name its files")
     yield from sources
 
 
 def _file(path: Path, format: Format) -> Source:
     status = path.stat()
-    if not is_regular(str(path)):  # a pipe never holds the same again
+    if not is_regular(str(path)):  # the content of a pipe differs in each run
         return Source(str(path), _format_of(str(path), format), None, secrets.token_hex(8))
     return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
 
@@ -131,10 +136,10 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
             yield _remote_file(name if key == name else str(system.unstrip_protocol(key)), entries[key], format)
     except FileNotFoundError:
         raise InputError(f"{name}: no such file. Check the URL") from None
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
     if not entries:
-        raise InputError(f"{name}: nothing of a known kind is there. Check the URL")
+        raise InputError(f"{name}: no file of a known format is there. Check the URL")
 
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
@@ -144,7 +149,7 @@ def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
 
 
 def _bare(name: str) -> str:
-    """Return the name without the suffixes of compression and rotation, and without a URL's query."""
+    """Return a file name without suffixes of compression and rotation and without a URL's query."""
     if is_url(name):
         name = name.partition("?")[0]
     for suffix in COMPRESSED:
@@ -153,16 +158,13 @@ def _bare(name: str) -> str:
 
 
 def _is_known(inside: str) -> bool:
-    """Return whether a file in a directory is used: no part of its path is hidden or generated."""
+    """Return whether a file in a directory is read: its format is known, and no part of its path is hidden."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
     return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
 
 
 def _is_card(name: str) -> bool:
-    """Return whether a file describes a data set: a Hugging Face card, or a README with a YAML heading.
-
-    Raises InputError.
-    """
+    """Return whether a file only describes a data set, like a Hugging Face card. Raises InputError."""
     last = name.rpartition("/")[2].lower()
     if last == "readme.md":
         with input_errors(name), open_raw(name) as file:
@@ -175,10 +177,11 @@ def _format_of(name: str, format: Format) -> Format:
 
 
 def _join_batches(sources: list[Source]) -> list[Source]:
-    """Join each file of batch responses with all files of requests, the i-th responses preferring the i-th requests.
+    """Assign to each file of batch responses the files that may contain its requests, the most likely first.
 
-    If several files of requests begin with the same ``custom_id``, only the i-th one is used, because programs number
-    their requests alike. Raises InputError if the right file is unclear.
+    If several files of requests begin with the same ``custom_id``, only the i-th file of requests is assigned to the
+    i-th file of responses, because programs number their requests alike. Raises InputError if the right file is
+    unclear.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
@@ -193,8 +196,8 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     if alike is not None and said and len(said) != len(asked):
         raise InputError(
             f"{names[ids.index(alike)]} and others of {len(asked)} files of requests begin with the same custom_id, "
-            f"{quote_value(alike)}, and {len(said)} files are of responses: build from the two files of one batch at a "
-            "time, and merge the caches"
+            f"{quote_value(alike)}, and {len(said)} files contain responses: build from the two files of one batch at "
+            "a time, and merge the caches"
         )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []
@@ -218,13 +221,13 @@ def _side(name: str) -> tuple[Side, str] | None:
 
 
 def estimate_text_bytes(source: Source) -> int:
-    """Return the estimated number of bytes of text in a file, at least 1."""
+    """Return the estimated number of bytes of text in a file after decompression, at least 1."""
     size = source.size or 0
     return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
 def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
-    """Divide a file into parts of about ``part_weight`` bytes of text, and return them with their weights.
+    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its bytes.
 
     Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """
@@ -246,7 +249,7 @@ def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
 
 
 def _kind_of(source: Source) -> Format | None:
-    """Return the format of a file that can be divided; None for any other file."""
+    """Return the format of a file if parts of it can be read independently, else None."""
     if source.format == "parquet":
         return source.format
     with input_errors(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:

@@ -1,4 +1,4 @@
-"""Read OpenTelemetry spans of model calls (``gen_ai`` attributes, OpenLLMetry and the standard) as records."""
+"""Reading of OpenTelemetry spans of model calls (``gen_ai`` attributes, OpenLLMetry and the standard) as records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALLS: Final = (None, "chat", "text_completion", "generate_content")
 
 
 def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """Return the spans of a record, which is a span or an export (OTLP); None for any other record."""
+    """Return the OpenTelemetry spans in a record, which is a span or an OTLP export; None for any other record."""
     if isinstance(line.get("resourceSpans"), list):
         scopes = [scope for each in line["resourceSpans"] for scope in _objects(as_mapping(each).get("scopeSpans"))]
         return [span for scope in scopes for span in _objects(scope.get("spans"))]
@@ -25,7 +25,7 @@ def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert a span to a record with ``messages``, ``response`` and ``tools``; None if it is no model call."""
+    """Convert an OpenTelemetry span to a record with ``messages`` and ``response``; None if it is no model call."""
     attributes: dict[str, Any] = {}
     for part in (span, *_objects(span.get("events"))):
         for name, value in _attributes(part.get("attributes")):
@@ -49,13 +49,13 @@ def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_openinference(span: Mapping[str, Any]) -> bool:
-    """Return whether a span comes from Phoenix, which does not use ``gen_ai`` attributes."""
+    """Return whether an OpenTelemetry span comes from Phoenix, which does not use ``gen_ai`` attributes."""
     names = [name for name, _ in _attributes(span.get("attributes"))]
     return any(name.startswith(("openinference.", "llm.input_messages")) or name == "llm" for name in names)
 
 
 def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of attributes; OTLP keeps them as a list with the type of each value."""
+    """Yield names and values of an OpenTelemetry span's attributes, which OTLP stores as a list of typed values."""
     if isinstance(given, dict):
         yield from given.items()
     for each in _objects(given):
@@ -64,7 +64,6 @@ def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an OTLP value without its type."""
     if not isinstance(value, dict) or len(value) != 1:
         return value
     ((kind, inner),) = value.items()
@@ -76,7 +75,6 @@ def _plain(value: Any) -> Any:
 
 
 def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
-    """Store ``value`` at a path of dotted names, and replace any other value on the way."""
     for name in path[:-1]:
         if not isinstance(whole.get(name), dict):
             whole[name] = {}
@@ -85,7 +83,7 @@ def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list, from JSON in a string or from an object with numbers as keys."""
+    """Convert a value to a list, from JSON in a string or from an object with numbers as keys."""
     value = _parsed(value)
     if isinstance(value, dict) and all(key.isdecimal() for key in value):
         return [value[key] for key in sorted(value, key=int)]
@@ -93,7 +91,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _messages_of(message: Any) -> Iterator[Any]:
-    """Convert a message to the format of chat completions; tool results in it become messages of their own."""
+    """Convert a span's message to messages of chat completions; tool results in it become messages of their own."""
     if isinstance(message, str):
         yield {"role": "user", "content": message}
     elif isinstance(message, dict) and isinstance(message.get("parts"), list):

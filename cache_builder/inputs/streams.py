@@ -1,4 +1,4 @@
-"""Open inputs from any location as streams of decompressed bytes."""
+"""Opening of inputs, from files, URLs or standard input, as streams of decompressed bytes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from cache_builder.inputs.record import STANDARD_INPUT, InputError, Progress, di
 from ssd.errors import first_line
 
 _COMPRESSIONS: Final = (
-    (".gz", b"\x1f\x8b", "gzip"), (".zst", b"\x28\xb5\x2f\xfd", "zstd"), (".xz", b"\xfd7zXZ\x00", "xz"),
-    (".bz2", b"BZh", "bz2"), (".lz4", b"\x04\x22\x4d\x18", "lz4"),
-)  # fmt: skip
-"""The suffix, the first bytes and the name of each compression."""
+    (".gz", b"\x1f\x8b", "gzip"),
+    (".zst", b"\x28\xb5\x2f\xfd", "zstd"),
+    (".xz", b"\xfd7zXZ\x00", "xz"),
+    (".bz2", b"BZh", "bz2"),
+    (".lz4", b"\x04\x22\x4d\x18", "lz4"),
+)
+"""The file name suffix, the first bytes and the name of each supported compression."""
 COMPRESSED: Final = tuple(suffix for suffix, _, _ in _COMPRESSIONS)
 _BUFFER = 1 << 18
 
 
 def is_url(name: str) -> bool:
-    """Return whether ``name`` is a URL for fsspec, ``scheme://...``."""
     scheme, mark, _ = name.partition("://")
     return bool(mark) and scheme.replace("+", "").replace("-", "").isalnum()
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of ``url`` and the path in it. Raises InputError."""
+    """Return the fsspec file system of a URL and the path in that file system. Raises InputError."""
     try:
         import fsspec
     except ModuleNotFoundError:
@@ -39,12 +41,12 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
-    except Exception as error:  # drivers raise what they like; for want of one it says which package has it
+    except Exception as error:  # fsspec drivers may raise any exception; the message names a missing package
         raise InputError(f"{url}: cannot be reached: {first_line(error)}") from None
 
 
 def is_regular(name: str) -> bool:
-    """Return whether other processes can read the file from any position: it is no pipe or standard input."""
+    """Return whether other processes can read the input from any position; False for pipes and standard input."""
     if name == STANDARD_INPUT:
         return False
     return not name.startswith("memory://") if is_url(name) else stat.S_ISREG(Path(name).stat().st_mode)
@@ -52,7 +54,7 @@ def is_regular(name: str) -> bool:
 
 @contextmanager
 def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
-    """Open the stored bytes. Raises InputError if they cannot be opened; reading raises OSError."""
+    """Open an input without decompressing it. Raises InputError; reading from the stream raises OSError."""
     if name == STANDARD_INPUT:
         yield _buffered(sys.stdin.buffer, progress)
         return
@@ -64,7 +66,7 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
             file = Path(name).open("rb")  # noqa: SIM115  # closed below
     except InputError:
         raise
-    except Exception as error:  # drivers raise what they like
+    except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {_why(error)}") from None
     with file:
         yield _buffered(file, progress)
@@ -72,7 +74,7 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
 
 @contextmanager
 def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
-    """Open the bytes, decompressed if the name or the first bytes indicate a compression. Raises as `open_raw`.
+    """Open an input, and decompress it if its name or first bytes indicate a compression. Raises InputError.
 
     Memory is bounded for any compression ratio. Reading damaged or truncated data raises InputError.
     """
@@ -85,7 +87,7 @@ def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Itera
 
 @contextmanager
 def input_errors(name: str) -> Iterator[None]:
-    """Convert the errors of reading ``name`` to InputError."""
+    """Convert errors of reading the input ``name`` to InputError."""
     shown = display_name(name)
     try:
         yield
@@ -106,7 +108,7 @@ def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
 
 
 class _Forward(io.RawIOBase):
-    """A raw stream that can only be read forwards."""
+    """Makes any object that only has ``read`` usable by ``io.BufferedReader``, as a stream without seeking."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -121,7 +123,7 @@ class _Forward(io.RawIOBase):
 
 
 class _Counted(_Forward):
-    """Reports the bytes read to ``progress``, and converts the errors of drivers to OSError."""
+    """A raw stream that reports the bytes read to ``progress``, and converts errors of fsspec drivers to OSError."""
 
     def __init__(self, raw: IO[bytes], progress: Progress) -> None:
         super().__init__(raw)
@@ -132,7 +134,7 @@ class _Counted(_Forward):
             size = super().readinto(buffer)
         except OSError:
             raise
-        except Exception as error:  # drivers raise what they like
+        except Exception as error:  # fsspec drivers may raise any exception
             raise OSError(first_line(error)) from error
         self._progress(size)
         return size
@@ -148,17 +150,17 @@ class _Counted(_Forward):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""Words in pyarrow's messages about damaged data."""
+"""Words in pyarrow's error messages that tell that compressed data is damaged."""
 
 
 class _Decompressed(_Forward):
-    """Decompresses consecutive members or frames in chunks of a bounded size."""
+    """A raw stream that decompresses another stream in bounded memory."""
 
     def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:
         try:
             import pyarrow as pa
         except ModuleNotFoundError:
-            raise InputError(f"{name}: packed files need pyarrow: pip install 'ssd-serving[builder]'") from None
+            raise InputError(f"{name}: compressed files need pyarrow: pip install 'ssd-serving[builder]'") from None
         if kind == "xz":  # pyarrow does not read it
             super().__init__(lzma.LZMAFile(raw))  # noqa: SIM115  # it holds nothing but memory
         else:

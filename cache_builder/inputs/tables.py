@@ -1,4 +1,4 @@
-"""Read the rows of Parquet and Arrow files as records."""
+"""Reading of the rows of Parquet and Arrow files as records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cache_builder.inputs.streams import open_raw
 from ssd.errors import first_line
 
 _BATCH_ROWS = 1024
-_BUFFER = 1 << 20  # of a column, else a whole row group is in memory
+_BUFFER = 1 << 20  # without it, a whole row group would be in memory
 
 
 def row_group_bytes(name: str) -> list[int]:
-    """Return the uncompressed bytes of each row group of a Parquet file. Raises InputError."""
+    """Return the uncompressed size in bytes of each row group of a Parquet file. Raises InputError."""
     with _parquet(name) as file:
         metadata = file.metadata
         return [max(1, metadata.row_group(number).total_byte_size) for number in range(metadata.num_row_groups)]
@@ -28,17 +28,9 @@ def row_group_bytes(name: str) -> list[int]:
 def parquet_rows(
     name: str, columns: Collection[str], progress: Progress, start: int = 0, stop: int | None = None
 ) -> Iterator[InputRecord]:
-    """Yield the rows of the row groups ``start`` .. ``stop`` as records.
+    """Yield the rows of a Parquet file, from the row groups ``start`` .. ``stop``, as records. Raises InputError.
 
-    Args:
-        name: The path or the URL.
-        columns: The columns to read; if the file has none of them, all columns are read.
-        progress: Called with the number of bytes read since the last call.
-        start: The first row group.
-        stop: The end of the row groups. None: the end of the file.
-
-    Raises:
-        InputError: The file is damaged or not a Parquet file.
+    Only ``columns`` are read, or all columns if the file has none of these.
     """
     with _parquet(name) as file:
         import pyarrow as pa
@@ -58,9 +50,9 @@ def parquet_rows(
 
 
 def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -> Iterator[InputRecord]:
-    """Yield the rows of an Arrow file, or of an Arrow stream in a file as Hugging Face's datasets keep it.
+    """Yield the rows of an Arrow file, or of an Arrow stream as Hugging Face's datasets store it, as records.
 
-    ``columns`` is as in `parquet_rows`. Raises InputError.
+    Only ``columns`` are read, or all columns if the file has none of these. Raises InputError.
     """
     with _pyarrow(name, "an Arrow") as pa:
         is_file = stream.peek(6).startswith(b"ARROW1")
@@ -77,7 +69,7 @@ def _chosen(there: list[str], columns: Collection[str]) -> list[str]:
 
 
 def _rows(name: str, batch: Any, first: int) -> Iterator[InputRecord]:
-    batch.validate(full=True)  # what lies outside of a buffer is not read
+    batch.validate(full=True)  # checks that offsets lie within the buffers
     columns = {field: _values(batch.column(place)) for place, field in enumerate(batch.schema.names)}
     for row in range(len(batch)):
         line: Mapping[str, Any] = {field: values[row] for field, values in columns.items() if values[row] is not None}
@@ -85,7 +77,7 @@ def _rows(name: str, batch: Any, first: int) -> Iterator[InputRecord]:
 
 
 def _values(column: Any) -> Any:
-    """Return a column's values. Lists of integers stay arrays; a million tokens would be a million objects."""
+    """Return the values of a column. Lists of integers stay arrays, because a Python object per token is slow."""
     import pyarrow as pa
 
     kind = column.type
@@ -108,7 +100,6 @@ def _parquet(name: str) -> Iterator[Any]:
 
 @contextmanager
 def _pyarrow(name: str, what: str) -> Iterator[Any]:
-    """Yield the package, and convert its errors to InputError."""
     try:
         import pyarrow as pa
         import pyarrow.ipc

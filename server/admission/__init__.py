@@ -1,7 +1,7 @@
-"""Admission: authenticate requests, count what they use before they have a slot, and take turns between tenants.
+"""Admission control: authenticate HTTP requests, enforce quotas, and schedule work fairly between tenants.
 
-``connections`` reads requests within limits, and ``gate`` authenticates them. A key leads to one account only, see
-`Tenants.find`. ``account`` counts the use of shared budgets and of a tenant's quotas, ``lanes`` run work in turns,
-``rules`` parses the operator's file, ``registry`` holds the tenants and names their caches, and ``opening`` creates and
-reloads them.
+``connections`` limits what a client may send and how slowly, and ``auth_middleware`` authenticates requests by API key.
+``quotas`` counts each tenant's requests and tokens and reserves shared memory budgets. ``fair_executor`` runs work of
+all tenants in round-robin order. ``tenant_config`` parses the operator's file, ``registry`` stores the tenants and
+derives the names of their caches, and ``tenant_loader`` creates and reloads them.
 """

@@ -1,4 +1,4 @@
-"""The hosts and origins that may call a server without keys, as a browser sends requests for any page it shows."""
+"""Protection of servers without API keys against cross-site requests, which browsers send for any web page shown."""
 
 from __future__ import annotations
 
@@ -16,45 +16,46 @@ _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class KnownSites:
-    """Rejects requests from pages of other sites, even if that site's name resolves to this server (DNS rebinding)."""
+    """Rejects HTTP requests that a web page of a foreign site sent through a user's browser.
+
+    The Host header is checked too, because the foreign site's name may resolve to this server (DNS rebinding). Any IP
+    address and localhost are allowed as hosts.
+    """
 
     def __init__(self, hosts: Iterable[str], origins: Iterable[str]) -> None:
-        """Store the allowed names.
-
-        Args:
-            hosts: The server's names in addition to IP addresses and localhost.
-            origins: The origins whose pages may call the server.
-        """
         self._hosts = frozenset(map(_name, hosts))
         self._suffixes = tuple(host[1:] for host in self._hosts if host.startswith("*."))
         self._origins = frozenset(origins)
 
     def check(self, method: str, headers: Headers) -> None:
-        """Raise ApiError (403, 415) if another site may have caused the request with these headers."""
+        """Raise ApiError with status 403 or 415 if a foreign web page may have sent the request with these headers."""
         host, origin, kind = headers.get("host", ""), headers.get("origin"), headers.get("content-type")
         if not self._knows(_name(host)):
             raise ApiError(
-                403, f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
+                403,
+                f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
                 "it with --allowed-hosts and this name, or with API keys",
                 code="host_not_allowed",
-            )  # fmt: skip
+            )
         if origin is not None:
             is_foreign = origin.partition("://")[2] != host
-        else:  # a link that leads here does no harm: the page that has it cannot read what comes
+        else:  # following a link is harmless: the page with the link cannot read the response
             is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
             is_foreign = headers.get("sec-fetch-site") == "cross-site" and not is_link
         if is_foreign and not self._origins & {origin, "*"}:
             raise ApiError(
-                403, f"this server has no API keys and answers no page of {quote_value(origin or 'another site')}: "
+                403,
+                f"this server has no API keys and rejects pages of {quote_value(origin or 'another site')}: "
                 "start it with --allowed-origins and the site, or with API keys",
                 code="origin_not_allowed",
-            )  # fmt: skip
+            )
         if kind is not None and method not in _READS and kind.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
-                415, f"a server without API keys takes only JSON: send the header 'content-type: application/json', "
+                415,
+                f"a server without API keys accepts only JSON: send the header 'content-type: application/json', "
                 f"not {quote_value(kind)}",
                 code="unsupported_content_type",
-            )  # fmt: skip
+            )
 
     def _knows(self, name: str) -> bool:
         if {name, "*"} & self._hosts or name in ("", "localhost") or name.endswith((".localhost", *self._suffixes)):
@@ -67,6 +68,5 @@ class KnownSites:
 
 
 def _name(host: str) -> str:
-    """Return the name or address in a Host header, without the port."""
     found = _HOST.fullmatch(host)
     return (host if found is None else found[1] or found[2] or "").rstrip(".").lower()

@@ -1,4 +1,4 @@
-"""The first stage of every request: admission, request id, authentication, and the handling of unexpected errors."""
+"""ASGI middleware that handles every HTTP request first: admission, request id, API key, and unexpected errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ssd.errors import QueueFull, RequestError, quote_value
 
 
 def path_below_root(scope: Scope) -> str:
-    """Return the path that the router uses, without a proxy's prefix."""
+    """Return a request's URL path as the router uses it, without the prefix of a reverse proxy (the ASGI root path)."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
@@ -28,28 +28,27 @@ def path_below_root(scope: Scope) -> str:
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
-"""The paths that are answered until the end of a shutdown, for supervisors of the server."""
+"""URL paths that are served until a shutdown ends, so that supervisors can watch the server."""
 OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
-"""The paths that need no key. All other endpoints need one if there are keys."""
+"""URL paths that can be requested without an API key."""
 
 
 @dataclass(slots=True)
 class AuthMiddleware:
-    """ASGI middleware: ``x-request-id`` on every response, authentication, and a JSON body for unexpected errors.
+    """ASGI middleware that authenticates requests, sets ``x-request-id`` and answers unexpected errors with JSON.
 
-    ``scope["state"]["account"]`` is the account of an admitted request, and answers under /v1 report its rate limits.
-    Admitted requests are counted until they are answered. A server that is full or shutting down rejects requests and
-    closes the connection.
+    The account of an admitted request is stored in ``scope["state"]["account"]``. Answers under /v1 report the
+    account's rate limits in their headers. A server that is full or shutting down rejects requests and closes their
+    connections.
     """
 
     app: ASGIApp
     tenants: Tenants = field(kw_only=True)
     sites: KnownSites = field(kw_only=True)
-    """The hosts and origins that may call a server without keys."""
     open_paths: Collection[str] = field(default=(), kw_only=True)
-    """Further paths that need no key."""
+    """Further URL paths that can be requested without an API key."""
     enter: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    """Counts a request. Raises ServerNotReady during a shutdown."""
+    """A callback that counts a new request, and raises ServerNotReady during a shutdown."""
     exit: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,7 +115,7 @@ class AuthMiddleware:
             self.exit()
 
     def _account(self, headers: Headers) -> Account | None:
-        """Return the account of a request's key; None if there are keys and the request has no valid one."""
+        """Return the account of the request's API key; None if a key is required and the request has no valid key."""
         if not self.tenants.is_closed:
             return self.tenants.everybody
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -125,7 +124,6 @@ class AuthMiddleware:
 
 
 def account_of(scope: Scope) -> Account:
-    """Return the account of a request that the gate admitted."""
     account: Account = scope["state"]["account"]
     return account
 

@@ -1,9 +1,9 @@
-"""Connections and bodies with limits on everything for which uvicorn's protocol would wait forever.
+"""Limits for slow or hostile clients on everything for which uvicorn's HTTP protocol would wait forever.
 
-A client may keep a connection open and send nothing, send the headers of a request byte by byte, continue a body that
-was answered already, or not read its answer. Each of these uses a file descriptor and some memory, and has a limit
-here. Received bytes are parsed in slices, and the event loop serves other connections in between. A body is received
-within time limits and within a memory budget, and large bodies are parsed on another thread.
+A client may open a connection and send nothing, send the headers of a request byte by byte, continue a body that was
+answered already, or not read its answer. Each of these uses a file descriptor and some memory, so each has a limit.
+Received bytes are parsed in slices, and the event loop serves other connections in between. A body must arrive within
+time limits and fit into a shared memory budget, and large bodies are parsed on another thread.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOO_MANY = "too_many_connections"
-"""Set in ``scope["state"]`` for requests on a connection beyond the limit, which are answered 503. The connection is
-closed after the answer, because only few such connections are kept.
+"""The key in ``scope["state"]`` that marks requests on connections above ``max_connections``, which are answered 503.
 """
 
 BODY_FAULT = "body_fault"
-"""Set in ``scope["state"]`` to the ApiError that rejects a chunked body, whose remaining bytes are not parsed."""
+"""The key in ``scope["state"]`` with the ApiError that rejects a chunked body whose remaining bytes are not parsed."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
-_MOST_LOOK_S = 5.0
-"""The maximum interval in seconds between two checks of a connection. A check takes about a microsecond."""
+_MAX_CHECK_INTERVAL_S = 5.0
+"""The maximum interval in seconds between two checks of a connection for idleness. A check takes about a microsecond.
+"""
 _HEAD_BYTES = 64 << 10
-"""The maximum size of a request's headers in bytes; httptools has no limit."""
+"""The maximum size of an HTTP request's headers in bytes; the parser (httptools) has no limit of its own."""
 _MOST_AHEAD = 8
-"""The maximum number of pipelined requests without an answer; uvicorn has no limit."""
+"""The maximum number of pipelined HTTP requests on a connection that are not answered yet; uvicorn has no limit."""
 _UNSENT_BYTES = 64 << 10
-"""The maximum number of bytes of an answer that are buffered; asyncio buffers eight times as much with TLS."""
+"""The maximum number of bytes of a response that are buffered for a client; asyncio buffers eight times as much with
+TLS.
+"""
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The number of bytes that are received and parsed at once if a few bytes may be a chunk or a header, each of which is
-a Python call. Parsing a slice blocks the event loop for at most 0.3 ms.
+"""The bytes received and parsed at once while headers or chunk sizes are expected, so that parsing takes up to 0.3 ms.
 """
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
-"""After the first ``_FREE_CHUNKS`` chunks, a body is rejected if its chunks are smaller than this on average."""
+"""A chunked body is rejected if its chunks, after the first ``_FREE_CHUNKS``, are smaller than this on average."""
 _LINGER_S = 1.0
-"""The time in seconds that a client has to read the answer while it still sends the body of a rejected request. The
-answer would be lost if the connection were closed at once.
+"""The seconds a connection stays open after a request was rejected within its body; the answer would be lost otherwise.
 """
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return how many connections beyond the limit are answered 503; further ones are closed at once."""
+    """Return how many connections above ``max_connections`` are answered with 503; further ones are closed at once."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """One connection: uvicorn's protocol, which receives few bytes at once and is checked regularly."""
+    """An HTTP connection (uvicorn's protocol) that reads small slices and is closed if its client is too slow."""
 
     limits: ClassVar[Limits]
     received: ClassVar[memoryview]
-    """The buffer for the bytes that a connection receives in one iteration of the event loop."""
+    """The receive buffer that all connections share, as the event loop reads from one connection at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. Beyond the limit, ``TOO_MANY`` marks its requests."""
+        """Accept a connection. If there are too many, its requests are marked with ``TOO_MANY`` or it is closed."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
-        # What answers are written to: it leaves the end of the connection to this object.
-        self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._end)
+        # Responses are written to this object instead of the transport, so that `_finish` closes the connection.
+        self._answers = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._finish)
         self._came = self.loop.time()
         self._head_since: float | None = None
-        self._head_bytes = 0  # that came since the last of anything else: of a head, or behind the chunks of a body
+        self._head_bytes = 0  # received bytes of headers, or of trailers after a chunked body
         self._is_head = self._has_body = self._is_chunked = self._is_discarding = False
-        self._expected_bytes = 0  # of a body whose length is known
-        self._pieces: list[bytes] = []  # of a body, found in what was received last
+        self._expected_bytes = 0  # of the rest of a body with a content-length
+        self._pieces: list[bytes] = []  # body chunks in the bytes received last
         self._unanswered: list[RequestResponseCycle] = []
         self._sending: LeakyBucket | None = None
         self._unsent = 0
@@ -101,47 +101,46 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if beyond > 0:
             self.app_state = {**self.app_state, TOO_MANY: True}
-        self._look_later()
+        self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._looking is not None:
             self._looking.cancel()
         super().connection_lost(exc)
-        self._answers.close = self.transport.close  # so that nothing refers to itself
-        for cycle in self._unanswered:  # uvicorn tells the last one alone
+        self._answers.close = self.transport.close  # removes a reference cycle
+        for cycle in self._unanswered:  # uvicorn notifies only the last one
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next bytes: a slice, or more for the rest of a body of known length."""
+        """Return the buffer for the next received bytes: one slice, or more for the rest of a body of known length."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:
-        """Parse the received bytes."""
         if not self._is_discarding:
             self.data_received(bytes(self.received[:num_bytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and time them as headers if they do not belong to the body of a running request."""
+        """Parse received bytes, and start the time limit for headers unless a request is being answered."""
         self._head_bytes += len(data)
         if self._is_chunked:
             self._body_bytes += len(data)
         super().data_received(data)
-        self._take_pieces()
+        self._append_chunks()
         if self._is_busy():
             self._head_since = None
         elif self._head_since is None:
             self._head_since = self.loop.time()
         if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self._give_up("a head that is too long", b"431 Request Header Fields Too Large")
+            self._abort("a head that is too long", b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
         self._is_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start a request. Raises ValueError, for which uvicorn closes the connection, if there are too many."""
+        """Start handling a request, unless too many pipelined requests on the connection are unanswered."""
         self._head_bytes, self._is_head = 0, False
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:
@@ -155,10 +154,10 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._expected_bytes = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         if self._is_chunked:
-            self._body_bytes = self._content_bytes = self._num_chunks = 0  # the first count has heads of chunks in it
-            # An answer before the end of such a body ends the connection: the rest need not be parsed.
+            self._body_bytes = self._content_bytes = self._num_chunks = 0  # ``_body_bytes`` includes chunk headers
+            # A response before the end of a chunked body closes the connection, so that the rest need not be parsed.
             self._keeps_alive, cycle.keep_alive = cycle.keep_alive, False
-        self.flow.resume_reading()  # uvicorn reads no more then, and would not see the client leave
+        self.flow.resume_reading()  # uvicorn stops reading here, and would not notice a disconnect
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -166,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._pieces.append(body)
 
     def on_message_complete(self) -> None:
-        self._take_pieces()
+        self._append_chunks()
         if self._is_discarding:
             return
         if self._is_chunked and not self.cycle.response_started:
@@ -174,8 +173,8 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._has_body = self._is_chunked = False
         super().on_message_complete()
 
-    def _take_pieces(self) -> None:
-        """Append the received chunks to the body, and reject it if chunks are too small or the body is too large."""
+    def _append_chunks(self) -> None:
+        """Append received chunks to the request body; reject the body if it is too large or its chunks too small."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             content = b"".join(pieces)
@@ -189,18 +188,19 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             fault = _too_long(self.limits.max_body_bytes)
         elif self._num_chunks > _FREE_CHUNKS and self._content_bytes < _CHUNK_BYTES * self._num_chunks:
             fault = ApiError(
-                400, f"the body comes in chunks of less than {_CHUNK_BYTES} bytes on average: send larger chunks, or "
+                400,
+                f"the body comes in chunks of less than {_CHUNK_BYTES} bytes on average: send larger chunks, or "
                 "the whole body with a content-length",
                 code="body_chunks_too_small",
-            )  # fmt: skip
+            )
         else:
             return
         self.scope["state"][BODY_FAULT] = fault
         self.cycle.more_body, self._is_discarding = False, True
         self.cycle.message_event.set()
 
-    def _end(self) -> None:
-        """Close the connection after an answer; discard the rest of the request's body for a while first."""
+    def _finish(self) -> None:
+        """Close the connection after a response; if the client still sends its body, discard it for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return
@@ -211,29 +211,29 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         limits = self.limits
         shortest = min(limits.max_head_seconds, limits.max_send_seconds, self._idle_s)
-        # Many come at once; they need not be looked at together.
-        delay = min(_MOST_LOOK_S, shortest / 4) * random.uniform(0.8, 1.2)
-        self._looking = self.loop.call_later(delay, self._look)
+        # Random, so that connections that opened together are not checked together.
+        delay = min(_MAX_CHECK_INTERVAL_S, shortest / 4) * random.uniform(0.8, 1.2)
+        self._looking = self.loop.call_later(delay, self._check_limits)
 
-    def _look(self) -> None:
-        """Close the connection if the client or the connection has been idle for too long."""
+    def _check_limits(self) -> None:
+        """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
         now = self.loop.time()
-        if self._takes_nothing(now):
+        if self._reads_too_slowly(now):
             log.debug("gave up a connection: it takes nothing of what was sent")
             self.transport.abort()
             return
         if not self.transport.is_closing() and not self._is_busy():
             if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
-                self._give_up("a request that does not arrive", b"408 Request Timeout")
+                self._abort("a request that does not arrive", b"408 Request Timeout")
             elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
-                self._give_up("nothing has come", None)  # after a first request uvicorn waits
-        self._look_later()
+                self._abort("nothing has come", None)  # after a first request, uvicorn's own time limit applies
+        self._schedule_check()
 
-    def _takes_nothing(self, now: float) -> bool:
-        """Return whether the client read too little of the buffered answer for too long."""
+    def _reads_too_slowly(self, now: float) -> bool:
+        """Return whether the client has read the response more slowly than ``min_bytes_per_second`` for too long."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or (self._is_busy() and not self.flow.write_paused):
             self._sending = None
@@ -245,7 +245,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unsent = unsent
         return now > self._sending.until
 
-    def _give_up(self, reason: str, status: bytes | None) -> None:
+    def _abort(self, reason: str, status: bytes | None) -> None:
         log.debug("gave up a connection: %s", reason)
         if status is not None and not self._is_busy() and self._is_head:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
@@ -253,12 +253,14 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
 
 def protocol_within(limits: Limits) -> type[asyncio.Protocol]:
-    """Return the protocol class for uvicorn with these limits."""
     return type("Protocol", (GuardedProtocol,), {"limits": limits, "received": memoryview(bytearray(_RECEIVED_BYTES))})
 
 
 class BodyReader:
-    """Reads the bodies of all requests. Bodies that are not small share a memory budget and a thread."""
+    """Receives and parses the bodies of all HTTP requests.
+
+    Bodies of more than 64 KiB share a memory budget and are parsed on another thread.
+    """
 
     def __init__(self, limits: Limits, lanes: FairExecutors) -> None:
         self._limits, self._lanes = limits, lanes
@@ -266,9 +268,9 @@ class BodyReader:
         self._memory = SharedBudget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
-        """Receive and decode a body, and return the result of ``check``.
+        """Receive a request's body, parse it as JSON and return ``check(value)``.
 
-        Raises RequestError, ApiError (413, 408) or QueueFull.
+        ``max_values`` limits the JSON values in large bodies. Raises RequestError, ApiError (413 or 408) or QueueFull.
         """
         share = self._memory.share()
         try:
@@ -281,7 +283,7 @@ class BodyReader:
 
     async def _receive(self, request: Request, share: Reservation) -> bytes:
         most = self._limits.max_body_bytes
-        if int(request.headers.get("content-length", 0)) > most:  # the parser has seen to it that it is a number
+        if int(request.headers.get("content-length", 0)) > most:  # the HTTP parser has checked that it is a number
             raise _too_long(most)
         content = bytearray()
         seconds, rate = self._limits.max_body_seconds, self._limits.min_bytes_per_second
@@ -322,7 +324,8 @@ def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) ->
     count = num_values(content)
     if count > max_values:
         raise ApiError(
-            413, f"the body has {count} values, at most {max_values} are taken: send several requests",
+            413,
+            f"the body has {count} values, at most {max_values} are accepted: send several requests",
             code="body_too_long",
-        )  # fmt: skip
+        )
     return check(_decode(content))

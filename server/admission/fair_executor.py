@@ -1,4 +1,7 @@
-"""Fair thread pools next to the event loop. Each kind of work has its own, so no kind waits for another."""
+"""Thread pools that run blocking work for the event loop, in round-robin order of the tenants.
+
+Each kind of work has its own pool, so that slow work of one kind does not delay other kinds.
+"""
 
 from __future__ import annotations
 
@@ -16,45 +19,38 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG_CHARACTERS = 1 << 14
-"""Longer texts are tokenized by the pool for long ones; this length takes about 10 ms."""
+"""Texts with more characters are tokenized by the thread pool for long texts; this many take about 10 ms."""
 
 LONG_GRAMMAR = 1 << 12
-"""Grammars with a higher expected cost are compiled by the pool for long ones, from 10 ms on."""
+"""Grammars with a higher estimated cost are compiled by the thread pool for slow ones; this cost takes about 10 ms."""
 
 LARGE_BODY_BYTES = 1 << 20
-"""Larger bodies are parsed by the pool for large ones, in up to 0.2 s."""
+"""Request bodies with more bytes are parsed by the thread pool for large bodies, which may take 0.2 s each."""
 
 
 class FairExecutor:
-    """A thread pool with a queue of limited length for each tenant. For use from one event loop.
+    """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
-    Tenants are served in round-robin order, one call at a time. So a tenant with many calls only waits for itself.
-    Without tenants all calls share one queue, in which requests take turns.
+    Each tenant has a queue of limited length. If the server has no tenants, all requests share one queue and requests
+    are served in round-robin order instead. All methods must be called from one event loop. ``name`` is the kind of
+    work in error messages. A tenant's calls may have a total cost of ``(num_threads + max_waiting) * unit``.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
-        """Start the threads.
-
-        Args:
-            name: The kind of work, for messages.
-            num_threads: The number of threads.
-            max_waiting: The number of calls of cost ``unit`` that a queue holds in addition to ``num_threads``.
-            unit: The unit of the costs.
-        """
         self._name = name
         self._most = (num_threads + max_waiting) * unit
         self._unit = unit
         self._num_idle = num_threads
-        self._costs: Counter[str | None] = Counter()  # of what each tenant has here, waiting or under way
-        self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # whose turn it is first
+        self._costs: Counter[str | None] = Counter()  # the cost of each tenant's waiting and running calls
+        self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant comes first
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return or raise what ``call`` does, or raise QueueFull. A call that has started is not cancelled."""
+        """Run ``call`` on a thread of the pool and return its result. Raises QueueFull."""
         return await self.run_with_cost(self._unit, partial(call, *args, **kwargs))
 
     async def run_with_cost(self, cost: int, call: Callable[[], T]) -> T:
-        """Run a call of the given cost, at least one unit. A single call always fits."""
+        """Run ``call`` on a thread of the pool, counting ``cost`` against the tenant's queue limit."""
         record, cost = current_record(), max(self._unit, cost)
         if self._costs[record.tenant] and self._costs[record.tenant] + cost > self._most:
             raise QueueFull(f"too many requests wait for {self._name}: try again later")
@@ -73,8 +69,7 @@ class FairExecutor:
         return await waiting
 
     async def _turn(self, whose: str | None) -> None:
-        """Wait until a thread is free for a call of this tenant."""
-        if self._num_idle:  # then nobody waits
+        if self._num_idle:  # then no call is waiting
             self._num_idle -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -87,7 +82,6 @@ class FairExecutor:
             raise
 
     def _pass_on(self) -> None:
-        """Give the free thread to the next tenant in round-robin order."""
         while self._lines:
             whose, line = next(iter(self._lines.items()))
             turn = line.popleft()
@@ -120,7 +114,7 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 class FairExecutors:
-    """The thread pools of a server. Short texts have two threads, as some take nearly as long as long ones."""
+    """All thread pools of a server, one for each kind and size of work."""
 
     def __init__(self) -> None:
         self._bodies = FairExecutor("reading bodies", num_threads=1, max_waiting=256)
@@ -130,13 +124,14 @@ class FairExecutors:
         self._short_grammars = FairExecutor("compiling grammars", num_threads=1, max_waiting=64)
         self._long_grammars = FairExecutor("compiling long grammars", num_threads=1, max_waiting=16)
         self.tools = FairExecutor("/tokenize and /detokenize", num_threads=1, max_waiting=16)
-        """For /tokenize and /detokenize."""
         self.management = FairExecutor("managing tenants", num_threads=1, max_waiting=16)
-        """For deletions, which wait for files and for Redis."""
+        """The thread pool for deleting tenants' caches, which waits for files and for Redis."""
         self.metrics = FairExecutor("reading metrics", num_threads=1, max_waiting=16)
-        """For metrics, which need no key and must not delay clients with a key."""
+        """The thread pool for /metrics, which needs no API key and must not delay clients with a key."""
         self.answers = FairExecutor("writing answers", num_threads=2, max_waiting=4096)
-        """For submitting many choices, counting accepted predictions, and serializing long answers."""
+        """The thread pool for submitting many choices, counting accepted prediction tokens, and serializing long
+        responses.
+        """
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:
         if num_characters <= LONG_CHARACTERS:
@@ -144,11 +139,9 @@ class FairExecutors:
         return await self._long_texts.run_with_cost(num_characters, call)
 
     def grammar(self, cost: int) -> FairExecutor:
-        """Return the thread pool for the compilation of a grammar of this expected cost."""
         return self._short_grammars if cost <= LONG_GRAMMAR else self._long_grammars
 
     def body(self, num_bytes: int) -> FairExecutor:
-        """Return the pool for a body of this length."""
         return self._bodies if num_bytes <= LARGE_BODY_BYTES else self._large_bodies
 
     def close(self) -> None:

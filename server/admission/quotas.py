@@ -1,4 +1,4 @@
-"""Admission control: shared budgets and per-tenant quotas for requests that do not have a slot yet."""
+"""Admission control: shared memory budgets and per-tenant quotas for requests that do not have a slot yet."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _MINUTE_S: Final = 60.0
 RATE_HEADERS: Final = tuple(
     f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")
 )
-"""The response headers with an account's rate limits."""
+"""The names of the HTTP response headers that report a tenant's rate limits, as in OpenAI's API."""
 
 REFUSALS: Final = ("queue", "requests", "tokens")
-"""The reasons for which a tenant's request is rejected: too many in flight, too many requests or tokens per minute."""
+"""The limits for which a tenant's request can be rejected: requests in flight, requests per minute, tokens per minute.
+"""
 
 
 class Reservation:
-    """The part of a budget that one request has reserved. ``give_back`` may be called more than once."""
+    """The units of a `SharedBudget` that one HTTP request has reserved. ``give_back`` may be called more than once."""
 
     def __init__(self, budget: SharedBudget, tenant: str | None) -> None:
         self._budget, self._tenant = budget, tenant
         self.amount = 0
 
     def grow(self, amount: int) -> None:
-        """Reserve more. Raises QueueFull, without a change, if the tenant may not have it now."""
+        """Reserve ``amount`` more units. If the tenant's part of the budget is used up, raise QueueFull."""
         self._budget.take(self._tenant, amount, self.amount)
         self.amount += amount
 
@@ -45,11 +46,11 @@ class Reservation:
 
 
 class SharedBudget:
-    """A shared budget of ``limit`` units, with ``what`` as its name in messages. Thread-safe.
+    """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
-    A tenant may reserve half of what others leave, so that there is always room for another tenant (Choudhury and
-    Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other requests may reserve all
-    of it.
+    A tenant may reserve half of the units that other tenants leave, so that there is always room for another tenant
+    (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other requests
+    may reserve all of them. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -62,16 +63,12 @@ class SharedBudget:
         return self._used.total()
 
     def share(self) -> Reservation:
-        """Return an empty share for the current request."""
         return Reservation(self, current_record().tenant)
 
     def take(self, tenant: str | None, amount: int, held: int) -> None:
-        """Reserve ``amount``, or release it if negative. Raises QueueFull.
+        """Reserve ``amount`` units of the budget for a tenant; a negative amount releases units. Raises QueueFull.
 
-        Args:
-            tenant: The tenant. None: there are no tenants.
-            amount: The amount.
-            held: The amount that the share has reserved already.
+        ``held`` are the units that the same request has already reserved.
         """
         with self._lock:
             own = self._used[tenant]
@@ -79,7 +76,7 @@ class SharedBudget:
             if tenant is not None and own > held:
                 room //= 2
             if amount > 0 and own + amount > room:
-                raise QueueFull(f"the server has all the {self._what} it takes at once: try again later")
+                raise QueueFull(f"the server's limit for {self._what} is reached: try again later")
             self._used[tenant] += amount
             assert self._used[tenant] >= 0
             if not self._used[tenant]:
@@ -87,37 +84,40 @@ class SharedBudget:
 
 
 class TokenBucket:
-    """A token bucket that starts full; None is unlimited. It may go into debt. ``now`` must never decrease."""
+    """A token bucket that limits a rate per minute. It starts full, and its content may become negative.
+
+    ``per_minute=None`` means unlimited. The times ``now`` in seconds must not decrease between calls.
+    """
 
     def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute
         self._left, self._at = float(per_minute or 0), now
 
     def left(self, now: float) -> float:
-        """Return the amount that may be taken; negative if there is a debt."""
+        """Return the tokens in the bucket at time ``now``; negative if more were taken than it contained."""
         if self.per_minute is None:
             return math.inf
         return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
 
     def take(self, amount: float, now: float) -> None:
-        """Take ``amount`` even if it is not available; return it if negative."""
+        """Remove ``amount`` tokens from the bucket, or add them if negative. Its content may become negative."""
         if self.per_minute is not None:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until ``amount``, at most a minute's allowance, is available."""
+        """Return the seconds until the bucket contains ``amount`` tokens, which may exceed its capacity."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Change the allowance and keep the amount used, at most a minute's worth unless there was a larger debt."""
+        """Change the bucket's rate and capacity; tokens used in the last minute remain used."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
 
     def headers(self, name: str, now: float) -> dict[str, str]:
-        """Return OpenAI's headers for ``name``: limit, remaining amount, and the time until it is full again."""
+        """Return OpenAI's rate limit headers for the resource ``name``: limit, remaining, and time until full."""
         if self.per_minute is None:
             return {}
         return {
@@ -128,7 +128,7 @@ class TokenBucket:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a time like OpenAI, ``12ms``, ``7s``, ``1m30s``, rounded up."""
+    """Format seconds as in OpenAI's rate limit headers, ``12ms``, ``7s``, ``1m30s``, rounded up."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(math.ceil(seconds), 60)
@@ -137,7 +137,7 @@ def format_duration(seconds: float) -> str:
 
 @dataclass(slots=True)
 class TenantCounts:
-    """The counts of one tenant since the start. ``num_in_flight`` is current: choices that wait or run."""
+    """Counters of one tenant's requests and tokens since the server's start; ``num_in_flight`` is a current value."""
 
     num_in_flight: int = 0
     num_requests: int = 0
@@ -147,7 +147,10 @@ class TenantCounts:
 
 
 class Account:
-    """The use of one tenant, which outlives changes of its rules, or of all clients without keys. Thread-safe."""
+    """The quota state and request counters of one tenant; it survives a reload of the tenants file. Thread-safe.
+
+    A server without API keys has one account for all clients.
+    """
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
@@ -164,11 +167,10 @@ class Account:
 
     @property
     def payer(self) -> str | None:
-        """The name under which shared budgets are divided. None: there are no keys."""
+        """The tenant's name, under which shared budgets are divided, or None if the server has no API keys."""
         return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
-        """Apply new rules. Requests in flight continue."""
         with self._lock:
             now = self._clock()
             self.tenant = tenant
@@ -176,7 +178,7 @@ class Account:
             self._tokens.change(tenant.quotas.tokens_per_minute, now)
 
     def enter(self) -> None:
-        """Count a request before any work is done for it. Raises ApiError, without counting, if no request is left."""
+        """Count a new HTTP request. Raises ApiError if the tenant's requests per minute are used up."""
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
@@ -186,7 +188,7 @@ class Account:
             self._requests.take(1, now)
 
     def check_quota(self, num_choices: int, num_slots: int) -> None:
-        """Raise the error that `admit` would raise for this number of choices, before prompts are tokenized."""
+        """Raise the error that `admit` would raise for this number of choices, before any prompt is tokenized."""
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
             return
@@ -205,16 +207,9 @@ class Account:
     def admit(
         self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Reservation | None = None
     ) -> AdmissionTicket:
-        """Admit a request that has entered, and return its ticket, which must be ended.
+        """Admit a request that `enter` has counted. Returns its ticket, whose ``end`` must be called. Raises ApiError.
 
-        Args:
-            num_choices: The number of choices.
-            num_prompt_tokens: The number of prompt tokens over all choices.
-            num_slots: The number of slots of the engine.
-            share: The request's share of a budget. It is released if an exception is raised.
-
-        Raises:
-            ApiError: A quota is exhausted.
+        ``share`` is the request's reservation in a shared budget, which is released if an exception is raised.
         """
         try:
             with self._lock:
@@ -236,7 +231,6 @@ class Account:
         return AdmissionTicket(self, num_choices, num_prompt_tokens, share)
 
     def headers(self) -> dict[str, str]:
-        """Return the rate limit headers for an answer; empty without limits."""
         with self._lock:
             now = self._clock()
             return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)
@@ -265,7 +259,7 @@ class Account:
 
 
 class AdmissionTicket:
-    """The resources that a request holds until ``end``, which may be called more than once."""
+    """The quota and budget that an admitted request uses until ``end``, which may be called more than once."""
 
     def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Reservation | None) -> None:
         self._account: Account | None = account
@@ -273,13 +267,13 @@ class AdmissionTicket:
         self._was_begun = False
 
     def begin(self) -> None:
-        """Count the request when the engine accepts it. Requests that were rejected before count for nobody."""
+        """Count the request and its prompt tokens when the engine accepts it; rejected requests are not counted."""
         self._was_begun = True
         if self._account is not None:
             self._account.begin(self._num_prompt_tokens)
 
     def end(self, num_output_tokens: int) -> None:
-        """Release everything when the choices have ended with this number of tokens in total."""
+        """Release the request's quota and budget when its choices have generated ``num_output_tokens`` in total."""
         if self._share is not None:
             self._share.give_back()
         account, self._account = self._account, None

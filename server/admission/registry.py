@@ -1,4 +1,4 @@
-"""All tenants of a server: lookup by key, reloading, and the names and the deletion of their caches."""
+"""The registry of a server's tenants: lookup by API key, reloading, and the names and deletion of tenants' caches."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamespaceNames:
-    """Derives names by HMAC with the server's ``secret``. Servers with the same secret derive the same names."""
+    """Derives the names of tenants' caches by HMAC, so that they cannot be guessed without the server's ``secret``."""
 
     secret: bytes
 
     def tenant(self, base: str, seed: str, generation: int) -> str:
-        """Return a tenant's namespace for the model namespace ``base`` after ``generation`` deletions."""
+        """Return the namespace of a tenant's cache for a model; ``generation`` counts deletions of the cache."""
         return "t" + self._digest("tenant", base, seed, generation)
 
     def salted(self, namespace: str, salt: str) -> str:
-        """Return the namespace of a ``cache_salt`` within another namespace."""
+        """Return the name of the cache namespace for requests with this ``cache_salt`` within a tenant's namespace."""
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
-        """Return the name under which a tenant's number of deletions is stored for ``base``."""
+        """Return the key under which the number of deletions of a tenant's cache is stored for a model's namespace."""
         return self._digest("counter", base, seed)
 
     def owner(self, seed: str) -> Owner:
-        """Return the owner that the manifests of a tenant's caches name."""
+        """Return the owner record that the manifest files of a tenant's caches contain."""
         return Owner(secret_id(self.secret), self._digest("owner", seed))
 
     def short(self, digest: str) -> str:
-        """Return a name for a key without a tenant: 8 digits, too few to test guessed keys against."""
+        """Return a name for an API key of no named tenant: 8 digits of its HMAC, too few to verify guessed keys."""
         return self._digest("name", digest)[:8]
 
     def _digest(self, *parts: str | int) -> str:
@@ -72,7 +72,6 @@ class NamespaceNames:
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return the number of caches and the first of their names."""
     return f"{len(names)} cache(s) of tenants ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
@@ -81,45 +80,46 @@ _MOST_FILE_BYTES: Final = 1 << 22
 
 
 class Generations:
-    """How often each tenant's cache was deleted: part of the cache's name, so a deleted cache is never found.
+    """Counts how often each tenant's cache was deleted.
 
-    Each number only increases, and is stored in a file before it is used. Thread-safe; may block.
+    The count is part of the cache's name, so text of a deleted cache is never found again. Counts only increase and are
+    written to a file before they are used. Replicas exchange them through Redis. Thread-safe; methods may block.
     """
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
         self._path = path
         self._shared = shared
         self._lock = threading.Lock()
-        self._counting = threading.Lock()  # held while replicas are asked
+        self._counting = threading.Lock()  # held while counts are exchanged with replicas
         self._numbers, is_checked = ({}, True) if path is None else _read(path)
         self._is_reached = True
         if not is_checked:
-            with suppress(OSError):  # it is as good as before
+            with suppress(OSError):  # without a checksum the file is still usable
                 self._set({})
 
     def of(self, name: str) -> int:
         return self._numbers.get(name, 0)
 
     def advance(self, name: str) -> tuple[int, bool]:
-        """Increment a number. Returns it, and whether replicas have been told. Raises OSError of the file."""
+        """Increment a cache's deletion count. Returns it, and whether the replicas received it. Raises OSError."""
         with self._counting:
             number, is_told = self.of(name) + 1, self._shared is None
             if self._shared is not None:
                 try:
                     number = max(number, self._told(name, self._shared.add(name, 1), number))
                     is_told = True
-                except Exception as error:  # they are told by `absorb`
+                except Exception as error:  # `absorb` sends the count later
                     self._complain(error)
             self._set({name: number})
             return number, is_told
 
     def adopt(self, name: str, number: int) -> None:
-        """Set the number of a cache that was found and therefore not deleted since. Raises OSError of the file."""
+        """Restore a cache's deletion count from its directory's name when the file was lost. Raises OSError."""
         with self._counting:
             self._set({name: number})
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Apply the replicas' numbers, and send them newer ones; returns the former numbers of those that changed."""
+        """Exchange deletion counts with replicas. Returns the former counts of caches that they have deleted."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:
@@ -130,7 +130,7 @@ class Generations:
                     if number < self.of(name):
                         self._told(name, number, self.of(name))
                 newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST_DELETIONS}
-                if newer:  # asked once more: an answer that was garbled on its way deletes no cache
+                if newer:  # read twice, so that a corrupted reply deletes no cache
                     again = zip(newer, self._shared.read(list(newer)), strict=True)
                     newer = {name: newer[name] for name, number in again if number >= newer[name]}
             except Exception as error:
@@ -155,12 +155,12 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("replicas are not told which caches were deleted, it is tried again: %s", type(error).__name__)
+            log.warning("deletions of caches do not reach the replicas and are retried: %s", type(error).__name__)
         self._is_reached = False
 
 
 def _write(path: Path, numbers: Mapping[str, int]) -> None:
-    """Merge numbers into the file, which servers of other namespaces may share. Raises OSError."""
+    """Write deletion counts to a file, keeping counts of other servers that share it. Raises OSError."""
     make_directory(path.parent)
     with open_lock(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -171,10 +171,7 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool]:
-    """Return the numbers in a file, and False if it has no checksum, as written by former versions.
-
-    Returns no numbers if the file is missing or damaged.
-    """
+    """Read deletion counts from a file; empty if missing or damaged. The second result tells if it has a checksum."""
     try:
         with open_file(path) as file:
             content = file.read(_MOST_FILE_BYTES)
@@ -184,9 +181,11 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         return {}, True
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.error(
-            "%s is damaged (%s): how often caches were deleted is found again only of those whose directories are "
-            "there, or by Redis. Restore it from a copy", path, error,
-        )  # fmt: skip
+            "%s is damaged (%s): deletion counts are recovered only for caches whose directories exist, or from "
+            "Redis. Restore the file from a backup",
+            path,
+            error,
+        )
         return {}, True
     found = {
         str(name): number for name, number in numbers.items() if type(number) is int and 0 <= number < _MOST_DELETIONS
@@ -195,32 +194,31 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
 
 
 SALTED_TOKENS: Final = 1 << 18
-"""The capacity of the cache of a ``cache_salt`` in tokens, at most that of the tenant's own cache."""
+"""The maximum capacity in tokens of the cache for one ``cache_salt``."""
 
 SALTS_AT_ONCE: Final = 8
-"""The maximum number of a tenant's caches of salts that are open at once."""
+"""The maximum number of caches for different ``cache_salt`` values that are open at once for one tenant."""
 
 _RETIRED_S: Final = 60.0
-"""The time in seconds for which old names are removed again after a deletion, because a request may have been in
-flight.
-"""
+"""The seconds after the deletion of a cache during which late text of requests in flight is removed again."""
 _MOST_RETIRED: Final = 1024
 _NEAR: Final = 256
-"""How many deletion counts, up and down, are tried for a directory to which no current name leads."""
+"""The number of deletion counts tried above and below the known count to find the tenant of an unknown cache directory.
+"""
 
 
 class CacheAccess(NamedTuple):
-    """The cache that a request uses and the policy for it. None: nothing is drafted from a cache or added to it."""
+    """The cache namespace that a request may use, and its policy. No cache is used if ``namespace`` is None."""
 
     namespace: str | None
     policy: NamespacePolicy
 
 
 class Tenants:
-    """The tenants and their keys. Thread-safe; lookups never block.
+    """All tenants of a server with their API keys and caches. Thread-safe; lookups never block.
 
-    A server without tenants is open to everybody and stays open. A server with tenants is never open, whatever is
-    reloaded.
+    A server that starts without API keys never requires one, and a server that starts with keys always requires one,
+    even if a reloaded file contains none.
     """
 
     def __init__(
@@ -235,13 +233,8 @@ class Tenants:
     ) -> None:
         """Read the tenants.
 
-        Args:
-            read: Returns the current tenants of the files. Raises ConfigError.
-            names: Derives the names of namespaces.
-            generations: The numbers of deletions.
-            bases: The namespaces of the served models.
-            share_cache: Whether all tenants share one cache.
-            directory: The directory of their caches. None: they are in memory.
+        ``read`` returns the tenants in the operator's files, or raises ConfigError. ``bases`` are the cache namespaces
+        of the served models. If ``directory`` is None, caches are in memory only.
         """
         self._directory = directory
         self._read = read
@@ -250,30 +243,30 @@ class Tenants:
         self._bases = bases
         self._share_cache = share_cache
         self._process_secret = secrets.token_bytes(32)
-        self._lock = threading.Lock()  # held while rules are replaced
+        self._lock = threading.Lock()  # held while the tenants are replaced
         self._accounts: dict[str, Account] = {}
         self._by_key: dict[bytes, Account] = {}
         self._retired: list[tuple[float, str]] = []
         self._left_in_redis: set[str] = set()
         self.everybody = Account(EVERYBODY)
-        """The account of all clients if no key is needed."""
+        """The account of all clients of a server without API keys."""
         self.caches: Callable[[], CacheManager | None] = lambda: None
-        """Returns the caches once they are open."""
+        """A callback that returns the cache manager once the caches are open."""
         self.sharing: Callable[[], ReplicationLog | None] = lambda: None
-        """Returns the Redis stream that replicas share, if there is one."""
+        """A callback that returns the Redis log by which replicas share text, or None."""
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
-        """Whether a key is needed."""
+        """Whether requests need an API key."""
 
     def find(self, key: str) -> Account | None:
-        """Return the account of a key. The time reveals nothing about keys, because a keyed digest is looked up."""
+        """Return the account of an API key. A keyed digest is looked up, so timing reveals nothing about keys."""
         return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheAccess:
-        """Return the cache for a tenant's request to the model namespace ``base``."""
+        """Return the cache for a tenant's request; ``base`` is the model's namespace, ``salt`` its ``cache_salt``."""
         if base is None:
             return CacheAccess(None, DEFAULT_POLICY)
         main, terms = base, DEFAULT_POLICY
@@ -288,7 +281,7 @@ class Tenants:
             )
         if salt is None:
             return CacheAccess(main, terms)
-        # What is said under a salt stays in memory: clients choose salts, and as many as they like.
+        # Salted caches stay in memory, because clients may choose any number of salts.
         salted = NamespacePolicy(
             capacity_tokens=min(SALTED_TOKENS, terms.capacity_tokens or SALTED_TOKENS),
             reads_shared=terms.reads_shared,
@@ -299,7 +292,7 @@ class Tenants:
         return CacheAccess(self._names.salted(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
-        """Return the labels of tenants' namespaces in metrics, which are the tenants' names. O(tenants)."""
+        """Map the names of tenants' cache namespaces to the tenants' names, which label them in metrics. O(tenants)."""
         return {
             self._namespace(account.tenant, base): (
                 name if base == self._bases[0] and name not in self._bases else f"{name}/{base}"
@@ -310,7 +303,7 @@ class Tenants:
         }
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return every tenant with its rules and use, without keys."""
+        """Return every tenant's quotas and current use as JSON objects, without API keys."""
         found = []
         for account in self.accounts():
             tenant, use = account.tenant, account.use
@@ -335,12 +328,12 @@ class Tenants:
         return found
 
     def reload(self) -> int:
-        """Read the rules again and return the number of tenants. Raises ConfigError without a change."""
+        """Read the operator's files again and return the number of tenants. If they are invalid, raise ConfigError."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("there would be no key left: a server that needs keys keeps those it has")
+            raise ConfigError("the files contain no API key any more: the current keys stay valid")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without keys and stays open: start it again")
+            raise ConfigError("the server was started without API keys and stays open: restart it")
         self._replace(tenants)
         return len(tenants)
 
@@ -354,20 +347,20 @@ class Tenants:
                     account.change(tenant)
                 accounts[tenant.name] = account
             self._accounts = accounts
-            # One assignment: a key opens what it opened before, or what it opens now. Who is in flight goes on.
+            # One assignment, so that lookups see either all old keys or all new keys. Requests in flight continue.
             self._by_key = {
                 self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
             }
 
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Delete a tenant's cache, here at once, on replicas within seconds. Raises ApiError."""
+        """Delete a tenant's cache: at once on this server, and within seconds on its replicas. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {quote_value(name)}", code="tenant_not_found")
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{quote_value(name)} has no cache of its own: the one it shares is removed with the server stopped",
+                f"{quote_value(name)} has no cache of its own: stop the server to remove the shared cache",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
@@ -377,7 +370,7 @@ class Tenants:
             told = [self._generations.advance(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
-                500, f"nothing was deleted: that cannot be written down: {error}", kind="server_error"
+                500, f"nothing was deleted, because the deletion cannot be recorded: {error}", kind="server_error"
             ) from error
         owner = self._names.owner(account.tenant.seed)
         near = {name for base in self._bases for name in self._near(account.tenant, base)}
@@ -393,9 +386,10 @@ class Tenants:
         return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
 
     def recover_counts(self) -> list[str]:
-        """Recover lost deletion counts from the directories, and remove deleted caches next to newer ones.
+        """Recover lost deletion counts from the names of cache directories, and remove directories of deleted caches.
 
-        Returns the names of the caches that belong to no known tenant or secret. O(directories). Raises OSError.
+        Returns the cache directories that belong to no known tenant or were created with another secret.
+        O(directories). Raises OSError.
         """
         unknown = self._unknown()
         owners = set(unknown.values())
@@ -407,7 +401,7 @@ class Tenants:
                 found = {name: number for name, number in self._near(tenant, base).items() if name in unknown}
                 newest = max([self._generations.of(counter), *found.values()])
                 if newest > self._generations.of(counter):
-                    log.error("a cache of tenant %s was found again: its number of deletions was lost", tenant.name)
+                    log.error("the lost deletion count of tenant %s was recovered from a cache directory", tenant.name)
                     self._generations.adopt(counter, newest)
                 assert self._directory is not None
                 if (self._directory / self._names.tenant(base, tenant.seed, newest)).is_dir():
@@ -416,32 +410,33 @@ class Tenants:
                 elif found:
                     log.warning(
                         "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
-                        "goes with the next deletion", tenant.name, ", ".join(found),
-                    )  # fmt: skip
+                        "the next deletion removes it",
+                        tenant.name,
+                        ", ".join(found),
+                    )
                 for name in found:
                     del unknown[name]
         return self._strangers(unknown)
 
     def _unknown(self) -> dict[str, Owner | None]:
-        """Return the directories of tenants' caches to which no name leads, with their owners. Raises OSError."""
+        """Return the tenants' cache directories that no current tenant uses, with their owners. Raises OSError."""
         if self._directory is None:
             return {}
         known = self.labels()
         return {path.name: read_owner(path) for path in tenant_directories(self._directory) if path.name not in known}
 
     def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
-        """Return the directories of another secret, and those without an owner."""
         ours = secret_id(self._names.secret)
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Return the names of a tenant's caches for similar deletion counts, with these counts."""
+        """Map possible names of a tenant's cache, for slightly different deletion counts, to these counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """Apply replicas' deletions and remove late text of deleted caches, about once a second. May block."""
+        """Apply cache deletions of replicas, and delete text that requests in flight added to deleted caches."""
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)
             for account in self.accounts()
@@ -449,11 +444,11 @@ class Tenants:
         }
         for counter, former in self._generations.absorb(counted).items():
             tenant, base = counted[counter]
-            log.info("the cache of tenant %s was deleted at a replica", tenant.name)
+            log.info("the cache of tenant %s was deleted by a replica", tenant.name)
             self._retire([self._names.tenant(base, tenant.seed, former)])
         with self._lock:
             now = time.monotonic()
-            if self.caches() is None:  # they are still being opened: what is theirs is swept later
+            if self.caches() is None:  # the caches are still being opened, and are swept later
                 self._retired = [(now + _RETIRED_S, name) for _, name in self._retired]
             self._left_in_redis &= {name for _, name in self._retired}
             self._retired = [each for each in self._retired if each[0] > now or each[1] in self._left_in_redis]
@@ -468,13 +463,13 @@ class Tenants:
         return [failure for name in namespaces if (failure := self._remove(name)) is not None]
 
     def _remove(self, namespace: str) -> str | None:
-        """Remove a namespace that no request uses any more; returns what could not be removed."""
+        """Delete a namespace's cache from memory, disk and Redis. Returns the error message if that failed."""
         failure = None
         caches, sharing = self.caches(), self.sharing()
         try:
             if caches is not None:
                 caches.discard(namespace)
-            elif self._directory is not None:  # nothing is open: it loads, or does not draft
+            elif self._directory is not None:  # no cache is open: the server is loading, or has no cache
                 remove_directory(self._directory / namespace)
         except (SSDError, OSError) as error:
             failure = str(error)
@@ -482,7 +477,7 @@ class Tenants:
             if sharing is not None:
                 sharing.delete_stream(namespace)
             self._left_in_redis.discard(namespace)
-        except Exception as error:  # Redis is away: sweeps try until it is not
+        except Exception as error:  # Redis is unreachable: later sweeps retry
             self._left_in_redis.add(namespace)
             log.debug("namespace %s is still in Redis: %s", namespace, type(error).__name__)
         return failure

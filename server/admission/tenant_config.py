@@ -1,4 +1,4 @@
-"""The operator's TOML file of tenants and quotas, which is accepted or rejected as a whole."""
+"""Parse the operator's TOML file of tenants and quotas. A file with any error is rejected as a whole."""
 
 from __future__ import annotations
 
@@ -25,32 +25,30 @@ _Count = Annotated[int | None, Field(ge=1, le=_MOST)]
 
 
 class Quotas(BaseModel):
-    """The limits of one tenant. None: only the server's limits apply."""
+    """The limits of one tenant. None means that only the server's own limits apply."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     max_running: _Count = None
-    """Maximum number of slots that the tenant's requests hold at once; further requests wait."""
+    """Maximum number of slots that the tenant's requests use at once; further requests wait."""
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
     """Maximum number of waiting requests; further requests are answered 429."""
     requests_per_minute: _Count = None
-    """HTTP requests for text per minute; unused ones are kept for a minute."""
+    """Maximum number of generation requests per minute; unused ones accumulate for up to a minute."""
     tokens_per_minute: _Count = None
-    """Prompt and output tokens per minute; unused ones are kept for a minute."""
+    """Maximum number of prompt and output tokens per minute; unused ones accumulate for up to a minute."""
     cache_tokens: Annotated[int | None, Field(ge=8192, le=_MOST)] = None
     """Capacity of the tenant's cache in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """A client, or a group of clients, of a shared server.
+    """A client or a group of clients of a shared server, with its own API keys, quotas and cache.
 
     Attributes:
-        name: The name in logs and metrics.
-        seed: The text from which the cache's name is derived. The cache stays the same while the seed does.
-        digests: The SHA-256 digests of the keys, see `digest_of`.
-        reads_shared: Whether drafts also come from the shared namespace.
-        is_operator: Whether requests add to the shared namespace and may manage other tenants.
-        quotas: The limits.
+        seed: The text from which the name of the tenant's cache is derived; a tenant that is renamed keeps its cache.
+        digests: The SHA-256 digests of the tenant's API keys, see `digest_of`.
+        reads_shared: Whether drafts also come from the shared cache, which the operator fills.
+        is_operator: Whether requests add their text to the shared cache and may manage other tenants.
     """
 
     name: str
@@ -62,25 +60,25 @@ class Tenant:
 
 
 EVERYBODY: Final = Tenant(name="", seed="", digests=frozenset())
-"""The tenant of all clients if there are no keys."""
+"""The tenant that stands for all clients of a server without API keys."""
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 digest of a key in 64 hexadecimal characters, which a file may contain instead of the key."""
+    """Return the hexadecimal SHA-256 digest of an API key, which the tenants file may contain instead of the key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 KEY_OPTION: Final = "--api-key"
 KEY_FILE_OPTION: Final = "--api-key-file"
 KEY_VARIABLE: Final = "SSD_API_KEY"
-"""The environment variable with keys, one per line."""
+"""The name of the environment variable with API keys, one per line."""
 TENANTS_OPTION: Final = "--tenants"
 SECRET_OPTION: Final = "--secret-file"
 SECRET_VARIABLE: Final = "SSD_SECRET"
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
-"""The characters that a header can carry unchanged."""
+"""Matches API keys that an HTTP header can transmit unchanged."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _MOST_BYTES: Final = 1 << 20
 
@@ -118,7 +116,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """The content of a file. ``defaults`` apply to its tenants and to keys that are given elsewhere."""
+    """The parsed tenants file. ``defaults`` are the quotas of tenants and further API keys that set none."""
 
     defaults: Tenant
     tenants: tuple[Tenant, ...]
@@ -128,7 +126,7 @@ NO_FILE: Final = RulesFile(Tenant(name="defaults", seed="", digests=frozenset())
 
 
 def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb")) -> bytes:
-    """Read an operator's file or pipe, and warn if others can read it. Raises ConfigError."""
+    """Read a file or pipe with secrets, and warn if other users of the machine can read it. Raises ConfigError."""
     try:
         with opened(path) as file:
             content, mode = file.read(_MOST_BYTES + 1), os.fstat(file.fileno()).st_mode
@@ -142,7 +140,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
 
 
 def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
-    """Return the keys. Raises ConfigError, which never shows a key, if a key could not be sent in a header."""
+    """Return the API keys if HTTP headers can transmit them, else raise ConfigError, whose message contains no key."""
     found = tuple(keys)
     for number, key in enumerate(found, 1):
         if not _KEY.fullmatch(key):
@@ -152,7 +150,7 @@ def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
 
 
 def read_key_file(path: Path) -> tuple[str, ...]:
-    """Read the keys of a file, one per line, without comments; warn if others can read it. Raises ConfigError."""
+    """Read API keys from a file with one key per line, and warn if other users can read it. Raises ConfigError."""
     content = read_private(path, KEY_FILE_OPTION)
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
@@ -160,17 +158,16 @@ def read_key_file(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"{KEY_FILE_OPTION} {path} cannot be read: it is not text") from error
     keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
     if not keys:
-        raise ConfigError(f"{KEY_FILE_OPTION} {path} holds no key: write one a line, or leave the option out")
+        raise ConfigError(f"{KEY_FILE_OPTION} {path} contains no key: write one key per line, or omit the option")
     return keys
 
 
 def read_rules(path: Path) -> RulesFile:
-    """Read the rules of a file. Raises ConfigError, which never shows a key."""
     return parse_rules(read_private(path, TENANTS_OPTION), f"{TENANTS_OPTION} {path}")
 
 
 def parse_rules(content: bytes, source: str) -> RulesFile:
-    """Parse the rules in a file's bytes; ``source`` is its name in messages. Raises ConfigError."""
+    """Parse the bytes of a tenants file, which messages call ``source``. Raises ConfigError."""
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:
@@ -179,7 +176,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(quote_value(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
         raise ConfigError(f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}") from None
-    except ValueError as error:  # of TOML, or of UTF-8, whose message quotes bytes
+    except ValueError as error:  # invalid TOML or UTF-8; the message of the latter quotes bytes
         place = re.search(r"\(at [^)]*\)", str(error))
         raise ConfigError(f"{source} is not TOML{f' {place.group()}' if place else ''}") from None
     defaults = file.defaults.model_dump(exclude_unset=True)
@@ -187,10 +184,10 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
     for name, table in file.tenants.items():
         where = f"{source}: tenants.{quote_value(name)[1:-1]}"
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{where}: take 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot for its name")
+            raise ConfigError(f"{where}: its name must have 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: keys: one of them is a key of tenant {quote_value(owner)} already")
+                raise ConfigError(f"{where}: keys: one of them already belongs to tenant {quote_value(owner)}")
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

@@ -1,4 +1,4 @@
-"""Create a server's tenants from the operator's keys, files and secret, and reload them when a file changes."""
+"""Create a server's tenants from the operator's API keys, files and secret, and reload them when a file changes."""
 
 from __future__ import annotations
 
@@ -43,19 +43,16 @@ _MOST_BYTES: Final = 4096
 
 
 def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """Return the secret from a file or from ``$SSD_SECRET``, without surrounding white space; None without both.
-
-    Raises ConfigError.
-    """
+    """Return the secret for cache names from a file or ``text``, the value of ``$SSD_SECRET``. Raises ConfigError."""
     if path is not None:
         return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret in a cache directory, creating it if needed; without a directory, a random secret.
+    """Return the secret stored in the cache directory, creating it if needed; without a directory, a random secret.
 
-    Raises ConfigError, also if there are tenants' caches whose secret is missing or damaged.
+    Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """
     if cache_directory is None:
         return secrets.token_bytes(32)
@@ -68,7 +65,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         make_directory(path.parent)
         if not path.exists():
             found = tenant_directories(cache_directory)
-            if found and not path.exists():  # another process may just have made both
+            if found and not path.exists():  # another process may have created both just now
                 named = summarize_names([path.name for path in found])
                 raise ConfigError(f"{path} is missing, and {named} cannot be found without it. {advice}")
             create_file(path, [dump_secret(secrets.token_hex(32).encode())])
@@ -79,14 +76,17 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
             raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
         secret = _checked(kept, str(path))
         if not has_checksum and len(checked := dump_secret(secret)) <= _MOST_BYTES:
-            with suppress(OSError):  # it is as good as before
+            with suppress(OSError):  # without a checksum the file is still usable
                 write_file(path, [checked], durable=True)
         return secret
     except OSError as error:
         log.warning(
-            "%s cannot be made (%s): tenants' caches are found again after a restart only with %s or $%s",
-            path, error.strerror, SECRET_OPTION, SECRET_VARIABLE,
-        )  # fmt: skip
+            "%s cannot be created (%s): without %s or $%s, tenants' caches are lost at the next restart",
+            path,
+            error.strerror,
+            SECRET_OPTION,
+            SECRET_VARIABLE,
+        )
         return secrets.token_bytes(32)
 
 
@@ -108,7 +108,11 @@ def open_tenants(
     cache_directory: Path | None = None,
     counters: RedisCounters | None = None,
 ) -> Tenants:
-    """Create the tenants from ``keys``, a file's current keys, and the rules at ``path``. Raises ConfigError."""
+    """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
+
+    ``keys`` are fixed, and ``read_keys`` returns the current keys of the key file at each reload. ``counters`` exchange
+    deletion counts of caches between replicas.
+    """
     names = NamespaceNames(secret)
 
     def read() -> tuple[Tenant, ...]:
@@ -139,12 +143,14 @@ def open_tenants(
             raise ConfigError(f"the caches of tenants in {own_caches} cannot be read: {error}") from error
         if strangers:
             log.warning(
-                "%s in %s were made with another secret, or by tenants that are no more: nobody finds them, and no "
-                "deletion removes them. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
-                summarize_names(strangers), own_caches, own_caches,
-            )  # fmt: skip
+                "%s in %s were created with another secret or by former tenants: they are neither used nor "
+                "deleted. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
+                summarize_names(strangers),
+                own_caches,
+                own_caches,
+            )
     if path is not None and not tenants.is_closed:
-        raise ConfigError(f"--tenants {path} names no tenant: write one, or leave the option out")
+        raise ConfigError(f"--tenants {path} contains no tenant: add one, or omit the option")
     return tenants
 
 
@@ -152,25 +158,25 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
     given = {digest for tenant in of_keys for digest in tenant.digests}
     for tenant in rules.tenants:
         if tenant.digests & given:
-            raise ConfigError(f"a key of tenant {tenant.name!r} is given as a key of its own as well: take one out")
+            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one")
     taken = {tenant.name for tenant in of_keys}
     if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
-        raise ConfigError(f"tenant {twice.name!r} has the name of a key that is given by itself: take another")
+        raise ConfigError(f"tenant {twice.name!r} has the name of a key outside the tenants file: rename the tenant")
 
 
 INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Reloads tenants when a file has changed and is valid, and completes deletions, on two threads."""
+    """Background threads that reload tenants when a file has changed and is valid, and complete deletions of caches."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants
         self._paths = tuple(paths)
         self._interval_s = interval_s
-        self._seen = self._look()
+        self._seen = self._file_states()
         self._stopping = threading.Event()
-        self._threads = [  # a deletion may wait for Redis, a key that was taken back may not
+        self._threads = [  # two threads: a deletion may wait for Redis, the revocation of a key must not
             threading.Thread(target=work, name=name, daemon=True)
             for work, name in ((self._reload, "ssd-tenants"), (self._sweep, "ssd-sweep"))
         ]
@@ -180,29 +186,28 @@ class TenantReloader:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads after their current work."""
         self._stopping.set()
 
     def _reload(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
-                if (now := self._look()) != self._seen:
+                if (now := self._file_states()) != self._seen:
                     self._seen = now
-                    log.info("keys and quotas were read again: %d tenants", self._tenants.reload())
+                    log.info("API keys and quotas were reloaded: %d tenants", self._tenants.reload())
             except ConfigError as error:
-                log.error("keys and quotas stay as they were: %s", error)
-            except Exception:  # the thread must outlive it
-                log.exception("keys and quotas stay as they were")
+                log.error("API keys and quotas were not reloaded: %s", error)
+            except Exception:  # the thread must continue after any error
+                log.exception("API keys and quotas were not reloaded")
 
     def _sweep(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
                 self._tenants.sweep()
             except Exception:
-                log.exception("what is left of deleted caches is looked for again")
+                log.exception("deleted caches could not be removed completely; this will be retried")
 
-    def _look(self) -> list[tuple[int, ...] | None]:
-        """Return the state of each file that shows whether it was changed, replaced, or made readable for others."""
+    def _file_states(self) -> list[tuple[int, ...] | None]:
+        """Return the modification times and access modes of the watched files, to see whether one has changed."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

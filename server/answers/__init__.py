@@ -1,1 +1,1 @@
-"""Serialize answers, complete or streamed."""
+"""Serialize the HTTP responses of all APIs, complete or streamed."""

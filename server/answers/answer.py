@@ -1,4 +1,4 @@
-"""Answers of one HTTP request, complete or streamed: the parts that all APIs share, and completions."""
+"""HTTP responses with generated text, complete or streamed: a base class for all APIs, and /v1/completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Return draft counts over the verification passes, with ``is_detailed`` per pass; None without data."""
+    """Return the draft statistics of one output for the field ``metrics``; None if none were recorded.
+
+    With ``is_detailed``, the numbers of drafted and accepted tokens of each verification pass are included.
+    """
     if stats is None or stats.steps is None:
         return None
     drafted = [length for length, _ in stats.steps]
@@ -50,7 +53,7 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
 
 
 def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
-    """Return the field ``draft`` of a chunk, which docs/guides/web-ui.md describes."""
+    """Return the field ``draft`` of a streamed chunk (docs/reference/api.md)."""
     return {
         "pass": draft.number,
         "source": draft.source if draft.num_drafted else None,
@@ -61,11 +64,9 @@ def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
 
 
 class Answer(ABC):
-    """Serializes the answer of one HTTP request, complete or as events.
+    """Serializes the response to one generation request, either as one JSON body or as server-sent events.
 
-    Attributes:
-        end: The last event of a stream.
-        keep_alive: The event that is sent while there is no output.
+    ``end`` is the last event of a stream, and ``keep_alive`` is sent while there is no output.
     """
 
     id_prefix: str
@@ -75,11 +76,10 @@ class Answer(ABC):
     keep_alive = b": keep-alive\n\n"
 
     generation: Generation
-    """Set when the generation starts."""
     spelling: TokenAttribution
-    """Set before anything is serialized."""
+    """Divides text among tokens; set before anything is serialized."""
     names: Mapping[str, str] = {}
-    """Maps a chat completion's field names to the client's."""
+    """Maps field names of chat completions to those of the client's API, for error messages."""
 
     def __init__(
         self,
@@ -89,21 +89,12 @@ class Answer(ABC):
         logprobs: LogprobsWriter | None = None,
         prompt_logprobs: LogprobsWriter | None = None,
     ) -> None:
-        """Prepare an answer.
-
-        Args:
-            settings: The server's settings.
-            return_token_ids: Whether token ids are returned.
-            logprobs: Serializes log-probabilities of the output. None: not requested.
-            prompt_logprobs: Serializes log-probabilities of the prompt. None: not requested.
-        """
-        # As vLLM does, so that an answer is found by the id of its request, which clients choose: two may be alike.
+        # As in vLLM, the response's id contains the request id, which the client may choose, so it may not be unique.
         self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
         self.return_token_ids = return_token_ids
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
         self.pad = False
-        """Whether events are padded."""
         self._options = StreamOptions()
         self._has_begun = False
         self._spec_decode_metrics = settings.spec_decode_metrics
@@ -115,12 +106,12 @@ class Answer(ABC):
 
     @property
     def is_short(self) -> bool:
-        """Whether the complete answer consists of little more than the texts of a few choices."""
+        """Whether the response is small enough to be serialized on the event loop."""
         is_plain = self.logprobs is None and self.prompt_logprobs is None and not self.return_token_ids
         return is_plain and len(self.generation.choices) <= _FEW_CHOICES
 
     def whole(self) -> dict[str, Any]:
-        """Return the body of a response that is not streamed."""
+        """Return the complete JSON body of a response that is not streamed."""
         choices = []
         for index, choice in enumerate(self.generation.choices):
             body = {"index": index, **self.whole_choice(index), **self.ending(index, choice)}
@@ -128,13 +119,18 @@ class Answer(ABC):
                 body |= {"token_ids": choice.token_ids, "prompt_token_ids": self.prompt_of(index)}
             choices.append(body)
         return {
-            "id": self.id, "object": self.object_name, **self._common, "choices": choices,
-            "usage": self.generation.usage.body(), **self.whole_extras(), **self._draft_metrics(),
-        }  # fmt: skip
+            "id": self.id,
+            "object": self.object_name,
+            **self._common,
+            "choices": choices,
+            "usage": self.generation.usage.body(),
+            **self.whole_extras(),
+            **self._draft_metrics(),
+        }
 
     @abstractmethod
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """Return the content fields of a finished choice."""
+        """Return the fields with the text of a finished choice, as this API names them."""
 
     def whole_extras(self) -> dict[str, Any]:
         return {}
@@ -147,11 +143,10 @@ class Answer(ABC):
         return self.generation.prompts[self.prompt_index(index)]
 
     def prompt_index(self, index: int) -> int:
-        """Return the prompt to which a choice belongs. Every prompt has the same number of choices, in order."""
+        """Return the index of the prompt of a choice. Every prompt has the same number of choices, in order."""
         return index // (len(self.generation.choices) // len(self.generation.prompts))
 
     def _draft_metrics(self) -> dict[str, Any]:
-        """Return the field ``metrics`` of a finished answer, if the operator enabled it."""
         choices = self.generation.choices
         if self._spec_decode_metrics == "none" or len(choices) != 1:
             return {}
@@ -159,18 +154,15 @@ class Answer(ABC):
         return {} if found is None else {"metrics": {"speculative_decoding": found}}
 
     def stream(self, options: StreamOptions) -> None:
-        """Configure the answer as a stream."""
         self.pad, self._options = bool(options.include_obfuscation), options
 
     async def beginning(self) -> bytes:
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """Return the chunks before the first text of a choice. The first call begins all choices, in order.
+        """Return the events before the first text of a choice; the first call also begins all other choices.
 
-        Args:
-            index: The choice.
-            usage: The usage so far. None: that of the generation.
+        ``usage`` replaces the generation's own token counts.
         """
         begun = () if self._has_begun else range(len(self.generation.choices))
         self._has_begun = True
@@ -182,11 +174,11 @@ class Answer(ABC):
         return await self.written(write)
 
     async def written(self, write: Callable[[], bytes]) -> bytes:
-        """Return the result of ``write``, which runs on another thread if it may take long."""
+        """Return the result of ``write``, which runs on another thread if the response is long."""
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """Return the chunks of a choice's next output, with an empty chunk at its end. ``usage`` is as in `opening`."""
+        """Return the events for new output of a choice. If the choice has ended, an event without text follows."""
         choices = []
         if contents := self.text_chunks(index, output):
             *first, last = contents
@@ -195,34 +187,33 @@ class Answer(ABC):
             if self._options.include_drafts:
                 texts = self.spelling.texts(index, output.token_ids, output.text)
                 choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
-        if output.finish_reason is not None:  # alone: clients drop the text of the chunk that has it
+        if output.finish_reason is not None:  # in a chunk without text: some clients drop the last chunk's text
             choices.append(self._choice(index, self.empty_chunk(), ended=self.generation.choices[index]))
         return self._events(choices, usage)
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Return the content fields of the chunks that begin a choice."""
+        """Return the fields of the first chunks of a choice, for instance its role."""
 
     def prompt_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """Return the content fields of the chunks that repeat the prompt before a choice's text."""
+        """Return the fields of the chunks that repeat the prompt before the text of a choice."""
         return []
 
     @abstractmethod
-    def empty_chunk(self) -> dict[str, Any]:
-        """Return the content fields of a chunk without text."""
+    def empty_chunk(self) -> dict[str, Any]: ...
 
     @abstractmethod
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the content fields of the chunks for an output; may be empty."""
+        """Return the fields of the chunks for new output of a choice; may be empty."""
 
     def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
-        """Return whether an output contains requested data other than text."""
+        """Return whether new output needs a chunk even if its text is empty, e.g. for token ids."""
         is_told = self._options.include_drafts and output.draft is not None
         has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
         return bool(has_tokens or is_told or self.pad)
 
     def shown_tokens(self, index: int, part: RequestOutput | ChoiceState) -> ShownTokens | None:
-        """Return the tokens of a choice, or of its next output, that get log-probabilities; None if not requested."""
+        """Return the tokens whose log-probabilities are reported with an output; None if not requested."""
         if self.logprobs is None:
             return None
         if self.logprobs.every_token:
@@ -232,14 +223,13 @@ class Answer(ABC):
         return self.spelling.shown(index, part, hides_ending=hides_ending)
 
     async def closing(self) -> bytes:
-        """Return the last event before the end mark: the usage, if requested."""
         if not self._options.include_usage:
             return b""
         last = {**self._chunk([]), "usage": self.generation.usage.body(), **self._draft_metrics()}
         return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """Return the events of an error, with the client's name of the faulty field."""
+        """Return the event of an error; a faulty field is called by its name in the client's API."""
         return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
 
     def failed(self, error: Exception) -> bytes:
@@ -251,14 +241,12 @@ class Answer(ABC):
     def _choice(
         self, index: int, content: dict[str, Any], token_ids: tuple[int, ...] = (), ended: ChoiceState | None = None
     ) -> dict[str, Any]:
-        """Return one choice of a chunk. ``ended`` is the choice if this is its last chunk."""
         body = {"index": index, **content, **self.ending(index, ended or _GOING_ON)}
         if self.return_token_ids:
             body["token_ids"] = list(token_ids)
         return body
 
     def _events(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
-        """Return one event per choice."""
         chunks = [self._chunk([choice]) for choice in choices]
         if self._options.include_usage:
             is_told = self._options.continuous_usage_stats
@@ -268,7 +256,10 @@ class Answer(ABC):
 
 
 async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a generation: chunks, usage if requested, and the end mark."""
+    """Yield the server-sent events of a streamed response: chunks, usage if requested, and the end mark.
+
+    A keep-alive event is sent after ``keep_alive_s`` seconds without output.
+    """
     begun: set[int] = set()
     ready = bytearray()
     try:
@@ -283,7 +274,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
                 begun.add(index)
                 ready += await answer.opening(index)
             ready += answer.piece(index, output)
-            # What arrived together goes out together: a write costs more than all the rest of an event.
+            # Outputs that arrived together are sent together, because a write costs more than serializing an event.
             if ready and not answer.generation.has_more_now:
                 yield bytes(ready)
                 ready.clear()
@@ -294,7 +285,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
 
 
 class CompletionAnswer(Answer):
-    """/v1/completions. ``echo`` contains the prompts' texts if they are to be repeated."""
+    """The response of /v1/completions. ``echo`` are the texts of the prompts if the response repeats them."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
@@ -304,7 +295,6 @@ class CompletionAnswer(Answer):
         self._written: dict[int, WrittenText] = defaultdict(WrittenText)
 
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """Return ``text`` and ``logprobs``, preceded by those of a repeated prompt."""
         choice = self.generation.choices[index]
         text = self._echoed(index) + "".join(choice.text)
         body: dict[str, Any] = {"text": text, "logprobs": None}
@@ -317,11 +307,9 @@ class CompletionAnswer(Answer):
         return body
 
     def first_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """Return an empty text, so that several choices begin in order."""
         return [self.empty_chunk()] if len(self.generation.choices) > 1 else []
 
     def prompt_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Return the prompt, if its text or its ids were requested."""
         if not self.return_token_ids and self._echo is None:
             return []
         prompt = self.prompt_of(index)
@@ -337,7 +325,6 @@ class CompletionAnswer(Answer):
         return {"text": "", "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return ``text`` and ``logprobs``."""
         shown = self.shown_tokens(index, output)
         if not output.text and not self.needs_chunk(output, shown):
             return []

@@ -1,4 +1,4 @@
-"""Messages for Anthropic's clients: content blocks, bodies and events."""
+"""Responses of Anthropic's /v1/messages: content blocks, bodies and events."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class _BlockPart(AnswerPart):
         if isinstance(self.of, ToolCall) and arguments is not None:
             return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": arguments}
         if self.of == "reasoning":
-            return {"type": "thinking", "thinking": said, "signature": ""}  # nobody has to prove who thought it
+            return {"type": "thinking", "thinking": said, "signature": ""}  # reasoning needs no signature here
         return {"type": "text", "text": said}
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse the arguments of a call; of truncated arguments the complete part. None if nothing can be parsed."""
+    """Parse the JSON arguments of a tool call; if they are truncated, parse their complete part. None if that fails."""
     if not arguments:
         return {}
     try:
@@ -52,7 +52,7 @@ def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
 
 
 class AnthropicAnswer(PartsAnswer):
-    """/v1/messages, which has one choice."""
+    """The response of Anthropic's /v1/messages, which has one choice."""
 
     id_prefix, object_name, kind = "msg_", "message", _BlockPart
 
@@ -62,11 +62,9 @@ class AnthropicAnswer(PartsAnswer):
         return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
-        """Return the start of the message; the number of cached prompt tokens is not known yet."""
         return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
     async def closing(self) -> bytes:
-        """Return the end of the last block and the reason why the message ended."""
         events = self.parts.finish()
         delta = self._stopped(self.generation.choices[0])
         ended = {"type": "message_delta", "delta": delta, "usage": self._usage()}
@@ -77,12 +75,18 @@ class AnthropicAnswer(PartsAnswer):
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": self.id, "type": self.object_name, "role": "assistant", "model": self._common["model"],
-            "content": content, "stop_reason": None, "stop_sequence": None, "usage": self._usage(),
-        }  # fmt: skip
+            "id": self.id,
+            "type": self.object_name,
+            "role": "assistant",
+            "model": self._common["model"],
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
 
     def _usage(self) -> dict[str, Any]:
-        """Return token counts as Anthropic defines them: cached tokens are not counted as input tokens."""
+        """Return token counts as Anthropic defines them: ``input_tokens`` excludes cached tokens."""
         usage = self.generation.usage
         counts: dict[str, Any] = {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -95,7 +99,7 @@ class AnthropicAnswer(PartsAnswer):
         return counts
 
     def _stopped(self, choice: ChoiceState) -> dict[str, Any]:
-        """Return the reason why the message ended. The text must have been parsed before."""
+        """Return the fields ``stop_reason`` and ``stop_sequence``. The whole text must have been parsed before."""
         reason = choice.finish_reason
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}

@@ -1,4 +1,4 @@
-"""Answers of chat completions: messages with tool calls and reasoning."""
+"""Responses of /v1/chat/completions: messages with tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -16,25 +16,17 @@ if TYPE_CHECKING:
 
 
 _FEW_TOKENS = 512
-"""A text of this length is parsed in about a millisecond."""
+"""Outputs of up to this many tokens are parsed on the event loop, in about a millisecond."""
 
 
 class ChatAnswer(Answer):
-    """/v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     id_prefix, object_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self, settings: ServerSettings, asked: Body, *, messages: Messages | None = None, **options: Any
     ) -> None:
-        """Prepare an answer.
-
-        Args:
-            settings: The server's settings.
-            asked: The request's body.
-            messages: Parses the texts. None: all text is content.
-            options: Further arguments of `EncodedAnswer`.
-        """
         super().__init__(settings, **options)
         self._messages = messages
 
@@ -44,7 +36,6 @@ class ChatAnswer(Answer):
         return few and super().is_short
 
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """Return ``message`` and ``logprobs``."""
         choice = self.generation.choices[index]
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -73,12 +64,12 @@ class ChatAnswer(Answer):
         return written
 
     def stops_within_call(self, index: int) -> bool:
-        """Return whether a stop string or stop token ended a choice within a call, which is therefore incomplete."""
+        """Return whether a stop string or stop token ended a choice inside a tool call, which is incomplete then."""
         is_stopped = self.generation.choices[index].stop_reason is not None
         return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        prompt = choices[0].get("prompt_token_ids") if choices else None  # where vLLM's clients look for it
+        prompt = choices[0].get("prompt_token_ids") if choices else None  # vLLM's name of the field
         return super()._chunk(choices) | ({} if prompt is None else {"prompt_token_ids": prompt})
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
@@ -91,7 +82,7 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return a chunk for each call's name and one for everything else; the last has the log-probabilities."""
+        """Return one chunk per tool call name and one for all other text, which has the log-probabilities."""
         if self._messages is None:
             deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:
@@ -105,7 +96,6 @@ class ChatAnswer(Answer):
         return chunks
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return what an output adds to a message, in order; the name of a call precedes its arguments."""
         deltas: list[dict[str, Any]] = []
         for said in messages.push(index, output.text, ended=output.finish_reason is not None):
             if isinstance(said, ToolCallDelta):

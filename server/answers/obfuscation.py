@@ -1,8 +1,9 @@
-"""Streams whose events do not reveal the accepted drafts: chunks of equal size, padded, at a constant rate.
+"""Obfuscated streams, whose sizes and times do not reveal which tokens were drafted and accepted.
 
 The sizes and times of an encrypted stream's packets reveal how many tokens each step produced, and so which text was
-drafted (arXiv 2411.01076). Here every event except a choice's last has the same number of tokens, fills whole units of
-bytes, and is sent at a tick of a clock that starts with the request. SECURITY.md lists the remaining leaks.
+drafted (arXiv 2411.01076). In an obfuscated stream every event except a choice's last has the same number of tokens, is
+padded to a multiple of a fixed number of bytes, and is sent at a tick of a clock that starts with the request.
+SECURITY.md lists the remaining leaks.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from ssd.text.stream import TextStream
 
 _LOOKS_S = 0.25
-"""The interval in seconds at which a waiting stream checks whether it has to end."""
+"""The interval in seconds at which an obfuscated stream that waits for its next tick checks for a shutdown."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """The output of a choice that was not sent yet. ``stream`` decodes its tokens again, one at a time."""
+    """The output of one choice that has not been sent yet, divided into chunks with equal numbers of tokens."""
 
     stream: TextStream
     piece_tokens: int
@@ -39,9 +40,9 @@ class _Gathered:
     ended: bool = False
 
     def add(self, output: RequestOutput) -> None:
-        """Append an output and split off complete chunks.
+        """Append new output and split off complete chunks.
 
-        The text of a chunk is what its tokens add to the decoded text of all earlier ones.
+        The text of a chunk is the text that its tokens add when they are decoded after all earlier tokens.
         """
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
@@ -63,38 +64,36 @@ class _Gathered:
 
 
 class EqualChunks:
-    """The outputs of all choices, split into chunks of equal size, with one chunk per choice in each round."""
+    """Divides the outputs of all choices into chunks with equal numbers of tokens, for obfuscated streams.
+
+    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` are new decoders of the
+    choices.
+    """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
-        """Start without output.
-
-        Args:
-            streams: A fresh text stream per choice, with the stop strings of the request.
-            piece_tokens: The number of tokens per chunk.
-        """
         self._choices = [_Gathered(stream, piece_tokens) for stream in streams]
 
     @property
     def ended(self) -> bool:
-        """Return whether everything was sent and no more output will come."""
         return all(choice.ended and not choice.pieces for choice in self._choices)
 
     def add(self, index: int, output: RequestOutput) -> None:
-        """Add the output of a step. O(tokens)."""
         self._choices[index].add(output)
 
     def next_round(self) -> list[tuple[int, RequestOutput]]:
-        """Return the next chunk of every unfinished choice, by index; empty if one of them is incomplete."""
+        """Return the next chunk of every unfinished choice, by index; empty if one of these chunks is incomplete."""
         if not all(choice.pieces or choice.ended for choice in self._choices):
             return []
         return [(index, choice.pieces.popleft()) for index, choice in enumerate(self._choices) if choice.pieces]
 
 
 class TickClock:
-    """A clock that starts now and ticks every ``interval_s`` seconds. With 0 nothing waits."""
+    """A clock that ticks every ``interval_s`` seconds from now, so that an obfuscated stream sends at regular times.
+
+    ``hurries`` returns whether the server is shutting down, so that nothing may wait any more.
+    """
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
-        """Start the clock. ``hurries`` returns whether the server is shutting down, so that nothing may wait."""
         self._interval_s = interval_s
         self._hurries = hurries
         self._loop = asyncio.get_running_loop()
@@ -102,7 +101,7 @@ class TickClock:
         self._tick = 0
 
     async def until(self, tick: int | None = None) -> None:
-        """Wait for a tick, counted from 1; for the next one if it has passed or None was given."""
+        """Wait for a tick of the clock, numbered from 1; by default, or if that tick has passed, for the next tick."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
@@ -113,7 +112,7 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait until all choices have ended, and for the tick at which an obfuscated stream would have ended."""
+    """Wait until all choices have ended, and further until an obfuscated stream with this output would have ended."""
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
     await pace.until(max(1, -(-longest // piece_tokens)))
@@ -122,7 +121,10 @@ async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: 
 async def obfuscated_events(
     answer: Answer, pieces: EqualChunks, pace: TickClock, keep_alive_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """Yield `server.answers.answer.events` in equal chunks; after a failure, an incomplete chunk is not sent."""
+    """Yield the server-sent events of an obfuscated stream: chunks with equal numbers of tokens at regular times.
+
+    If the generation fails, an incomplete chunk is not sent.
+    """
     numbers, num_sent = count(), 0
     clock = asyncio.get_running_loop().time
     sent_at, ready = clock(), b""
@@ -154,7 +156,7 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Return the usage of the tokens that were sent, without those that were only generated."""
+    """Return the usage with only those completion tokens that an obfuscated stream has sent so far."""
     usage = generation.usage
     if last:
         return usage

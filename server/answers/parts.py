@@ -1,4 +1,4 @@
-"""Answers that consist of parts with named events, as in Anthropic's API and OpenAI's responses."""
+"""Responses that consist of parts with named events, as in Anthropic's Messages API and OpenAI's Responses API."""
 
 from __future__ import annotations
 
@@ -20,56 +20,49 @@ if TYPE_CHECKING:
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 Of = Literal["content", "reasoning"] | ToolCall
-"""The content of a part."""
+"""The kind of a part of a message: text, reasoning, or a tool call."""
 
 
 class AnswerPart(ABC):
-    """A part that is being generated. Its chunks are joined at its end."""
+    """A part of a message (text, reasoning or a tool call) while it is generated, serialized as an API defines it.
+
+    ``begun``, ``delta`` and ``ended`` return the events at its beginning, for new text and at its end, and ``body``
+    returns its complete form.
+    """
 
     def __init__(self, index: int, of: Of) -> None:
         self.index, self.of = index, of
         self.pieces: list[str] = []
 
     @abstractmethod
-    def begun(self) -> list[Event]:
-        """Return the events that begin the part."""
+    def begun(self) -> list[Event]: ...
 
     @abstractmethod
-    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event:
-        """Return the event of a chunk, with the tokens' log-probabilities if requested."""
+    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event: ...
 
     @abstractmethod
-    def ended(self, body: dict[str, Any]) -> list[Event]:
-        """Return the events that end the part, whose complete form is ``body``."""
+    def ended(self, body: dict[str, Any]) -> list[Event]: ...
 
     @abstractmethod
-    def body(self, said: str, status: Status) -> dict[str, Any]:
-        """Return the complete part with its text."""
+    def body(self, said: str, status: Status) -> dict[str, Any]: ...
 
 
 class Parts:
-    """Assembles the parts of a message from its text."""
+    """Divides a message into its parts (text, reasoning and tool calls) while its text is generated.
+
+    If ``messages``, the parser of tool calls, is None, all text is content. ``kind`` creates a part.
+    """
 
     def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
-        """Start an empty message.
-
-        Args:
-            messages: Parses the text. None: all text is content.
-            kind: Creates a part from its index and content.
-        """
         self.done: list[dict[str, Any]] = []
-        """The finished parts."""
         self._messages, self._kind = messages, kind
         self._open: AnswerPart | None = None
         self._tokens: deque[tuple[int, dict[str, Any]]] = deque()
 
     def push(self, text: str, tokens: Sequence[tuple[int, dict[str, Any]]] = (), *, ended: bool) -> list[Event]:
-        """Return the events of the next text.
+        """Return the events for new text of the message.
 
-        Args:
-            text: The text.
-            tokens: The position of each token's text in the whole text, with its log-probability.
-            ended: Whether this is the last text.
+        ``tokens`` are the tokens' log-probabilities, each with the position of the token in the whole text.
         """
         events: list[Event] = []
         if self._messages is None:
@@ -86,18 +79,16 @@ class Parts:
         return events
 
     def _tokens_before(self, end: int) -> list[dict[str, Any]]:
-        """Remove and return the log-probabilities of the tokens whose text begins before ``end``."""
         found = []
         while self._tokens and self._tokens[0][0] < end:
             found.append(self._tokens.popleft()[1])
         return found
 
     def leave_out_last(self) -> None:
-        """Drop the unfinished part."""
         self._open = None
 
     def finish(self, status: Status = "completed") -> list[Event]:
-        """Return the events that end the last part. Without any part, an empty text is added."""
+        """Return the events that end the last part of a message. A message without parts gets an empty text."""
         begun = self._say("content", "") if self._open is None and not self.done else []
         return begun + self._end(status)
 
@@ -122,7 +113,7 @@ class Parts:
 
 
 class PartsAnswer(ChatAnswer):
-    """An answer with one choice, whose last event marks the end."""
+    """A response with one choice whose stream consists of named events and has no end mark."""
 
     end = b""
     kind: Callable[[int, Of], AnswerPart]
@@ -132,11 +123,10 @@ class PartsAnswer(ChatAnswer):
         self.parts = Parts(self._messages, self.kind)
 
     @abstractmethod
-    def finished(self) -> dict[str, Any]:
-        """Return the body of a finished or truncated answer."""
+    def finished(self) -> dict[str, Any]: ...
 
     def whole(self) -> dict[str, Any]:
-        """Return the aggregate of the stream's events, without a call that a stop truncated."""
+        """Return the complete JSON body. A tool call that a stop string or token truncated is left out."""
         choice = self.generation.choices[0]
         self.parts.push("".join(choice.text), self._tokens(choice), ended=True)
         if self.stops_within_call(0):
@@ -146,12 +136,10 @@ class PartsAnswer(ChatAnswer):
 
     @property
     def status(self) -> Status:
-        """Return how the answer ended."""
         is_cut = self.generation.choices[0].finish_reason == "length" or self.stops_within_call(0)
         return "incomplete" if is_cut else "completed"
 
     async def opening(self, _index: int, _usage: Usage | None = None) -> bytes:
-        """Return nothing, because each part begins with its first text."""
         return b""
 
     def piece(self, _index: int, output: RequestOutput, _usage: Usage | None = None) -> bytes:
@@ -159,13 +147,13 @@ class PartsAnswer(ChatAnswer):
         return self.named(self.parts.push(output.text, self._tokens(output), ended=ended))
 
     def named(self, events: Sequence[Event]) -> bytes:
-        """Serialize events. If obfuscated, they are padded together to whole units, even if there are none."""
+        """Serialize named events. An obfuscated stream sends padding even if there are no events."""
         if not events:
             return filler() if self.pad else b""
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
     def _tokens(self, part: RequestOutput | ChoiceState) -> list[tuple[int, dict[str, Any]]]:
-        """Return the position of each token's text, without white space, and its log-probability."""
+        """Return each token's log-probability with the position of its text, without leading white space."""
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
         return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

@@ -1,4 +1,4 @@
-"""Responses: output items, bodies and events."""
+"""Responses of OpenAI's /v1/responses: output items, bodies and events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from server.tools.messages import ToolCall
 
 
 class _Item(AnswerPart):
-    """A message, a function call, or reasoning, which is shown in full, neither summarized nor encrypted."""
+    """An output item of /v1/responses: a message, a function call, or reasoning, which is shown in full."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
-        """Create an item. ``namespaces`` maps the model's names of functions to their namespaces."""
         super().__init__(index, of)
         self._called: dict[str, Any] = {}
         if isinstance(of, ToolCall):
@@ -78,12 +77,11 @@ class _Item(AnswerPart):
 
 
 class ResponseAnswer(PartsAnswer):
-    """/v1/responses, which has one choice."""
+    """The response of OpenAI's /v1/responses, which has one choice."""
 
     id_prefix, object_name = "resp_", "response"
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
-        """Prepare an answer. A response repeats the fields of ``asked``."""
         assert isinstance(asked, ResponsesBody)
         self.kind = partial(_Item, namespaces=asked.namespaces)
         super().__init__(settings, asked, **options)
@@ -96,7 +94,6 @@ class ResponseAnswer(PartsAnswer):
         return self._is_small and super().is_short
 
     async def beginning(self) -> bytes:
-        """Return two events, "created" and "in_progress", with the response at its start; it is never queued."""
 
         def write() -> bytes:
             response = self._response("in_progress", [])
@@ -106,7 +103,6 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     async def closing(self) -> bytes:
-        """Return the end of the last item and the complete response."""
 
         def write() -> bytes:
             events = self.parts.finish(self.status)
@@ -115,7 +111,6 @@ class ResponseAnswer(PartsAnswer):
         return await self.written(write)
 
     def failed(self, error: Exception) -> bytes:
-        """Return the event of a failed response with the output so far."""
         events = self.parts.finish("incomplete")
         response, why = self._response("failed", self.parts.done), as_api_error(error)
         response["error"] = {"code": "server_error" if why.status >= 500 else "invalid_prompt", "message": str(why)}
@@ -129,7 +124,6 @@ class ResponseAnswer(PartsAnswer):
         return super().named(numbered)
 
     def finished(self) -> dict[str, Any]:
-        """Return the body of a finished or truncated response."""
         found = self._response(self.status, self.parts.done)
         usage = self.generation.usage
         found["usage"] = {
@@ -141,7 +135,7 @@ class ResponseAnswer(PartsAnswer):
         }
         if self.generation.choices[0].finish_reason == "length":
             found["incomplete_details"] = {"reason": "max_output_tokens"}
-        elif self.status == "incomplete":  # OpenAI's API has no word for a stop
+        elif self.status == "incomplete":  # OpenAI's API has no reason for a stop string
             found["incomplete_details"] = {}
         else:
             found["completed_at"] = int(time.time())
@@ -149,17 +143,26 @@ class ResponseAnswer(PartsAnswer):
 
     def _response(self, status: Status | Literal["failed"], output: list[dict[str, Any]]) -> dict[str, Any]:
         sampling = self.generation.sampling
-        assert sampling is not None  # it was submitted
+        assert sampling is not None  # the request was submitted
         return {
-            "id": self.id, "object": self.object_name, "created_at": self._common["created"], "status": status,
-            "completed_at": None, "error": None, "incomplete_details": None, "model": self._common["model"],
-            "output": output, "usage": None, "temperature": sampling.temperature, "top_p": sampling.top_p,
+            "id": self.id,
+            "object": self.object_name,
+            "created_at": self._common["created"],
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._common["model"],
+            "output": output,
+            "usage": None,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             **self._asked,
-        }  # fmt: skip
+        }
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request's fields that a response repeats, and those of features that do not exist here."""
+    """Return the request's fields that a /v1/responses body repeats, and fixed values for unsupported features."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {

@@ -1,4 +1,4 @@
-"""Send the output of a generation as a stream or as one body, and stop the generation when its client disconnects."""
+"""Send generated text as a stream or as one body, and stop the generation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 18
-"""The number of bytes of a complete answer that are passed to the connection at once. A larger answer reserves memory.
-"""
+"""The bytes of a complete response passed to the connection at once. Larger responses reserve memory from a budget."""
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before it had its answer."""
+    """The client closed its connection before it had received the response."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` while the client is connected, else raise ClientGone. The request's body must have been read."""
+    """Run ``work``; if the client disconnects meanwhile, cancel it and raise ClientDisconnected.
+
+    The request's body must have been read before.
+    """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -60,7 +62,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they are generated. The generation is closed at the end in any case."""
+    """A streaming HTTP response that sends events as they are generated, and finally closes the generation."""
 
     def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
         # Proxies must neither store nor collect events.
@@ -69,7 +71,6 @@ class EventStream(StreamingResponse):
         self._generation, self._events = generation, events
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the events end or the client disconnects."""
         try:
             await until_disconnect(receive, self.stream_response(send))
         except ClientDisconnected:
@@ -80,14 +81,13 @@ class EventStream(StreamingResponse):
 
 
 class _ReservedAnswer(Response):
-    """A long answer, sent as fast as the client reads it. Until then it holds a share of the memory for answers."""
+    """A long HTTP response that keeps its reservation in the memory budget until the client has read it."""
 
     def __init__(self, content: bytes, share: Reservation) -> None:
         super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
         self._content, self._share = content, share
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer. The share of memory is released at the end in any case."""
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for at in range(0, len(self._content), _CHUNK_BYTES):
@@ -99,7 +99,7 @@ class _ReservedAnswer(Response):
 
 
 class Answers:
-    """Sends answers with the obfuscation that the operator configured."""
+    """Creates the HTTP responses of generations, obfuscated if the operator or the client demands it."""
 
     def __init__(self, worker: Worker, settings: ServerSettings, lanes: FairExecutors) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes
@@ -107,7 +107,7 @@ class Answers:
 
     def stream(self, answer: Answer, options: StreamOptions) -> Response:
         settings, generation = self._settings, answer.generation
-        is_declined = options.include_obfuscation is False or options.include_drafts  # which tell what it hides
+        is_declined = options.include_obfuscation is False or options.include_drafts  # drafts defeat obfuscation
         if settings.obfuscation == "always" or (settings.obfuscation == "default" and not is_declined):
             options = options.model_copy(update={"include_obfuscation": True})
 
@@ -120,7 +120,7 @@ class Answers:
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
     async def whole(self, answer: Answer, receive: Receive) -> Response:
-        """Return the complete answer when all choices have ended. Raises ClientGone."""
+        """Return the complete response after all choices have ended. Raises ClientDisconnected."""
         is_even, generation = self._settings.obfuscation == "always", answer.generation
         size = self._settings.obfuscation_tokens
         finish = finish_at_tick(generation, self._pace(), size) if is_even else generation.finish()
@@ -134,14 +134,13 @@ class Answers:
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
     def _spelling(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
-        """Return a text stream of a choice, with or without the request's stop strings."""
         engine, generation = self._worker.loaded_engine, answer.generation
         assert engine is not None and generation.sampling is not None  # every generation was submitted
         prompt = generation.prompts[answer.prompt_index(index)]
         return TextStream.following(codec_of(engine), generation.sampling, prompt, stops=stops)
 
     def response(self, content: bytes) -> Response:
-        """Return a JSON response. Raises QueueFull if too many long answers wait for their clients."""
+        """Return a JSON response. Raises QueueFull if clients have not read too many bytes of long responses yet."""
         if len(content) <= _CHUNK_BYTES:
             return Response(content, media_type="application/json")
         share = self._unsent.share()

@@ -1,4 +1,4 @@
-"""The tokens of an output in its answer: the text of each token, and log-probabilities."""
+"""Text and log-probabilities of single tokens in HTTP responses."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 class ShownTokens(NamedTuple):
-    """Tokens whose text is in an output's text.
+    """The tokens whose text was sent in a response, with their log-probabilities.
 
     Attributes:
-        entries: The tokens with their log-probabilities.
-        places: The position at which the text of each token begins, without white space.
-        cut: The text of the last token up to a stop string. None: all of it is in the text.
+        places: The position in the text at which each token begins, without leading white space.
+        cut: The text of the last token up to a stop string within it. None: the whole token was sent.
     """
 
     entries: Sequence[TokenLogprobs]
@@ -32,7 +31,10 @@ class ShownTokens(NamedTuple):
 
 @dataclass(slots=True)
 class _AttributedChoice:
-    """A choice decoded without its stop strings. ``waiting`` are tokens whose text was not sent, with its position."""
+    """One choice, decoded token by token without its stop strings, to find out which tokens were sent.
+
+    ``waiting`` are the tokens whose text was not sent yet, each with the position of its text.
+    """
 
     stream: TextStream
     num_spelled: int = 0
@@ -41,16 +43,15 @@ class _AttributedChoice:
 
 
 class TokenAttribution:
-    """Attributes the text of a request's choices to their tokens. Each choice is read once, from its beginning."""
+    """Divides the text of a request's choices among the tokens that produced it. Outputs must be passed in order."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
-        """Start without output. ``make_stream`` creates a text stream of a choice, with or without its stop strings."""
         self._make_stream = make_stream
         self._streams: dict[int, TextStream] = {}
         self._spelled: dict[int, _AttributedChoice] = {}
 
     def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
-        """Divide ``text`` among the tokens that produced it. O(tokens)."""
+        """Divide new text of a choice among the tokens that produced it. O(tokens)."""
         if index not in self._streams:
             self._streams[index] = self._make_stream(index)
         stream, texts, rest = self._streams[index], [], text
@@ -58,17 +59,14 @@ class TokenAttribution:
             length = len(stream.push_token(token_id))
             texts.append(rest[:length])
             rest = rest[length:]
-        if texts:  # at the end of the output, what was held back
+        if texts:  # the last token gets the text that was held back
             texts[-1] += rest
         return texts
 
     def shown(self, index: int, part: RequestOutput | ChoiceState, *, hides_ending: bool) -> ShownTokens:
-        """Return the tokens of a choice's next output, or of the whole choice, whose text was sent. O(tokens).
+        """Return the tokens of a choice's new or whole output whose text was sent, with log-probabilities. O(tokens).
 
-        Args:
-            index: The choice.
-            part: The output, or the whole choice.
-            hides_ending: Whether the last token, which ended the output, is not in the text.
+        ``hides_ending`` tells that a stop token, which ended the output, is not in the text.
         """
         if index not in self._spelled:
             self._spelled[index] = _AttributedChoice(self._make_stream(index, stops=False))
@@ -99,23 +97,20 @@ class TokenAttribution:
 
 @dataclass(slots=True)
 class WrittenText:
-    """The number of characters written so far, and the bytes of a character that a token left incomplete."""
+    """The number of characters sent so far, and the first bytes of a character that the next tokens will complete."""
 
     length: int = 0
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
 
 
 class LogprobsWriter:
-    """Serializes the log-probabilities of one HTTP request. Not thread-safe."""
+    """Serializes the log-probabilities in the response to one HTTP request. Not thread-safe.
+
+    With ``as_token_ids``, tokens are written as "token_id:123". With ``every_token``, tokens without text are included
+    too.
+    """
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool, every_token: bool) -> None:
-        """Prepare a serializer.
-
-        Args:
-            texts: The texts of tokens.
-            as_token_ids: Whether tokens are written as "token_id:123", which is unambiguous where their text is not.
-            every_token: Whether tokens that are not in the text are included.
-        """
         self._texts = texts
         self._as_token_ids = as_token_ids
         self.every_token = every_token
@@ -128,15 +123,10 @@ class LogprobsWriter:
         written: WrittenText,
         cut: str | None = None,
     ) -> dict[str, Any]:
-        """Return the field ``logprobs`` of /v1/completions.
+        """Return the field ``logprobs`` of /v1/completions for tokens whose text is ``text``.
 
-        Args:
-            entries: The log-probabilities of each token; None for the first token of a prompt, which nothing predicts.
-            first: The first token of the prompt, if it is repeated.
-            text: The text of the tokens, after the text that is ``written``. It contains special tokens if a prompt
-                spells them or if they are not skipped.
-            written: The state of the choice, which is updated.
-            cut: See `ShownTokens`.
+        ``first`` is the first token of a repeated prompt, which has no log-probabilities. ``written`` is the text sent
+        before, and ``cut`` the text of the last token up to a stop string within it.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]
@@ -159,12 +149,12 @@ class LogprobsWriter:
         }
 
     def _spelled_length(self, token_id: int, text: str, at: int) -> int:
-        """Return the length of a special token in ``text``; some tokenizers add a space before the first word."""
+        """Return the length of a special token's text at position ``at``; some tokenizers add a space before it."""
         piece = self._texts.text_of(token_id)
         return len(piece) if text.find(piece, max(0, at - 1), at + 1 + len(piece)) >= 0 else 0
 
     def chat(self, shown: ShownTokens) -> dict[str, Any]:
-        """Return the field ``logprobs`` of a chat completion's choice."""
+        """Return the field ``logprobs`` of /v1/chat/completions."""
         content = [
             {**self._token(entry.token_id, entry.logprob), "top_logprobs": [self._token(*each) for each in entry.top]}
             for entry in shown.entries
@@ -174,7 +164,7 @@ class LogprobsWriter:
         return {"content": content, "refusal": None}
 
     def prompt(self, entries: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
-        """Return ``prompt_logprobs``: an object by token id for each token, with the token itself first."""
+        """Return vLLM's field ``prompt_logprobs``: for each prompt token, its most likely tokens by token id."""
         return [None if entry is None else self._by_id(entry) for entry in entries]
 
     def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:

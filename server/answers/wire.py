@@ -1,4 +1,4 @@
-"""Serialize answers as JSON in chunks and as server-sent events, with padding if they are obfuscated."""
+"""Serialize responses as JSON and as server-sent events, with padding if they are obfuscated."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Any
 import pydantic_core
 
 PADDED_BYTES = 1024
-"""With obfuscation, the length of an event is a multiple of this. 16 tokens of text with their frame fit into one unit.
-"""
+"""Events and bodies are padded to a multiple of this size. A chunk with 16 tokens of text fits into it."""
 _LONGEST_NUMBER = 24
 """The maximum number of characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 _PIECE = 256
-"""The number of list elements that are serialized at once, below a millisecond even for tokens with alternatives."""
+"""The list elements serialized at once, which takes less than a millisecond and blocks other threads meanwhile."""
 
 
 def json_text(value: Any) -> bytes:
-    """Serialize ``value`` like `pydantic_core.to_json`, in chunks, between which other threads may run."""
+    """Serialize a value as JSON in several steps, between which other threads may run."""
     return b"".join(_pieces(value))
 
 
@@ -34,7 +33,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
         for begin in range(0, len(value), _PIECE):
             yield (b"," if begin else b"[") + pydantic_core.to_json(value[begin : begin + _PIECE])[1:-1]
         yield b"]"
-    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):  # choices, each of any length
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):  # choices, which may be long
         before = b"["
         for each in value:
             yield before
@@ -46,16 +45,15 @@ def _pieces(value: Any) -> Iterator[bytes]:
 
 
 def padded(content: bytes) -> bytes:
-    """Append spaces to JSON up to a multiple of a kilobyte."""
     return content + b" " * (-len(content) % PADDED_BYTES)
 
 
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
-    """Serialize server-sent events, given as names and bodies, that are sent together.
+    """Serialize named server-sent events that are sent together.
 
-    If ``pad`` is set, the last event has a random ``obfuscation`` field that fills all of them to whole kilobytes. The
-    padding does not depend on the digits of log-probabilities, which are rounded differently in passes of another
-    width.
+    If ``pad`` is set, a random field ``obfuscation`` in the last event fills all events to a multiple of
+    ``PADDED_BYTES``. The size does not depend on the digits of log-probabilities, which differ in passes of another
+    batch size.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:
@@ -73,12 +71,12 @@ def _event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def filler() -> bytes:
-    """Return a comment with the length of the shortest padded event."""
+    """Return a comment as long as the shortest padded event, for a tick without output in an obfuscated stream."""
     return b": " + secrets.token_hex(PADDED_BYTES)[: PADDED_BYTES - 4].encode() + b"\n\n"
 
 
 def _spare_digits(value: Any) -> int:
-    """Return how many characters the JSON would gain if all numbers had the maximum length. O(values)."""
+    """Return how many characters the JSON text would gain if all numbers had the maximum length. O(values)."""
     if isinstance(value, float):
         return _LONGEST_NUMBER - len(pydantic_core.to_json(value))
     if isinstance(value, dict):

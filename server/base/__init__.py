@@ -1,1 +1,1 @@
-"""Definitions for all parts of the server: errors, limits, budgets, lanes, settings."""
+"""Definitions that all parts of the server use: errors, limits, settings, and the record of a request."""

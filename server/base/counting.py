@@ -1,4 +1,4 @@
-"""Compiled counting: the values of a JSON text before it is parsed, and the accepted tokens of a prediction."""
+"""Compiled counting of the values in a JSON text before it is parsed, and of the accepted tokens of a prediction."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BRACE: Final = ord("{")
 
 
 def num_values(content: bytes | bytearray) -> int:
-    """Count commas, colons and opening brackets outside strings: at least the number of values minus one.
+    """Return an upper bound of the number of values in a JSON text, from its commas, colons and brackets. O(bytes).
 
-    O(bytes), without the interpreter's lock.
+    It allows rejecting a huge body before it is parsed. The interpreter's lock is released.
     """
     return int(_num_values(np.frombuffer(content, np.uint8)))
 
@@ -53,10 +53,11 @@ Uint64s = npt.NDArray[np.uint64]
 
 
 def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
-    """Return the length of the longest common subsequence of prediction and output.
+    """Return the length of the longest common subsequence of a prediction and an output, in tokens.
 
-    It depends only on the two texts and not on drafts, which would reveal the cache's content. At worst
-    O(n log n + m n / 64) time, nearly all of it without the interpreter's lock; O(n + m) memory.
+    The API reports it as the number of accepted prediction tokens, because the number of accepted draft tokens would
+    reveal the cache's content. At worst O(n log n + m n / 64) time, mostly without the interpreter's lock; O(n + m)
+    memory.
     """
     wanted, found = np.array(prediction, np.int64), np.array(output, np.int64)
     if not (wanted.size and found.size):
@@ -73,15 +74,15 @@ def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
 def _common(words: Int64s, masks: Uint64s, first: Int64s, last: Int64s, n: int) -> int:
     """Return the length of the longest common subsequence with a bit-parallel algorithm.
 
-    The positions of the j-th output token in the prediction are the ones of ``masks[i]`` in word ``words[i]``, for i
-    from ``first[j]`` up to ``last[j]`` and ascending words.
+    The positions of the j-th output token in the prediction are the one bits of ``masks[i]`` in word ``words[i]``, for
+    i from ``first[j]`` up to ``last[j]`` and ascending words.
 
     A number of n bits is updated for each output token, row' = (row + matched) | (row - matched), where matched has
     ones at the token's positions (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). It is stored
     in words of 64 bits, lowest first; a word without a position changes only by a carry from below.
     """
     num_words = (n + _WORD - 1) // _WORD
-    row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # a zero where one more token is matched
+    row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # each zero bit is a matched token
     one, zero = np.uint64(1), np.uint64(0)
     for j in range(len(first)):
         at, stop = first[j], last[j]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``.
+"""HTTP errors in OpenAI's form, ``{"error": {"message", "type", "param", "code"}}``.
 
 For Anthropic's API: ``{"type": "error", "error": {"type", "message"}, "request_id"}``.
 """
@@ -20,15 +20,19 @@ from ssd.errors import ContextTooLong, EngineError, EngineStopped, QueueFull, Re
 log = logging.getLogger(__name__)
 
 _TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    429: "rate_limit_error", 503: "overloaded_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 NO_THREADS = "thread_unsupported_request"
-"""The code of the refusal to store a conversation; agents then send all of it with each request."""
+"""The error code for requests to store a conversation on the server; clients then send all of it with each request."""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
-    """Return whether a request uses Anthropic's API; for models, which both APIs have, its header decides."""
+    """Return whether an HTTP request uses Anthropic's API, from its path, or for /v1/models from its headers."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/v1/models"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -38,7 +42,7 @@ def uses_anthropic_api(scope: Scope) -> bool:
 RETRY_AFTER_S = 1
 _HEADERS: Mapping[int, Mapping[str, str]] = {
     401: {"www-authenticate": "Bearer"},
-    408: {"connection": "close"},  # what else comes of the body is not wanted
+    408: {"connection": "close"},  # the rest of the request's body is not read
     503: {"retry-after": str(RETRY_AFTER_S)},
 }
 
@@ -48,21 +52,27 @@ class ServerNotReady(EngineError):
 
 
 class EngineFailed(EngineError):
-    """The engine died; every request fails until the service is restarted."""
+    """The engine's thread ended with an error; all requests fail until the server is restarted."""
 
 
 class RequestFailed(EngineError):
-    """This request failed inside the engine, which continues with the others."""
+    """A request failed inside the engine, which continues to serve others."""
 
 
 class ApiError(Exception):
-    """An error with its HTTP status, for errors that are not an engine's or a request's own."""
+    """An error with an HTTP status code, for errors that the engine and the request's parameters do not cause."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str = "invalid_request_error", param: str | None = None,
-        code: str | None = None, headers: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """Create an error. ``headers`` replace the default headers of its status."""
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create an error. ``kind`` becomes its ``type``, and ``headers`` replace the default headers of the status."""
         super().__init__(message)
         self.status = status
         self.kind = kind
@@ -72,7 +82,6 @@ class ApiError(Exception):
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    """Return the error for a request for a model that is not served."""
     message = f"The model {quote_value(name)} does not exist here; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -97,18 +106,17 @@ def as_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             return ApiError(status, str(error), kind="server_error", code=code_of_it)
     # The request's content stays out of the log: the traceback shows code, not values.
-    log.error("unforeseen error in request %s", current_record().request_id, exc_info=error)
-    return ApiError(500, "internal error; the server's log has it", kind="server_error")
+    log.error("unexpected error in request %s", current_record().request_id, exc_info=error)
+    return ApiError(500, "internal error; see the server's log", kind="server_error")
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error, and record the error as the request's result."""
     found = _noted(error)
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body in Anthropic's form; of our codes only `NO_THREADS` exists there."""
+    """Return the JSON body of an error in Anthropic's form, which contains only `NO_THREADS` as error code."""
     found = _noted(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}
@@ -125,19 +133,16 @@ def _noted(error: Exception) -> ApiError:
 
 
 def error_response(error: Exception, scope: Scope) -> JSONResponse:
-    """Return the response to an error, in the form of the request's API; overload errors say when to retry."""
     found = as_api_error(error)
     body = anthropic_error_body(found) if uses_anthropic_api(scope) else error_body(found)
     return JSONResponse(body, found.status, found.headers)
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Handle our own exceptions for the application."""
     return error_response(error, request.scope)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Handle the framework's exceptions for the application, such as an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
     what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"

@@ -1,4 +1,4 @@
-"""Limits of one request and of all requests together. They are checked by count before anything is allocated."""
+"""Limits for one request and for all requests together, which are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from ssd.errors import ConfigError
 
 N = TypeVar("N", int, float)
 _Fixed = Annotated[N, Parameter(parse=False)]
-"""A limit without a command line option."""
+"""The type of a limit that has no command line option."""
 
 SMALL_BODY_BYTES = 64 << 10
-"""The maximum size of a body that is parsed on the event loop, within about a millisecond."""
+"""The maximum size of a request body that is parsed on the event loop, within about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits beyond which requests are refused. The defaults are above the needs of ordinary clients."""
+    """Limits above which requests are rejected. The defaults exceed the needs of ordinary clients."""
 
     max_body_bytes: int = 8 << 20
     """Maximum size of a request's body in bytes, including chunk headers and extensions."""
-    # While a string is read from JSON the process's other threads stand still, at worst 5 ms for each megabyte.
+    # Parsing a string in JSON blocks all threads of the process, for up to 5 ms per megabyte.
     max_body_values: _Fixed[int] = 1 << 18
-    """The maximum number of values, names and brackets in a body's JSON; at least twice the context."""
-    # Other threads stand still for them, up to 60 ms; a prompt of token ids can always be sent.
+    """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
+    # Parsing this many values blocks other threads for up to 60 ms; any prompt of token ids is allowed.
     max_body_seconds: _Fixed[float] = 20.0
-    """The maximum time in seconds for which a body may stall, see ``min_bytes_per_second``."""
+    """The maximum time in seconds for which a client may stop sending a body; longer at ``min_bytes_per_second``."""
     max_bodies_bytes: _Fixed[int] = 128 << 20
-    """The maximum total size of bodies above 64 KiB that are being received or checked. A tenant may use half of the
-    part that other tenants leave.
+    """The maximum total size of request bodies above 64 KiB that are being received or parsed. A tenant may use half of
+    the part that other tenants leave.
     """
     max_answers_bytes: _Fixed[int] = 1 << 30
-    """The maximum total size of complete answers above 256 KiB that clients have not read yet, shared like
-    ``max_bodies_bytes``.
+    """The maximum total size of complete responses above 256 KiB that clients have not read yet. A tenant may use half
+    of the part that other tenants leave.
     """
     max_choices: int = 1024
     """Maximum number of choices of a request: prompts times `n`."""
@@ -45,7 +45,7 @@ class Limits:
     """
     max_queued_tokens: int = 1 << 23
     """Maximum total number of prompt and prediction tokens, times choices, of all requests; a tenant may use half of
-    the rest.
+    the part that other tenants leave.
     """
     max_grammar_characters: int = 1 << 16
     """Maximum number of characters of a JSON schema, of choices or of a grammar."""
@@ -57,13 +57,13 @@ class Limits:
     """Maximum number of open connections; lower if the system allows fewer open files."""
     max_idle_seconds: float = 75.0
     """Time in seconds after which a connection without a request is closed."""
-    # Longer than the clients' and proxies' own limits, mostly 5 to 60 s: none sends on what is being closed.
+    # Longer than the idle limits of clients and proxies (5 to 60 s), so that none sends on a closing connection.
     max_head_seconds: float = 20.0
     """Time in seconds within which a request's headers must arrive."""
     max_send_seconds: float = 30.0
     """Time in seconds after which a client that reads nothing of its answer is disconnected."""
     min_bytes_per_second: _Fixed[int] = 8192
-    """A client that sends a body, or reads an answer, at this rate never times out."""
+    """A client that sends a body, or reads a response, at this rate or faster never times out."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,13 +72,11 @@ class Limits:
 
 
 class LeakyBucket:
-    """A leaky bucket that drains in ``seconds`` and that transferred bytes refill at ``bytes_per_s``."""
+    """A time limit for slow clients: a bucket that drains in ``seconds`` and is refilled by transferred bytes."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s
         self.until = now + seconds
-        """The time at which the bucket is empty."""
 
     def moved(self, num_bytes: int, now: float) -> None:
-        """Add the bytes transferred since the last call. O(1)."""
         self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

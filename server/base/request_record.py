@@ -1,6 +1,6 @@
 """The record of one HTTP request, for the access log, the metrics and the trace.
 
-It contains only names and counts: no text, token, key or salt of a request.
+It contains only names and counts, but no text, token ids, API keys or cache salts of a request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 _MOST_BYTES = 512
-"""The maximum size of either trace header in bytes; the recommendation requires this much for ``tracestate``."""
+"""The maximum size in bytes of a trace header; W3C's recommendation requires at least this for ``tracestate``."""
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the W3C trace context of raw headers with lower-case names; empty without a valid ``traceparent``."""
+    """Return the W3C trace context in raw HTTP headers with lower-case names; empty without a valid ``traceparent``."""
     parent, state = (
         b",".join(value for name, value in headers if name == wanted).decode("latin-1").strip(" \t")
         for wanted in (b"traceparent", b"tracestate")
@@ -34,52 +34,53 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts about one HTTP request. Times are those of ``time.perf_counter``; 0: never."""
+    """Names, counts and times of one HTTP request, for logs, metrics and traces.
+
+    Times are those of ``time.perf_counter``; 0 means that the event has not happened.
+    """
 
     received_s: float = field(default_factory=time.perf_counter)
     trace: dict[str, str] = field(default_factory=dict)
-    """The client's trace context, see `trace_headers`."""
+    """The client's W3C trace context."""
     request_id: str | None = None
     tenant: str | None = None
-    """The tenant of the request's key. None: there are no keys."""
+    """The tenant of the request's API key. None if the server has no keys."""
     status: int | None = None
-    """The status code. None: no answer was sent."""
+    """The HTTP status code. None if no response was sent."""
     refusal: str | None = None
-    """Why the request was rejected or aborted, see `rejection_reason`."""
+    """The reason why the request was rejected or aborted, see `rejection_reason`."""
     param: str | None = None
-    """The faulty field of a rejected request, as the client wrote it."""
+    """The invalid field of a rejected request, as the client wrote it."""
     is_gone: bool = False
-    """Whether the client disconnected before it had its answer."""
+    """Whether the client disconnected before it had received the response."""
     is_stream: bool = False
     model: str | None = None
-    """The served name of the requested model."""
     response_id: str | None = None
     namespace: str | None = None
     sampling: SamplingParams | None = None
-    """The sampling parameters of the first choice."""
     num_choices: int = 0
-    """The number of choices; 0 for a request without generation."""
+    """The number of requested outputs; 0 for a request that generates no text."""
     finish_reasons: tuple[str, ...] = ()
-    """The finish reasons of the choices in the order in which they ended."""
+    """The finish reasons of the choices in the order in which the choices ended."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
-    """The number of verification passes of all choices."""
+    """The number of verification passes over all choices of the request."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     is_coupled: bool = False
-    """Whether the request was sampled with noise that other requests share."""
+    """Whether tokens were sampled with Gumbel noise that other requests share (coupled sampling)."""
     submitted_s: float = 0.0
     started_s: float = 0.0
-    """The time at which the first choice was given a slot."""
+    """The time at which the first choice was assigned a slot."""
     first_token_s: float = 0.0
     last_token_s: float = 0.0
 
 
 def seconds_between(begin_s: float, end_s: float) -> float | None:
-    """Return the seconds between two times of a record; None if one of them never came."""
+    """Return the seconds between two times of a `RequestRecord`; None if one of the events has not happened."""
     return end_s - begin_s if begin_s and end_s else None
 
 
@@ -87,19 +88,19 @@ _CURRENT: ContextVar[RequestRecord] = ContextVar("record")
 
 
 def begin_record() -> RequestRecord:
-    """Create a record and make it the current one of this task and of the tasks that it starts."""
+    """Create a request's record and make it the current one of this asyncio task and of tasks that it starts."""
     record = RequestRecord()
     _CURRENT.set(record)
     return record
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the current request, or outside of requests one that is never read."""
+    """Return the record of the HTTP request that this asyncio task handles; outside of requests, a dummy."""
     return _CURRENT.get(None) or RequestRecord()
 
 
 def rejection_reason(status: int, code: str | None) -> str | None:
-    """Return the reason of a rejection as one word; None for a server error."""
+    """Map the HTTP status and error code of a rejected request to a word for logs; None for a server error."""
     if status == 503:
         return code or "unavailable"
     if status in _BY_STATUS:

@@ -1,4 +1,4 @@
-"""The service's options as the endpoints need them; a field of an option class is a command line flag.
+"""Settings of the running server. Fields of option classes are command line options.
 
 Names and meanings are those of ``vllm serve`` if it has the option.
 """
@@ -23,12 +23,12 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""The fields of a model's generation_config.json that replace fields missing in a request."""
+"""The fields of a model's generation_config.json that are used for requests without a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """What requests may do."""
+    """Options for requests: shared caches, unknown fields and special tokens."""
 
     share_cache_across_keys: bool = False
     """Let all API keys draft from and add to one cache. By default each tenant has its own."""
@@ -45,7 +45,7 @@ class RequestOptions:
 
 
 def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """Parse a JSON list of texts, as for ``vllm serve``, or texts separated by commas."""
+    """Parse a list of names for an option: a JSON list as in ``vllm serve``, or names separated by commas."""
     found: list[object] = []
     for text in (token.value for token in tokens):
         try:
@@ -62,7 +62,7 @@ _Names = Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, acce
 
 @dataclass(frozen=True, kw_only=True)
 class CorsOptions:
-    """Access from web pages of other sites."""
+    """Options for access from web pages of other sites (CORS)."""
 
     allowed_origins: _Names = ()
     """Origins whose pages may call the server from a browser, as a JSON list or separated by commas; * allows all
@@ -82,7 +82,7 @@ class CorsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ObfuscationOptions:
-    """Protection against observers of stream sizes and times."""
+    """Options that protect streams against observers of packet sizes and times."""
 
     obfuscation: Literal["on-request", "default", "always"] = "on-request"
     """Streams that are sent in padded chunks of equal size. on-request: those with include_obfuscation; default: all
@@ -96,7 +96,7 @@ class ObfuscationOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions:
-    """The web UI and the draft details in streams."""
+    """Options for the web UI and for draft details in streams."""
 
     no_web_ui: bool = False
     """Disable the web UI at / and the draft details in streams."""
@@ -110,7 +110,7 @@ _THOUGHTS = "Format of reasoning: auto (detected from the chat template), none, 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolOptions:
-    """The formats of tool calls and reasoning."""
+    """Options for the formats of tool calls and reasoning."""
 
     tool_call_parser: Annotated[str, Parameter(help=_CALLS)] = AUTO
     reasoning_parser: Annotated[str, Parameter(help=_THOUGHTS)] = AUTO
@@ -128,32 +128,26 @@ class ToolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOptions, ToolOptions):
-    """The settings of the running service, which do not change."""
+    """The settings of the running server, which never change."""
 
     model_names: tuple[str, ...]
-    """The names by which requests may call the model; responses and metrics use the first."""
+    """The names by which requests may call the model; the first appears in responses and metrics."""
     model: str
-    """The model's path or id."""
     namespace: str | None = "default"
-    """The cache namespace of every request. None: nothing is drafted from a cache or added to it."""
+    """The cache namespace for requests to the model. None disables the cache."""
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Maps the names of LoRA adapters to their paths or ids."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Values of sampling fields that a request leaves out, by the names in ``SAMPLING_DEFAULTS``."""
+    """Values of sampling fields that a request does not set, by the names in ``SAMPLING_DEFAULTS``."""
     keep_alive_s: float = 15.0
-    """A stream without output for this number of seconds sends a comment, so that proxies keep it open."""
+    """The seconds after which a stream without output sends a comment, so that proxies keep it open."""
     spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """What answers report about their drafts. Clients that can read it can find out what the cache contains."""
+    """The draft statistics in responses. A client that can see these can find out what the cache contains."""
     no_access_log: bool = False
-    """Whether the access log is disabled."""
     limits: Limits = field(default_factory=Limits)
-    """The limits of one request and of all requests together."""
     host: str = ""
-    """The name or address to listen on."""
     root_path: str = ""
-    """The path under which a proxy serves the server; requests may come with or without it."""
+    """The path prefix of the server behind a reverse proxy. Requests may have it or not."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """The start of the service in seconds since the epoch."""
 
     @property
     def model_name(self) -> str:
@@ -161,34 +155,29 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOption
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """All names that a request may use: those of the model and of its adapters."""
         return (*self.model_names, *self.adapters)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the adapter that a request's model name refers to; None for the model itself."""
+        """Return the LoRA adapter with this model name; None for the model itself."""
         return name if name in self.adapters else None
 
     def namespace_of(self, name: str | None) -> str | None:
-        """Return the cache namespace of requests for a model name; each adapter has its own."""
+        """Return the cache namespace of requests with this model name. Each LoRA adapter has its own."""
         adapter = self.adapter_of(name)
         return self.namespace if adapter is None or self.namespace is None else f"{self.namespace}.{adapter}"
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces of the model and of its adapters."""
         return tuple(name for each in (None, *self.adapters) if (name := self.namespace_of(each)) is not None)
 
     @property
     def system_fingerprint(self) -> str:
-        """A fingerprint that changes when the same seed may give another output: with the model or the version."""
+        """A fingerprint that changes with the model and the server's version; a seed may then give another output."""
         return "ssd-" + hashlib.sha256(f"{VERSION}\0{self.model}".encode()).hexdigest()[:12]
 
 
 def read_sampling_defaults(path: Path) -> dict[str, float]:
-    """Read the sampling defaults of a ``generation_config.json``.
-
-    Raises ConfigError if it is not an object of numbers.
-    """
+    """Read sampling defaults from a model's ``generation_config.json``. Raises ConfigError if it is invalid."""
     try:
         content: Any = json.loads(path.read_text())
         found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}

@@ -1,1 +1,1 @@
-"""The command line, and the start and the end of the process."""
+"""The command line of the server, and the start and shutdown of its process."""

@@ -1,4 +1,4 @@
-"""The command line of ``ssd-serve``: its option groups and the checks across groups."""
+"""The command line of ``ssd-serve``: its option groups, and checks that involve several groups."""
 
 from __future__ import annotations
 
@@ -51,12 +51,14 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "nnodes": (("1",), "this server is one process on one machine"),
     "api-server-count": (("1",), "this server is one process"),
 }
-"""Options of ``vllm serve`` of which only one value, usually the default, is supported."""
-_MEANINGLESS = (
-    "enable-chunked-prefill", "disable-frontend-multiprocessing", "enable-request-id-headers", "async-scheduling",
-    "no-async-scheduling", "enable-lora", "enable-auto-tool-choice",
-)  # fmt: skip
-"""Options of ``vllm serve`` that are accepted and have no effect, because they are always on or do not apply."""
+"""Options of ``vllm serve`` for which only one value is supported, usually the default."""
+_MEANINGLESS = tuple(
+    (
+        "enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling "
+        "no-async-scheduling enable-lora enable-auto-tool-choice"
+    ).split()
+)
+"""Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
 _ELSEWHERE = {
     "hf-token": "others can read a command line: set $HF_TOKEN",
     "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
@@ -88,17 +90,17 @@ def _check_vllm_options(found: object) -> None:
 _GROUPS = {
     title: group(title)
     for title in (
-        "model", "network", "service", "engine", "streams", "page", "tools", "speculation", "cache", "limits",
+        *"model network service engine streams page tools speculation cache limits".split(),
         "logs and traces",
     )
-}  # fmt: skip
+}
 _VLLM = group("vllm", show=False)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A validated command line, with one part per group of options."""
+    """All options of a parsed command line, divided into groups."""
 
     model: Annotated[ModelOptions, _GROUPS["model"]] = field(default_factory=ModelOptions)
     network: Annotated[NetworkOptions, _GROUPS["network"]] = field(default_factory=NetworkOptions)
@@ -115,7 +117,6 @@ class Options:
     observe: Annotated[ObserveOptions, _GROUPS["logs and traces"]] = field(default_factory=ObserveOptions)
 
     def check(self) -> None:
-        """Raise ConfigError for invalid values and invalid combinations."""
         model, streams = self.model, self.streams
         if model.model is not None and not model.model.strip():
             raise ConfigError("MODEL is empty: give a directory or an id, or leave it out for the bundled model")
@@ -140,7 +141,7 @@ _NOTHING, _NO_VLLM = Options(), _VllmOptions()
 
 
 def build_app(environment: Mapping[str, str] = os.environ) -> App:
-    """Return the command line parser, which returns `Options` when called."""
+    """Return the command line parser (a cyclopts app), which returns `Options` when called."""
     app = App(
         name="ssd-serve",
         version=f"ssd-serve {VERSION}",
@@ -196,7 +197,7 @@ examples:
 
 
 def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> Options:
-    """Parse the command line; ends the process with status 2 and one line if it is invalid."""
+    """Parse the command line. If it is invalid, print one line and exit with status 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["serve"]:  # as in `vllm serve`; a directory of that name is ./serve
         del words[0]
@@ -211,7 +212,7 @@ def parse_arguments(arguments: Sequence[str] | None, environment: Mapping[str, s
 
 
 def read_template(text: str) -> str:
-    """Return the template in a file, or ``text`` itself if it is a template. Raises ConfigError."""
+    """Return a chat template: the content of the file ``text``, or ``text`` itself. Raises ConfigError."""
     if any(mark in text for mark in ("{{", "{%", "\n")):
         return text
     try:

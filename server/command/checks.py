@@ -1,4 +1,4 @@
-"""Checks, in about a second, of everything that would make a start fail later, including a model's files."""
+"""Checks before the model is loaded, within about a second, of everything that would make the start fail later."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ _INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _GGUF = b"GGUF"
-_ENCODERS = (
-    "Albert", "Bert", "BigBird", "Camembert", "CLIP", "ConvBert", "Deberta", "DistilBert", "Electra", "ErnieFor",
-    "ErnieModel", "Esm", "Eurobert", "Flaubert", "Longformer", "MPNet", "ModernBert", "NomicBert", "Roberta",
-    "RoFormer", "SqueezeBert", "XLMRoberta", "XLNetModel",
-)  # fmt: skip
-"""The beginnings of encoders' class names."""
-_ENCODER_HEADS = (
-    "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-    "ForNextSentencePrediction",
-)  # fmt: skip
+_ENCODERS = tuple(
+    (
+        "Albert Bert BigBird Camembert CLIP ConvBert Deberta DistilBert Electra ErnieFor ErnieModel Esm Eurobert "
+        "Flaubert Longformer MPNet ModernBert NomicBert Roberta RoFormer SqueezeBert XLMRoberta XLNetModel"
+    ).split()
+)
+"""Prefixes of the class names of encoder models, which cannot generate text."""
+_ENCODER_HEADS = tuple(
+    (
+        "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice "
+        "ForNextSentencePrediction"
+    ).split()
+)
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "Decoder")
 _ADVICE = "give a Hugging Face model directory, or the id of a model, which is OWNER/NAME"
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """Return a model's config.json from its directory, the hub's cache or the hub. Raises ModelError."""
+    """Return the path of a model's config.json, downloading the file from the hub if needed. Raises ModelError."""
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"
@@ -57,7 +60,6 @@ def find_config(model: str, hub: HubOptions) -> Path:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Read a config.json. Raises ModelError if it is invalid."""
     _require_no_pointer(path)
     try:
         content = json.loads(path.read_bytes())
@@ -69,7 +71,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def read_context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum context length of a configuration in tokens; None if it has no known field for it."""
+    """Return the maximum context length in tokens from a model's config.json; None if it has no known field for it."""
     text = config.get("text_config")
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = (text if isinstance(text, dict) else config).get(name)
@@ -90,7 +92,7 @@ def _require_no_pointer(path: Path) -> None:
 
 
 def _other_kind(directory: Path) -> str:
-    """Say what a directory without a config.json is, and what to do with it; "" if that is unknown."""
+    """Describe a directory that has no config.json (e.g. GGUF files) and tell what to do; "" if its kind is unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
@@ -102,7 +104,7 @@ def _other_kind(directory: Path) -> str:
 
 
 def check_generates(model: str, config: Mapping[str, Any]) -> None:
-    """Raise ModelError for an encoder, a classifier, or an encoder-decoder model, which cannot continue text."""
+    """Raise ModelError if the model is an encoder, a classifier, or an encoder-decoder, which cannot continue text."""
     kinds = config.get("architectures")
     named = [kind for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
     if not named or config.get("is_decoder") is True or any(kind.endswith(_DECODER_HEADS) for kind in named):
@@ -117,7 +119,7 @@ def check_generates(model: str, config: Mapping[str, Any]) -> None:
 
 
 def check_weights_are_there(model: str) -> None:
-    """Raise ModelError if a model directory lacks weights or contains Git LFS pointers. Hub ids are not checked."""
+    """Raise ModelError if a model directory has no weights or only Git LFS pointers. Hub ids are not checked."""
     directory = Path(model)
     if not directory.is_dir():
         return
@@ -174,13 +176,17 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
 
 
 _CUDA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvmap")
-"""Device files, one of which exists if torch can find a GPU: NVIDIA's, AMD's, WSL's, and those of Jetson boards."""
+"""Device files, one of which exists if torch can find a GPU: of NVIDIA, AMD, WSL and Jetson boards."""
 _BYTES_PER_CACHED_TOKEN = 9
-"""The minimum size of a cached token in bytes: four for text, five or more for the suffix array."""
+"""The minimum size of a cached token in bytes: four for the token id, five or more for the suffix array."""
 
 
 def check_before_loading(options: Options) -> None:
-    """Raise ConfigError, ModelError or CacheError for what would fail later; warn of what may recover."""
+    """Check the options, model, cache and Redis before the model is loaded.
+
+    Raises ConfigError, ModelError or CacheError for problems that would make the start fail later, and logs warnings
+    about problems that may resolve themselves.
+    """
     _check_model(options)
     _check_template(options.model)
     if options.model.device == "cuda" and not any(Path(name).exists() for name in _CUDA_DEVICES):
@@ -190,9 +196,12 @@ def check_before_loading(options: Options) -> None:
         _check_cache(cache)
         return
     asked = {
-        "--redis": cache.config.redis_url, "--cache-dir": cache.config.directory, "--warm": cache.warm_directories,
-        "--draft-model": drafting.draft_model, "--draft-head": drafting.draft_head,
-    }  # fmt: skip
+        "--redis": cache.config.redis_url,
+        "--cache-dir": cache.config.directory,
+        "--warm": cache.warm_directories,
+        "--draft-model": drafting.draft_model,
+        "--draft-head": drafting.draft_head,
+    }
     if unused := [option for option, value in asked.items() if value]:
         log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))
 
@@ -270,7 +279,7 @@ def _check_cache(cache: CacheOptions) -> None:
 
 
 def check_directory(directory: Path) -> str:
-    """Write and remove a file in the directory, or in its nearest existing parent; return the free space as text."""
+    """Write a test file in a directory or its nearest existing parent, and return the free disk space as text."""
     nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):
@@ -283,7 +292,7 @@ def check_directory(directory: Path) -> str:
 
 
 def _check_size(cache: CacheOptions) -> None:
-    """Check that the cache fits on the disk of its directory, or in memory without one."""
+    """Check that the cache fits on the disk of its directory, or in memory if it has none."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
     directory = cache.config.directory
     if directory is None:
@@ -300,7 +309,7 @@ def _check_size(cache: CacheOptions) -> None:
 
 
 def _check_redis(url: str) -> None:
-    """Raise ConfigError for an invalid URL. A server that does not answer causes a warning: it may come later."""
+    """Raise ConfigError for an invalid Redis URL, and log a warning if Redis does not answer yet."""
     from ssd.replication.connection import connect, redact_password, redacted_address
 
     client = connect(url)
@@ -310,7 +319,8 @@ def _check_redis(url: str) -> None:
     except Exception as error:  # of the client, of the system, of the server's own words
         log.warning(
             "Redis at %s does not answer (%s): going on without, and trying again all the time",
-            redacted_address(url), redact_password(first_line(error), url),
-        )  # fmt: skip
+            redacted_address(url),
+            redact_password(first_line(error), url),
+        )
     finally:
         client.close()

@@ -1,4 +1,4 @@
-"""``ssd-serve doctor``: report in at most 25 lines whether a server with these options would draft on this machine."""
+"""``ssd-serve doctor``: report in up to 25 lines whether a server with these options would draft on this machine."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ if TYPE_CHECKING:
     from ssd.engine import Engine
 
 _FEATURES = ("avx2", "fma", "bmi2", "avx512f", "avx512bf16", "amx-bf16", "neon", "sve")
-"""The CPU features that our kernels or torch's matrix products use."""
+"""CPU features that our compiled kernels or torch's matrix products use."""
 _MOST_PASS_COST = 10.0
-"""The cost of a 16-token pass, relative to a single-token pass, above which drafts rarely gain anything."""
+"""The cost of a 16-token forward pass, relative to a single-token pass, above which drafts rarely gain anything."""
 _OUTPUT_TOKENS = 32
 _WIDEST = 65
-"""The maximum number of tokens per sequence in timed passes."""
+"""The maximum number of tokens per sequence in the forward passes that ``ssd-serve doctor`` times."""
 
 
 class Report:
-    """Prints one line per check, and counts failed checks in ``num_failed``."""
+    """Prints one line for each check of ``ssd-serve doctor``, and counts failed checks."""
 
     def __init__(self) -> None:
         self.num_failed = 0
 
     def line(self, name: str, text: str, *, is_ok: bool = True) -> None:
-        """Print the result of a check."""
         self.num_failed += not is_ok
         print(f"{'ok  ' if is_ok else 'FAIL'}  {name:<16} {' '.join(text.split())}", flush=True)
 
     def check(self, name: str, find: Callable[[], str]) -> None:
-        """Print the result of ``find``, or the reason of its failure."""
         try:
             self.line(name, find())
         except Exception as error:  # of libraries, of Redis, of the system: whatever it is, it is the finding
@@ -55,7 +53,7 @@ class Report:
 
 
 def main(options: Options) -> int:
-    """Check the machine, the cache directory, Redis and the model; return 0 if all checks pass, else 1."""
+    """Check the machine, the cache directory, Redis and the model. Returns 0 if all checks pass, else 1."""
     set_up_logging("error", "text")
     report, directory, redis_url = Report(), options.cache.config.directory, options.cache.config.redis_url
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "numba"))
@@ -91,7 +89,7 @@ def _cpu() -> str:
 
 
 def _check_redis(url: str) -> str:
-    """Write, read and delete a stream, with the commands that replicas use."""
+    """Write, read and delete a Redis stream with the commands that replicas use to share text."""
     from ssd.replication.connection import connect, redact_password, redacted_address
 
     client, key = connect(url), f"ssd:doctor:{secrets.token_hex(8)}"
@@ -110,7 +108,7 @@ def _check_redis(url: str) -> str:
 
 
 def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
-    """Load the model as a server does, but with an empty cache in memory, and append the engine to ``engines``."""
+    """Load the model with an empty cache in memory, append the engine to ``engines``, and return a summary."""
     alone = replace(options, cache=replace(options.cache, cache_dir=None, redis=None, warm_directories=()))
     began = time.perf_counter()
     engine = EngineLoader(alone)(resources)
@@ -155,7 +153,7 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
 
 
 def _repeat(engine: Engine, namespace: str) -> str:
-    """Send the same greedy request twice. Raises ConfigError if the second output is not drafted."""
+    """Send the same greedy request twice. Raises ConfigError if no token of the second output was drafted."""
     sampling = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     passes = [
         list(engine.generate([[1, 2, 3]], sampling, namespace=namespace))[-1].stats.num_verify_steps for _ in "12"

@@ -1,4 +1,4 @@
-"""Command line flags from typed fields, parsed by cyclopts from the command line and a file, with readable numbers."""
+"""Command line options from typed dataclass fields, parsed by cyclopts, with numbers such as 4GiB or 32k."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG_OPTION = "--config"
 
 
 def shown_default(value: object) -> str | None:
-    """Return a default value for the help; None if it should not be shown."""
+    """Return an option's default value as shown in the help; None if it should not be shown."""
     if isinstance(value, bool) or value in ((), "", None):
         return "on" if value is True else None
     if isinstance(value, tuple):
@@ -38,22 +38,21 @@ def shown_default(value: object) -> str | None:
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
-"""No option has a ``--no-`` form by default, and if an option is repeated, the last one counts."""
+"""The cyclopts settings of all options: no ``--no-`` forms, and the last of repeated options counts."""
 
 
 def group(title: str, *, show: bool = True) -> Parameter:
-    """Group the fields of a class under a title in the help, without the title in their names."""
+    """Return the cyclopts settings that show the options of a dataclass under a title in the help."""
     return Parameter(name="*", group=Group.create_ordered(title, show=show))
 
 
 def check_range(option: str, value: float, least: int, most: int, unit: str = "") -> None:
-    """Raise ConfigError if a value is out of range."""
     if not least <= value <= most:  # as a NaN is not
         raise ConfigError(f"{option} must be within {least}..{most}{unit}, got {value}")
 
 
 def run_app(app: App, words: Sequence[str]) -> Any:
-    """Return the result of the command, or None for help. Raises ConfigError in one line that names the flag."""
+    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError that names the option."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
@@ -63,7 +62,7 @@ def run_app(app: App, words: Sequence[str]) -> Any:
 
 
 def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """Print the help of a group, one block per flag; used as ``App.help_formatter``."""
+    """Print the help of a group of options, one block per option; used as cyclopts' ``help_formatter``."""
     if not panel.entries:
         return
     lines = [f"{panel.title}:"]
@@ -77,7 +76,10 @@ def show_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> No
 
 
 def read_values(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Add the values from the file of ``--config``, and convert readable numbers to digits; used as ``App.config``."""
+    """Add option values from the file of ``--config``, and convert numbers such as 4GiB to digits.
+
+    Used as ``App.config`` of cyclopts.
+    """
     filed = next((argument for argument in arguments if CONFIG_OPTION in argument.names), None)
     if filed is not None and filed.tokens:
         path = Path(filed.tokens[-1].value)

@@ -1,4 +1,4 @@
-"""The listening socket, the limit of open files, and the HTTP server with its shutdown."""
+"""The listening socket, the limit of open files, and the HTTP server with its graceful shutdown."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ def _drafting(engine: Engine) -> str:
 
 
 BACKLOG = 2048
-"""The number of connections that the system queues until they are accepted."""
 
 
 def listen(options: NetworkOptions) -> socket.socket:
-    """Return a listening socket, which no other server can share. Raises ConfigError."""
+    """Return a listening socket whose address no other server can use. Raises ConfigError."""
     return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
 
 
 def url_of(listener: socket.socket, options: NetworkOptions) -> str:
-    """Return the URL of the service for clients and browsers."""
     scheme = "http" if options.ssl_certfile is None else "https"
     if options.uds is not None:
         return f"{scheme}+unix://{options.uds}"
@@ -56,7 +54,7 @@ def url_of(listener: socket.socket, options: NetworkOptions) -> str:
 
 
 def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
-    """Return the TLS arguments of ``uvicorn.Config``; empty for http."""
+    """Return the TLS arguments for ``uvicorn.Config``; empty if the server uses plain HTTP."""
     if options.ssl_certfile is None:
         return {}
     return {
@@ -68,7 +66,7 @@ def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
 
 
 def check_tls(options: NetworkOptions) -> None:
-    """Raise ConfigError if the files do not make a TLS server; warn of a certificate that clients would reject."""
+    """Raise ConfigError if the TLS files cannot be used, and warn of a certificate that clients would reject."""
     if options.ssl_certfile is None:
         return
     named = {
@@ -83,7 +81,7 @@ def check_tls(options: NetworkOptions) -> None:
     reasons: list[str] = []
 
     def password() -> str:
-        """Return an empty password instead of letting OpenSSL ask for it on the terminal."""
+        """Return an empty password, so that OpenSSL does not ask for a password on the terminal."""
         reasons.append("the key has a password")
         return ""
 
@@ -102,7 +100,7 @@ def check_tls(options: NetworkOptions) -> None:
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
-    """Return why clients that trust the certificate would reject it, e.g. its dates, found by a handshake in memory."""
+    """Return why clients would reject a TLS certificate, e.g. because it expired, found by a handshake in memory."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -120,7 +118,6 @@ def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None
 
 
 def remove_socket_file(options: NetworkOptions) -> None:
-    """Remove the path of the Unix domain socket at the end of the process."""
     if options.uds is not None:
         with contextlib.suppress(OSError):
             options.uds.unlink()
@@ -157,7 +154,7 @@ def _listen_at_path(path: Path) -> socket.socket:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Remove a socket file without a listener, which would block its path. Other files are kept."""
+    """Remove the file of a Unix domain socket that no process listens on, which would block its path."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -169,11 +166,11 @@ def _remove_left_behind(path: Path) -> None:
 
 
 _OWN_FILES = 1024
-"""The number of open files that are reserved for the cache, Redis and logs."""
+"""The number of file descriptors reserved for the cache, Redis and logs."""
 
 
 def fit_open_files(settings: ServerSettings) -> ServerSettings:
-    """Raise the limit of open files, and reduce the maximum number of connections to fit it."""
+    """Raise the process's limit of open files, and reduce the maximum number of connections if it is still too low."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -186,19 +183,21 @@ def fit_open_files(settings: ServerSettings) -> ServerSettings:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop the server. SIGHUP is one of them unless it was ignored at the start (``nohup``)."""
+    """Return the signals that stop the server. SIGHUP is included unless ``nohup`` made the process ignore it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
 
 
 _LOADING_GC_THRESHOLD = 50_000
-"""The number of new objects between two garbage collections until the server is ready. Importing torch and transformers
-creates 400,000 permanent objects; with Python's threshold, collections took a fifth of the imports' time.
+"""The garbage collection threshold while the server is loading, in new objects.
+
+Importing torch and transformers creates 400,000 permanent objects, and with Python's default threshold collections took
+a fifth of the imports' time.
 """
 
 
 class HttpServer(uvicorn.Server):
-    """Finishes running requests when it is stopped, and stops itself if the engine cannot be loaded or dies."""
+    """A uvicorn server that finishes running requests when it is stopped, and stops if the engine fails."""
 
     def __init__(
         self,
@@ -218,29 +217,29 @@ class HttpServer(uvicorn.Server):
         self._gc_thresholds = gc.get_threshold()
         gc.set_threshold(_LOADING_GC_THRESHOLD)
         self.drained: Drained | None = None
-        """How the requests in flight ended, when they have."""
+        """How the requests in flight ended at shutdown; None before that."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with our own backlog; the event loop would set it to the number of connections accepted at once."""
+        """Listen on the sockets with our own backlog; asyncio would use the number of connections accepted at once."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Let requests in flight finish after the first signal, and cancel them after the second."""
+        """Start a graceful shutdown at the first signal, and cancel requests in flight at the second."""
         self.force_exit = self.should_exit
         self._worker.stop_admission()
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals without raising them again at the end, because a requested stop is not a failure."""
+        """Handle stop signals without raising them again at the end (as uvicorn does), so that the exit status is 0."""
         for number in stop_signals():
             signal.signal(number, self.handle_exit)
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Log once that the server is ready, or stop if there is no engine; called several times a second."""
+        """Log once that the server is ready, or stop if the engine failed. Uvicorn calls it several times a second."""
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again
@@ -251,7 +250,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests finish for a while, answering new ones 503, then cancel the rest and close."""
+        """Let requests finish for ``--shutdown-timeout`` while new ones get 503, then cancel the others and close."""
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:

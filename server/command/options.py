@@ -1,4 +1,4 @@
-"""Options of ``ssd-serve``, one field per flag; names and meanings are those of ``vllm serve`` if it has the option."""
+"""Options of ``ssd-serve``, one field per option. Names and meanings are those of ``vllm serve`` if it has them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,16 @@ from ssd.numbers import parse_number
 from ssd.text.load_tokenizer import HubOptions
 
 BUNDLED_NAME = "ssd-bundled"
-"""The name of the model that comes with the package."""
 
 _ENGINE, _DRAFT, _INDEX, _CACHE = EngineConfig(), DraftConfig(), IndexConfig(), CacheConfig()
 _DTYPE_NAMES = {"half": "float16", "float": "float32"}
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,30}")
-"""Becomes part of a namespace's name and of module names, in which a dot would be a level."""
+"""Matches names of LoRA adapters that can be part of cache namespaces and of torch module names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The model: its source, tokenizer and data type."""
+    """Options for the model: its source, tokenizer and data type."""
 
     model: Annotated[str | None, Parameter(show=False)] = None
     revision: str | None = None
@@ -82,7 +81,6 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """The model's name if the service gives no other."""
         return BUNDLED_NAME if self.model is None else self.model
 
     @property
@@ -91,7 +89,6 @@ class ModelOptions:
 
     @property
     def draft_hub(self) -> HubOptions:
-        """How draft models and heads are fetched."""
         return HubOptions(cache_dir=self.download_dir, trust_remote_code=self.trust_remote_code)
 
     @property
@@ -105,12 +102,10 @@ class ModelOptions:
 
     @property
     def torch_dtype(self) -> str:
-        """The data type without the additional names of ``vllm serve``."""
         return _DTYPE_NAMES.get(self.dtype, self.dtype)
 
     @property
     def adapters(self) -> dict[str, str]:
-        """The paths or ids of LoRA adapters, by name."""
         return read_adapters(self.lora_modules)
 
 
@@ -124,14 +119,14 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkOptions:
-    """The address to listen on, TLS, and a proxy's path."""
+    """Options for the listening address, TLS, and a reverse proxy's path."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = 8000
     """Port to listen on; 0 chooses a free port."""
     uds: Path | None = None
-    """Path of a Unix domain socket to listen on instead."""
+    """Path of a Unix domain socket to listen on instead of --host and --port."""
     root_path: Annotated[str, Parameter(converter=_root_path)] = ""
     """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without it."""
     ssl_certfile: Path | None = None
@@ -157,7 +152,7 @@ class NetworkOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """The names of the model, API keys and tenants."""
+    """Options for the names of the model, API keys and tenants."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """Names by which requests may call the model (default: MODEL)."""
@@ -178,7 +173,7 @@ class ServiceOptions:
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
-        """Add the keys and the secret from environment variables. Raises ConfigError."""
+        """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty: requests could not name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
@@ -200,7 +195,7 @@ def _seed(_type: object, tokens: Sequence[Token]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The number and length of sequences, and their memory."""
+    """Options for the number and length of sequences, and for their memory."""
 
     max_num_seqs: int = _ENGINE.max_num_seqs
     """Number of slots: the maximum number of sequences that are decoded at once."""
@@ -217,8 +212,8 @@ class EngineOptions:
     memory).
     """
     gpu_memory_utilization: float | None = None
-    """Alternatively, the share of the device's memory (on a CPU: main memory) that may be in use including the KV
-    cache.
+    """Share of the device's memory (on a CPU: main memory) that may be in use including the KV cache; an alternative to
+    --kv-cache-memory-bytes.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
     """Order of waiting requests. fcfs: first come, first served; priority: by the request's field `priority`, lower
@@ -241,7 +236,6 @@ class EngineOptions:
 
     @property
     def config(self) -> EngineConfig:
-        """The engine's configuration. Raises ConfigError."""
         check_range("--coupled-sampling", self.coupled_sampling, 0, MAX_COUPLED_STREAMS)
         same = {each.name: getattr(self, each.name) for each in fields(EngineConfig) if hasattr(self, each.name)}
         return EngineConfig(
@@ -251,7 +245,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationOptions:
-    """The sources and the length of drafts."""
+    """Options for the sources and the length of drafts."""
 
     num_speculative_tokens: int = _DRAFT.num_speculative_tokens
     """Maximum number of draft tokens per step."""
@@ -264,13 +258,12 @@ class SpeculationOptions:
 
     @property
     def draft(self) -> DraftConfig:
-        """The drafting configuration. Raises ConfigError."""
         return DraftConfig(num_speculative_tokens=0 if self.no_speculation else self.num_speculative_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """The retrieval cache: its size, directory, and sharing."""
+    """Options for the retrieval cache: its size, directory, and sharing."""
 
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
@@ -289,14 +282,13 @@ class CacheOptions:
 
     @property
     def config(self) -> CacheConfig:
-        """The cache's configuration. Raises ConfigError."""
         index = IndexConfig(capacity_tokens=self.cache_tokens, rebuild_interval_s=self.rebuild_interval)
         return CacheConfig(index=index, directory=self.cache_dir, redis_url=self.redis)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveOptions:
-    """Logs, traces and draft statistics."""
+    """Options for logs, traces and draft statistics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of log messages."""
@@ -316,7 +308,7 @@ class ObserveOptions:
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
-    """Parse words ``NAME=PATH``, or JSON objects of ``name`` and ``path``. Raises ConfigError."""
+    """Parse LoRA adapters given as ``NAME=PATH`` or as JSON objects with ``name`` and ``path``. Raises ConfigError."""
     found: dict[str, str] = {}
     for word in words:
         for name, path in _adapters(word):

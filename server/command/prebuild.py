@@ -1,6 +1,6 @@
 """Compile the kernels that a server needs at its start ahead of time: ``python -m server.command.prebuild``.
 
-The machine code is written into the imported package, which is a copy to be shipped, see `make wheel` and
+The machine code is written into the directory of the imported package, so that it can be shipped, see `make wheel` and
 deploy/Containerfile. Kernels of the CPU layers are not included, see `ssd.jit.code_cache`.
 """
 
@@ -12,7 +12,7 @@ from ssd.jit.code_cache import PREBUILT, kernel_counts, prebuild
 
 
 def main() -> None:
-    """Warm up engines of the bundled model without and with a draft head, and the drafter of other engines."""
+    """Run the bundled model without and with a draft head, and a drafter for vLLM, so that all kernels are compiled."""
     if not prebuild():
         print("no kernels are prebuilt on this processor: each machine compiles them at its first start")
         return

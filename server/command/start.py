@@ -1,4 +1,4 @@
-"""``ssd-serve``: open the port, load everything, serve, and shut down in order."""
+"""``ssd-serve``: open the port, load the model and the cache, serve, and shut down in order."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ log = logging.getLogger(__name__)
 
 
 class OpenNoise(NamedTuple):
-    """The noise of coupled sampling.
+    """The secret from which coupled sampling derives the Gumbel noise that requests share.
 
     Attributes:
-        root: The root of the noise. None: sampling is not coupled.
-        shared: Keeps the root equal to the replicas' root. None: it does not depend on them.
+        root: The secret. None: sampling is not coupled.
+        shared: Keeps the secret equal to that of the replicas. None: it does not depend on them.
     """
 
     root: NoiseSecret | None = None
@@ -70,7 +70,10 @@ class OpenNoise(NamedTuple):
 
 
 def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., object]) -> OpenNoise:
-    """Return the root of the noise from the secret, the seed, the replicas, or the cache directory, or a random one."""
+    """Return the noise secret of coupled sampling.
+
+    It is derived from the server's secret or seed, or read from the replicas or the cache directory, or else random.
+    """
     cache = options.cache.config
     if not options.engine.config.coupled_streams:
         return OpenNoise()
@@ -89,11 +92,10 @@ def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., o
 
 
 _LONGEST_LOOK_S = 4.0
-"""The timeout in seconds for reading the replicas' noise root from Redis, while the model is loading."""
+"""The timeout in seconds for reading the replicas' noise secret from Redis while the model is loading."""
 
 
 def make_settings(options: Options) -> ServerSettings:
-    """Return the endpoints' settings. Raises ConfigError, or ModelError if the model does not exist."""
     groups = (options.requests, options.cors, options.streams, options.page, options.tools)
     return ServerSettings(
         **{each.name: getattr(group, each.name) for group in groups for each in fields(group)},
@@ -111,7 +113,6 @@ def make_settings(options: Options) -> ServerSettings:
 
 
 def make_tenants(options: Options, settings: ServerSettings, secret: bytes | None = None) -> Tenants:
-    """Create the tenants. Raises ConfigError if a file of keys or tenants, or the secret, cannot be used."""
     service, cache = options.service, options.cache.config
     key_file, redis_url, directory = service.api_key_file, cache.redis_url, cache.directory
     has_keys = bool(service.api_keys) or key_file is not None or service.tenants_file is not None
@@ -140,19 +141,16 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
 
 
 class EngineLoader:
-    """Loads an engine; used as a worker's ``load``."""
+    """Loads the cache, the model and the engine; the engine's thread calls it."""
 
     def __init__(self, options: Options, secret: bytes | None = None) -> None:
-        """Store the options and the configured secret."""
         self._options = options
         self._secret = secret
         self.log: ReplicationLog | None = None
-        """The Redis stream that replicas share, once it is open."""
         self.noise = OpenNoise()
-        """The noise of coupled sampling, once it is known."""
 
     def __call__(self, resources: ExitStack) -> Engine:
-        """Load the engine, with the model last, and register what must be closed in ``resources``. Raises SSDError."""
+        """Load the engine, and register everything that must be closed later in ``resources``. Raises SSDError."""
         from transformers.utils import logging as transformers_logging
 
         from ssd.text.codec import TextCodec
@@ -202,7 +200,7 @@ class EngineLoader:
         return engine
 
     def sharing_stats(self) -> Mapping[str, ReplicationStats]:
-        """Return the sharing statistics by namespace; empty without Redis."""
+        """Return the statistics of text sharing between replicas by namespace; empty without Redis."""
         if self.log is None:
             return {}
         stats, shared = self.log.stats(), self.noise.shared
@@ -253,7 +251,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseSecret | None
 ) -> dict[str, object]:
-    """Return a summary of model, device, slots, noise, cache, Redis and tenants for the log."""
+    """Return model, device, slots, noise, cache, Redis and tenants for the log message of the start."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
     drafting: dict[str, object] = {"num_speculative_tokens": "none"}
     if engine.caches is not None and target.can_roll_back:
@@ -285,24 +283,25 @@ def summary_of(
 
 
 _CONNECTIONS_S = 3
-"""The time in seconds that connections have to send remaining data after all requests have ended."""
+"""The seconds that connections have to send remaining data after all requests have ended at shutdown."""
 _ACCEPTED_AT_ONCE = 64
-"""The number of connections that are accepted before the event loop serves others."""
+"""The number of new connections accepted before the event loop continues with existing connections."""
 _CLOSE_S = 10.0
-"""The time in seconds for the engine's thread to flush all namespaces to segments."""
+"""The seconds that the engine's thread has at shutdown to write the text of all namespaces to disk."""
 
 _SWITCH_S = 0.0005
-"""The time in seconds for which a thread may keep the interpreter's lock. The engine releases it at every torch
-operation and waits this long to get it back. With Python's 5 ms, an answer with many log-probabilities, serialized on
-its own thread, delayed other streams by a second.
+"""The interpreter's thread switch interval in seconds (``sys.setswitchinterval``).
+
+The engine's thread releases the interpreter's lock at every torch operation and waits up to this long to get it back.
+With Python's default of 5 ms, the serialization of a response with many log-probabilities on another thread delayed
+streams by a second.
 """
 
 OK, FAILED, UNUSABLE = 0, 1, 2
-"""Exit statuses: told to stop; the engine ended while serving; could not be started."""
+"""Exit statuses: stopped by a signal; the engine failed while serving; the server could not be started."""
 
 
 def main(options: Options) -> int:
-    """Run the server and return the exit status."""
     for number in stop_signals():
         if number is not signal.SIGINT:
             signal.signal(number, lambda *_: sys.exit(OK))
@@ -335,16 +334,7 @@ def serve(
     secret: bytes | None = None,
     spans: Spans | None = None,
 ) -> int:
-    """Serve on a listening socket until a signal arrives, and return the exit status.
-
-    Args:
-        options: The command line.
-        settings: The endpoints' settings.
-        listener: The listening socket.
-        tenants: The tenants.
-        secret: The configured secret.
-        spans: The exporter of trace spans.
-    """
+    """Serve on a listening socket until a signal arrives, and return the exit status."""
     loader = EngineLoader(options, secret)
     tenants.sharing = lambda: loader.log
     files = options.service.api_key_file, options.service.tenants_file
@@ -402,7 +392,7 @@ def serve(
 
 
 def _log_failure(error: BaseException) -> int:
-    """Log one line that says what to do; the traceback only at level DEBUG."""
+    """Log one line that explains the error and its remedy (a traceback at level DEBUG), and return the exit status."""
     logging.getLogger(__name__).debug("could not start", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message.lower():

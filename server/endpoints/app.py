@@ -1,4 +1,4 @@
-"""The application with all endpoints and the description in /openapi.json."""
+"""The FastAPI application with all endpoints, and their description in /openapi.json."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _STORED: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
     "/v1/chat/completions/{id}/messages": ("GET",),
 }
-"""The paths and methods of OpenAI's stored objects, which this server does not have."""
+"""Paths and methods of OpenAI's endpoints for stored responses and completions, which return an error here."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
-    """Add the endpoints that generate text. Nothing is stored."""
+    """Add the endpoints that generate text, and those of OpenAI's stored responses, which only return errors."""
     for path, (name, schema) in _GENERATION.items():
         app.add_api_route(path, _generates(service, schema), methods=["POST"], name=name)
     options: dict[str, Any] = {"include_in_schema": False}
@@ -109,7 +109,6 @@ async def _nothing_stored(_request: Request) -> Response:
 
 
 def add_models(app: FastAPI, service: Service) -> None:
-    """Add the list of models and the description of each model."""
     settings = service.settings
 
     def model_body(name: str, *, is_anthropic: bool) -> dict[str, Any]:
@@ -149,7 +148,6 @@ def add_models(app: FastAPI, service: Service) -> None:
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
-    """Add the endpoints that tokenize, detokenize and count tokens."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
@@ -172,7 +170,6 @@ def add_tokenizer(app: FastAPI, service: Service) -> None:
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    """Add /live, /health, /version and /metrics. Liveness and health also answer HEAD."""
     worker = service.worker
 
     @app.head("/live", include_in_schema=False)
@@ -207,7 +204,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 
 
 def add_admin(app: FastAPI, service: Service) -> None:
-    """Add /admin for operators' keys, and ``DELETE /v1/cache``."""
+    """Add the endpoints under /admin, which need an operator's API key, and ``DELETE /v1/cache``."""
     tenants, lane = service.tenants, service.lanes.management
 
     def require_operator(request: Request) -> None:
@@ -291,7 +288,7 @@ class AnthropicError(BaseModel):
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Complete /openapi.json with bodies, which the endpoints parse themselves, errors and keys."""
+    """Add to /openapi.json the request bodies, which endpoints parse without FastAPI, the errors, and API keys."""
 
     def description() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -353,17 +350,11 @@ def create_app(
     sharing_stats: NamespaceStats,
     span: SpanSink | None = None,
 ) -> FastAPI:
-    """Create the application over a worker that the caller starts and stops.
+    """Create the FastAPI application for an engine's thread that the caller starts and stops.
 
-    /live answers at once, /health answers 200 when the worker accepts requests, and all paths under /v1 answer 503
-    until then.
-
-    Args:
-        worker: The engine's thread.
-        settings: The server's settings.
-        tenants: The tenants and their keys.
-        sharing_stats: The statistics of Redis sharing, for /metrics.
-        span: Receives a trace span of each generation.
+    /live answers at once. /health and all paths under /v1 answer 503 until the engine accepts requests.
+    ``sharing_stats`` returns the statistics of Redis replication, and ``span`` receives a trace span of each
+    generation.
     """
     tenants.caches = lambda: None if worker.loaded_engine is None else worker.loaded_engine.caches
     service = Service(worker, settings, tenants, sharing_stats)
@@ -375,16 +366,16 @@ def create_app(
         watch.cancel()
         service.lanes.close()
 
-    # Its own pages of the API would have browsers load scripts from another host.
+    # FastAPI's own documentation pages would load scripts from another host.
     app = FastAPI(title="SSD", version=VERSION, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.root_path = settings.root_path  # requests come with it and without
+    app.root_path = settings.root_path  # requests may have the prefix or not
     docs = docs_files()
     files = {} if settings.no_web_ui else ui_files()
     sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
     app.add_middleware(
         AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, enter=worker.enter, exit=worker.exit
     )
-    if settings.allowed_origins:  # around the gate: pages may read refusals too
+    if settings.allowed_origins:  # outside of authentication, so that web pages can read rejections, too
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
@@ -393,7 +384,7 @@ def create_app(
             allow_credentials=settings.allow_credentials,
             expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
         )
-    app.add_middleware(  # around all that may refuse
+    app.add_middleware(  # outside of all middleware that may reject requests
         Access,
         counts=service.metrics.http,
         fields=_FIELDS,

@@ -1,4 +1,4 @@
-"""From a validated body to running engine requests."""
+"""The steps from a validated request body to running engine requests."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Body)
 
 _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
-"""The answer types of chat completions in the form of other APIs."""
+"""Maps the request bodies of other APIs to the classes that serialize their responses."""
 _FEW_TOKENS = 1 << 14
-"""Requests of up to this number of tokens over all choices are submitted on the event loop, within milliseconds."""
+"""Requests with up to this many tokens over all choices are submitted on the event loop, within milliseconds."""
 _MOST_LOGPROBS = 1 << 20
-"""The maximum number of log-probabilities in an answer, including alternatives."""
+"""The maximum number of log-probabilities in a response, including those of alternative tokens."""
 _TOKENS_A_CHOICE = 256
-"""The cost of a choice in addition to its prompt, in tokens."""
+"""The estimated cost of submitting one choice in addition to its prompt, in tokens."""
 
 
 class Service:
-    """The functions that the endpoints share: reading bodies, tokenizing on other threads, and starting generations."""
+    """Functions of several endpoints: reading request bodies, tokenizing on other threads, starting generations."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
@@ -71,12 +71,13 @@ class Service:
         self._token_texts: TokenTexts | None = None
 
     async def read(self, request: Request, parse: Callable[..., B]) -> B:
-        """Parse the body of a request with ``parse``, a schema's parser or a similar function.
+        """Receive, parse and count a request.
 
-        Raises RequestError, ApiError, QueueFull, or the reason why there is no engine.
+        ``parse`` validates the decoded JSON, e.g. ``CompletionBody.parse``. Raises RequestError, ApiError, QueueFull,
+        ServerNotReady or EngineFailed.
         """
         learns = allows_caching(request.headers)
-        context = self.worker.engine.max_model_len  # before anything is read: without an engine nothing can be done
+        context = self.worker.engine.max_model_len  # raises before the body is read if there is no engine
         account_of(request.scope).enter()
         limits, ignores_unknown = self.settings.limits, self.settings.ignore_unknown_fields
         check = partial(parse, limits=limits, ignores_unknown=ignores_unknown)
@@ -86,7 +87,7 @@ class Service:
         return body
 
     def _engine_for(self, body: Body) -> Engine:
-        """Return the engine if it serves the model that the body names. A body without a name gets the served model."""
+        """Return the engine. Raises ApiError (404) if the request names a model that is not served."""
         if body.model is not None and body.model not in self.settings.all_names:
             raise model_not_found(body.model, self.settings.model_name)
         current_record().model = body.model or self.settings.model_name
@@ -104,12 +105,13 @@ class Service:
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, body: CompletionBody | ChatBody, account: Account, asked: Body) -> Answer:
-        """Start all choices of ``body``, the parsed form of the client's request ``asked``.
+        """Tokenize a request's prompts, submit one engine request per choice, and return its response serializer.
 
-        After an exception nothing runs and nothing is reserved.
+        ``body`` is the request as a completion or chat completion, ``asked`` the same request in the client's API. If
+        an exception is raised, no choice is running.
         """
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
-        account.check_quota(body.n * len(texts), engine.target.num_slots)  # before anything is done
+        account.check_quota(body.n * len(texts), engine.target.num_slots)  # before any other work
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
@@ -172,7 +174,7 @@ class Service:
             namespace = settings.namespace_of(body.model)
             cache_use = self.tenants.cache_use(account, namespace, body.cache_salt)
 
-            @cache  # prompts may be of very many lengths, and what is asked for have very many token ids
+            @cache  # prompts may have many lengths, and the parameters many token ids
             def sampling(room: int) -> SamplingParams:
                 found = replace(
                     body.sampling(settings.sampling_defaults, room=room, default_limit=default_limit),
@@ -181,7 +183,7 @@ class Service:
                     shown_special_ids=plan.shown_special_ids,
                 )
                 found = _bounded(found, engine.max_model_len, room, num_choices)
-                _ = found.rules  # made here and not where others' tokens are computed
+                _ = found.rules  # computed here, so that the engine's thread need not
                 return found
 
             def sampling_after(num_prompt: int) -> SamplingParams:
@@ -192,11 +194,11 @@ class Service:
                 return found
 
             def streams() -> Sequence[int | None]:
-                """Return the noise streams of the choices, none twice for one prompt, so that choices differ."""
+                """Return different noise streams for the choices of one prompt (see coupled sampling)."""
                 is_shared = body.n > 1 and engine.config.coupled_streams
                 return engine.draw_streams(body.n) if is_shared else [None] * body.n
 
-            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # other requests may have been given the same id
+            prefix = f"{answer_id}-{secrets.token_hex(8)}"  # the client may use a request id twice
             generation.submit(
                 [
                     EngineRequest(
@@ -245,27 +247,26 @@ class Service:
         raise RequestError(message, param="stream_options.include_drafts")
 
     async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
-        """Return which data the answer contains in addition to the text."""
+        """Return the arguments of `Answer` for token ids and log-probabilities in the response."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
         if names := [name for name, number in wanted.items() if number is not None]:
             if self._token_texts is None:  # reads the whole vocabulary
                 self._token_texts = await self.lanes.answers.run(TokenTexts, codec_of(engine))
             as_ids = body.return_tokens_as_token_ids
-            # Who asks for ids wants one each, and evaluations count those behind an echo.
+            # Clients that request ids expect one per token, and evaluations count the tokens after an echo.
             every_token = as_ids or body.return_token_ids or body.echo
             writer = LogprobsWriter(self._token_texts, as_token_ids=as_ids, every_token=every_token)
             options |= dict.fromkeys(names, writer)
         return options
 
     def _named(self, body: GenerateBody) -> ServerSettings:
-        """Return the settings for an answer, which names the adapter if the request did."""
         adapter = self.settings.adapter_of(body.model)
         return self.settings if adapter is None else replace(self.settings, model_names=(adapter,))
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Limit the output by the maximum number of log-probabilities, if the request sets no limit."""
+    """Set ``max_tokens``, if the request does not, so that the response has at most ``_MOST_LOGPROBS``."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)
@@ -274,7 +275,7 @@ def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:
-    """Raise RequestError for more log-probabilities than an answer may contain."""
+    """Raise RequestError if the response could have more than ``_MOST_LOGPROBS`` log-probabilities."""
     entries = 0
     if sampling.logprobs is not None:
         entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
@@ -282,7 +283,7 @@ def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_cho
         entries += (context - room) * (1 + sampling.prompt_logprobs)
     if entries * num_choices > _MOST_LOGPROBS:
         raise RequestError(
-            f"the answer would hold {entries * num_choices} log-probabilities, at most {_MOST_LOGPROBS} are made: "
+            f"the response would have {entries * num_choices} log-probabilities, above the limit of {_MOST_LOGPROBS}: "
             "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

@@ -1,1 +1,1 @@
-"""Logs, metrics and traces for operators."""
+"""Logs, metrics and traces for operators of the server."""

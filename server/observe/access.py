@@ -1,4 +1,4 @@
-"""Report each finished HTTP request: an access log line, counts, and a span if there is a collector."""
+"""Report each finished HTTP request: a line in the access log, counters, and a trace span if configured."""
 
 from __future__ import annotations
 
@@ -20,43 +20,46 @@ from server.observe.logs import Fields
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/ui/stats"})
-"""Paths that probes and open pages request every few seconds. Their usual answers are logged at level DEBUG."""
+"""URL paths that health checks, Prometheus and the web UI request every few seconds; logged at level DEBUG only."""
 
 _PROBED = frozenset({200, 503})
-"""The usual status codes of probes: ready and not ready."""
+"""The expected status codes of health checks: ready and not ready."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 _ELSEWHERE = re.compile(
     r"/(?:v1/|api/)?(?:audio|batches|chat|classify|embed|embeddings|files|fine_tuning|generate|images|infill|invocations|"
     r"load|moderations|pooling|props|rerank|score|slots|tags|threads)(?=/|$)"
 )
-"""The beginnings of other servers' paths, which may be logged. Any other unknown path may contain private text."""
+"""Matches URL paths of other inference servers, which may be logged. Other unknown paths may contain private text."""
 
 
 class HttpCounts:
-    """Counts of requests. Written on the event loop, read by any thread. All labels are from short lists."""
+    """Counters of HTTP requests for /metrics, written on the event loop and read by any thread."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        """The number of requests by path, method and class of status; 4xx if the client disconnected before the answer.
+        """The number of requests by path, method and status class; "4xx" if the client disconnected before the
+        response.
         """
         self.refused: Counter[str] = Counter()
-        """The number of rejected requests by reason, without server errors, see `rejection_reason`."""
+        """The number of rejected requests by reason (see `rejection_reason`), without server errors."""
         self.num_under_way = 0
 
 
 SpanSink = Callable[[RequestRecord, str, float], tuple[str, str]]
-"""Receives the span of a finished request, its path and its end; returns the ids of trace and span in hexadecimal."""
+"""A function that records the trace span of a finished request from its record, path and end time.
+
+It returns the hexadecimal ids of the trace and of the span.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """ASGI middleware around everything that may reject a request: creates its record, and reports it at its end."""
+    """The outermost ASGI middleware: creates a record for each HTTP request, and logs the request at its end."""
 
     app: ASGIApp = field(kw_only=False)
     counts: HttpCounts
     fields: Container[str] = ()
-    """The names of request fields that may be logged."""
     writes_lines: bool
     span: SpanSink | None
     _paths: frozenset[str] | None = None
@@ -99,7 +102,7 @@ class Access:
             ids = trace_id, parent_id
         level = logging.DEBUG if path in PROBES and status in _PROBED else logging.INFO
         if self.writes_lines and log.isEnabledFor(level):
-            # How a path begins that is none of ours, and the field at fault, where they are known names.
+            # The beginning of an unknown path and the invalid field are logged only if these are known names.
             beginning = _ELSEWHERE.match(path_below_root(scope)) if path == "other" else None
             param = None if record.param is None else re.split(r"[.\[]", record.param, maxsplit=1)[0]
             facts = {
@@ -114,7 +117,7 @@ class Access:
             log.log(level, Fields("request", **facts, **_remaining_fields(record, ended, ids)))
 
     def _path(self, scope: Scope) -> str:
-        """Return the path as the application knows it; unknown paths, which may contain any text, become "other"."""
+        """Return the URL path for logs and metrics; "other" if unknown, because it may contain private text."""
         if self._paths is None:
             self._paths = frozenset(getattr(route, "path", "other") for route in scope["app"].routes)
         path = path_below_root(scope)
@@ -125,7 +128,6 @@ class Access:
 
 
 def _remaining_fields(record: RequestRecord, ended_s: float, ids: tuple[str, str] | None) -> dict[str, object]:
-    """Return the remaining fields of the access line. ``ids`` are those of the trace and the span."""
     given: dict[str, object] = {
         "total_s": ended_s - record.received_s,
         "reason": record.refusal,

@@ -1,4 +1,4 @@
-"""The log of the process as text or JSON lines, written by a separate thread."""
+"""Logging of the process as text or JSON lines. A separate thread writes the lines, so logging never blocks."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 OURS = ("ssd", "server", "cache_builder")
-"""The loggers that get the configured level; other libraries log from WARNING on."""
+"""The names of our own loggers, to which the configured level applies. Other libraries log from WARNING on."""
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
-"""The time in seconds that the end of the process waits for a blocked reader of the log."""
+"""The seconds that the process waits at exit until queued log lines are written."""
 _NO_FILES = (
     "no file descriptor is free: connections wait until others end. Allow more (ulimit -n, LimitNOFILE) or lower "
     "--max-connections"
 )
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
-"""Values that need no quotes in text lines: printable, without spaces, quotes and equals signs."""
+"""Matches values that need no quotes in ``key=value`` log lines: printable, no spaces, quotes or equals signs."""
 
 
 class Fields(dict[str, Any]):
-    """A message of named values: ``key=value`` as text, separate keys in JSON. Must not be changed after logging."""
+    """A log message of named values: ``key=value`` as text, separate keys in JSON. None values are left out."""
 
     def __init__(self, event: str, **values: Any) -> None:
-        """Create a message. ``event`` names what happened, in constant words. Values that are None are left out."""
         super().__init__({name: value for name, value in values.items() if value is not None})
         self.event = event
 
@@ -58,7 +57,7 @@ def _text(value: Any) -> str:
 
 
 class QueuedLogHandler(QueueHandler):
-    """Passes records to a thread that writes them. It never waits; if too many records are queued, they are dropped."""
+    """A log handler that passes records to a writing thread. If too many records are queued, it drops new ones."""
 
     def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
@@ -73,7 +72,7 @@ class QueuedLogHandler(QueueHandler):
         self._thread.start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Log missing file descriptors at most once a second, because every connection and file then fails."""
+        """Log "too many open files" errors at most once a second, because every connection and file then fails."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if record.created < self._no_files_s + 1:
@@ -83,7 +82,6 @@ class QueuedLogHandler(QueueHandler):
         return super().filter(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Format the message here, because its arguments may change; `Fields` do not."""
         if not isinstance(record.msg, Fields):
             record.msg, record.args = record.getMessage(), None
         if record.exc_info:
@@ -91,20 +89,19 @@ class QueuedLogHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a record or drop it. `SimpleQueue` is safe in signal handlers."""
+        """Queue a log record or drop it. ``SimpleQueue`` is used because it is safe in signal handlers."""
         if self._waiting.qsize() >= self._most:
             self.num_dropped += 1
         else:
             self._waiting.put_nowait(record)
 
     def flush(self) -> None:
-        """Wait until the queued records are written, at most two seconds."""
         written = threading.Event()
         self._waiting.put_nowait(written)
         written.wait(_PATIENCE_S)
 
     def close(self) -> None:
-        """Write the queued records and end the thread, within four seconds."""
+        """Write the queued log records and end the writing thread, within four seconds."""
         if self._thread.is_alive():
             self.flush()
             self._waiting.put_nowait(None)
@@ -127,7 +124,7 @@ def _record(message: str) -> logging.LogRecord:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: ``time`` in UTC, ``level``, ``logger``, ``message``, and the values of `Fields`."""
+    """Formats log records as JSON objects with ``time`` in UTC, ``level``, ``logger``, ``message`` and named values."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -148,7 +145,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def traceback_text(error: BaseException | None) -> str:
-    """Return a traceback with its causes, without the messages, which may quote a request's content."""
+    """Return a traceback with its causes but without error messages, which may quote a request's content."""
     lines: list[str] = []
     while error is not None:
         kind = type(error)
@@ -161,9 +158,9 @@ def traceback_text(error: BaseException | None) -> str:
 
 
 def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> QueuedLogHandler:
-    """Send all log records to ``stream``, by default standard error. ``level`` applies to our own loggers."""
-    logging.raiseExceptions = False  # a log that cannot be written is nothing to write about
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # nobody prints them
+    """Send log records to ``stream`` (default: standard error). ``level`` applies to our own loggers."""
+    logging.raiseExceptions = False  # an error of the log cannot be logged
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # these fields are not printed
     target = logging.StreamHandler(stream or sys.stderr)
     target.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_LINE))
     handler = QueuedLogHandler(target)
@@ -178,10 +175,9 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Return whether JSON lines are selected, before options are parsed.
+    """Return whether the command line, or the configuration file that it names, selects JSON log lines.
 
-    Args:
-        words: The command line, which may name a configuration file.
+    Needed to report errors that occur before the options are parsed.
     """
     given = _GIVEN.findall("\n".join(words))
     for name, value in reversed(given):
@@ -198,17 +194,16 @@ _FILED = re.compile(r"""^\s*["']?log[-_]format["']?\s*[:=]\s*["']?json\b""", re.
 
 
 def report_start(kind: str, message: str) -> None:
-    """Report the result of a start as a JSON log line or as plain text. ``kind`` is "error" or "warning"."""
+    """Report an error or warning of the server's start, as a JSON log line or as plain text."""
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler)]
     is_json = any(handler.is_json for handler in handlers)
     if is_json:
         logging.getLogger("server.command").log(getattr(logging, kind.upper()), message)
     for handler in handlers:
-        handler.flush()  # what was logged before comes before
+        handler.flush()  # keeps the order of log lines
     if not is_json:
         print(f"ssd-serve: {kind}: {message}", file=sys.stderr)
 
 
 def num_dropped_lines() -> int:
-    """Return the number of log records of this process that were dropped."""
     return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedLogHandler))

@@ -1,6 +1,6 @@
-"""Prometheus metrics, with vLLM's names if the quantity is the same, and ``ssd:`` otherwise.
+"""Prometheus metrics, with vLLM's names if the quantity is the same, else with the prefix ``ssd:``.
 
-Quantities are read from plain counters at each scrape. Only latencies of HTTP clients are observed as they occur.
+Most values are read from plain counters at each scrape; only latencies of HTTP requests are observed as they occur.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 
 class Families:
-    """Creates metric families whose samples all have the labels of one model."""
+    """Creates Prometheus metric families whose samples have the labels of the served model."""
 
     def __init__(self, labels: tuple[str, str]) -> None:
         self.labels = labels
@@ -43,7 +43,7 @@ class Families:
         self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, names: str | tuple[str, ...],
         values: Mapping[Any, float],
     ) -> Metric:  # fmt: skip
-        """Create a family with one or more additional labels. The exposition appends ``_total`` to counters."""
+        """Create a metric family whose samples have additional labels. ``values`` maps label values to numbers."""
         more = (names,) if isinstance(names, str) else names
         family = kind(name, text, labels=[*LABELS, *more])
         for each, value in values.items():
@@ -54,11 +54,11 @@ class Families:
         return self.by(kind, name, text, (), {(): value})
 
     def info(self, name: str, text: str, **facts: str) -> Metric:
-        """Create a gauge with the value 1 and facts as labels."""
+        """Create a gauge with the value 1 whose labels are ``facts``, as Prometheus info metrics are."""
         return self.by(GAUGE, name, text, tuple(facts), {tuple(facts.values()): 1.0})
 
     def histogram(self, name: str, text: str, histogram: Any) -> Metric:
-        """Create a histogram from ascending ``bounds``, ``counts`` with one more element, and their ``total``."""
+        """Create a Prometheus histogram from an object with ``bounds``, ``counts`` and ``total``."""
         bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         counts = map(float, accumulate(list(histogram.counts)))
         family = HistogramMetricFamily(name, text, labels=LABELS)
@@ -67,22 +67,23 @@ class Families:
 
 
 MOST_NAMED = 64
-"""The maximum number of namespaces with labels of their own, each of which is one time series per metric."""
+"""The maximum number of cache namespaces with labels of their own, because each label adds a time series per metric."""
 OTHERS = "(others)"
-"""The label of all other namespaces; no namespace has this name, because brackets are refused."""
+"""The metric label for all cache namespaces after the first ``MOST_NAMED`` together; no namespace can have this name.
+"""
 
 _SIZES = frozenset({
     "num_tokens", "num_prebuilt_tokens", "num_shared_tokens", "num_retained_tokens", "num_memtable_tokens",
     "num_segments", "generation", "is_connected", "num_queued", "lag_seconds",
 })  # fmt: skip
-"""Statistics that may decrease; all others are counters."""
+"""The statistics of cache namespaces that may decrease and are exported as gauges; all others are counters."""
 
 
 class NamespaceFamilies:
-    """Creates families of the namespaces' statistics, ``texts`` by field name; the field ``num_x`` becomes ``x``.
+    """Creates metric families from the statistics of cache namespaces. ``texts`` maps statistics to help texts.
 
-    The first 64 namespaces keep their labels for the life of the process. Counters of all others are summed, so that
-    the deletion of a namespace never decreases them. For use by one thread at a time.
+    The first 64 namespaces have labels of their own. All others are summed, in such a way that counters never decrease
+    when a namespace is deleted. Not thread-safe.
     """
 
     def __init__(self, prefix: str, texts: Mapping[str, str], families: Families) -> None:
@@ -117,13 +118,13 @@ class NamespaceFamilies:
 
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
-"""Returns the counts of each namespace: dataclasses of numbers."""
+"""A function that returns the statistics of each cache namespace, as dataclasses of numbers."""
 
 LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
-"""The usual reasons of rejections, exported from the start so that the first rejection shows as an increase."""
+"""Reasons of rejections that are exported as 0 from the start, so that the first rejection shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Maps our finish reasons to vLLM's."""
+"""Maps the engine's finish reasons to those of vLLM's metrics."""
 
 _ENGINE_NUMBERS = {
     "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Non-empty drafts."),
@@ -228,7 +229,7 @@ _STREAM_TEXTS = {
 
 
 class ServerMetrics(Collector):
-    """All metrics of this process, read from plain counters at each scrape."""
+    """All Prometheus metrics of this process, read from plain counters at each scrape."""
 
     def __init__(self, worker: Worker, model_name: str, sharing_stats: NamespaceStats, tenants: Tenants) -> None:
         self._registry = CollectorRegistry()
@@ -249,7 +250,7 @@ class ServerMetrics(Collector):
             return generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
-        """Measure four times a second how late the event loop is, which delays every connection, until cancelled."""
+        """Measure four times a second, until cancelled, how late the event loop runs its timers."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
@@ -257,7 +258,6 @@ class ServerMetrics(Collector):
             self.latencies.loop_lag.observe(max(0.0, loop.time() - due))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families; those of the engine once it is loaded."""
         of, by, http = self._families.of, self._families.by, self.http
         is_ready = self._worker.state is WorkerState.READY
         yield of(GAUGE, "ssd:ready", "1 while requests are accepted, else 0.", float(is_ready))
@@ -336,7 +336,6 @@ class ServerMetrics(Collector):
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
 
     def _of_tenants(self) -> Iterator[Metric]:
-        """Yield the usage of each tenant by name, never by key; nothing without tenants."""
         uses = {account.name: account.use for account in self._tenants.accounts()}
         if not uses:
             return
@@ -353,7 +352,7 @@ class ServerMetrics(Collector):
         )
 
     def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the names of tenants' namespaces by the tenants' names."""
+        """Replace the names of tenants' cache namespaces, which are secret, by the tenants' names."""
         labels = self._tenants.labels()
         return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}
 

@@ -1,4 +1,4 @@
-"""A trace span of each generation for an OpenTelemetry collector, created when the request has ended."""
+"""OpenTelemetry trace spans of generations, created when a request has ended and sent to a collector."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ log = logging.getLogger(__name__)
 
 OPTION = "--otlp-traces-endpoint"
 _TIMEOUT_S = 5.0
-"""The timeout of an export with its retries in seconds. Meanwhile up to 2,048 spans are queued, further ones are
-dropped.
-"""
+"""The seconds after which an export to the collector, with its retries, is given up."""
 _PATIENCE_S = 2.0
-"""The time in seconds that the end of the process waits for the collector."""
+"""The seconds that the process waits at exit until queued spans are sent."""
 _DEFAULT_PATH = "/v1/traces"
 
 _OPERATIONS = {"/v1/completions": "text_completion"}
-"""The operation by path; all other paths are chats."""
+"""Maps URL paths to OpenTelemetry's ``gen_ai.operation.name``; all other paths are "chat"."""
 
 
 class Spans:
-    """Passes spans to ``exporter`` on its own thread. Attributes are OpenTelemetry's, and vLLM's for times; no text."""
+    """Creates a trace span for each generation, with OpenTelemetry's attributes and vLLM's for times, but no text.
+
+    ``exporter`` sends the spans on its own thread.
+    """
 
     def __init__(self, exporter: SpanExporter) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -48,7 +49,7 @@ class Spans:
         self._tracer = self._provider.get_tracer("ssd", VERSION)
 
     def __call__(self, record: RequestRecord, path: str, ended_s: float) -> tuple[str, str]:
-        """Queue the span of a request; returns the ids of the trace and of the span in hexadecimal."""
+        """Queue the span of a finished request and return the hexadecimal ids of its trace and of the span."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -80,14 +81,13 @@ class Spans:
         return f"{context.trace_id:032x}", f"{context.span_id:016x}"
 
     def close(self) -> None:
-        """Send the queued spans, for at most two seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(_PATIENCE_S)
 
 
 def make_spans(endpoint: str) -> Spans:
-    """Create spans for a collector's URL. Raises ConfigError if it is invalid or if libraries are missing."""
+    """Create the span exporter for a collector's URL. Raises ConfigError if it is invalid or a library is missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{OPTION} must be like http://collector:4318{_DEFAULT_PATH}, got {endpoint!r:.200}")
@@ -98,12 +98,12 @@ def make_spans(endpoint: str) -> Spans:
         raise ConfigError(f"{OPTION} needs more libraries: pip install 'ssd-serving[telemetry]' ({error})") from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it tells of every attempt; ours tells once
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_log_once` logs once instead
     return Spans(_log_once(OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S), f"{parts.hostname}"))
 
 
 def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
-    """Return an exporter that logs once when its collector is unreachable, and once when it is back."""
+    """Wrap an exporter so that it logs once when its collector becomes unreachable, and once when it is back."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     export, num_lost = exporter.export, 0
@@ -112,7 +112,7 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
         nonlocal num_lost
         try:
             result = export(spans)
-        except Exception:  # whatever the library raises, tracing ends no thread
+        except Exception:  # no error of the library may end the thread
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             if num_lost:

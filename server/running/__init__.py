@@ -1,1 +1,1 @@
-"""Requests while the engine processes them."""
+"""Requests while the engine processes them: tokenization, the engine's thread, and the outputs."""

@@ -1,4 +1,4 @@
-"""Prepare conversations for the engine: the prompt, the output constraints, and the parser of the answer."""
+"""Prepare conversations for the engine: the prompt, the output constraints, and the parser of the output."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The formats of a chat template's messages.
+    """How a model's chat template writes tool calls and reasoning.
 
     Attributes:
-        tool_call: The name of the tool parser. None: there is none.
+        tool_call: The name of the tool call parser. None: there is none.
         reasoning: The name of the reasoning parser. None: there is none.
-        in_words: Whether tools are described in words, because the template ignores them.
-        several: Whether a message may have several calls. Otherwise an answer has at most one.
+        in_words: Whether the prompt describes tools in words, because the chat template ignores them.
+        several: Whether a message may contain several tool calls.
     """
 
     tool_call: str | None = None
@@ -55,12 +55,9 @@ class MessageFormat:
 
 @lru_cache(maxsize=8)
 def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str) -> MessageFormat:
-    """Detect the message format of a chat template; cached for the templates in use.
+    """Detect how a chat template writes tool calls and reasoning. Results are cached.
 
-    Args:
-        template: The chat template. None: there is none.
-        tool_call: The name of a tool parser, "auto" for detection, or "none".
-        reasoning: The name of a reasoning parser, "auto" for detection, or "none".
+    ``tool_call`` and ``reasoning`` are names of parsers, "auto" for detection, or "none".
     """
     if template is None or tool_call == reasoning == OFF:
         return MessageFormat()
@@ -69,26 +66,26 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
         calls = None if tool_call == OFF else tool_call
     if reasoning != AUTO:
         thoughts = None if reasoning == OFF else reasoning
-    # Who names another format has told the model of it, and of the tools, himself.
+    # An operator who selects another format describes it, and the tools, to the model.
     in_words = not template.takes_tools and (tool_call == AUTO or calls == FORMAT_IN_WORDS)
     several = in_words or template.takes_several_calls
     return MessageFormat(FORMAT_IN_WORDS if in_words else calls, thoughts, in_words, several)
 
 
 _TAIL_TOKENS = 32
-"""The number of tokens at the prompt's end that show whether it ends within reasoning."""
+"""The number of tokens at the prompt's end that are decoded to see whether the prompt ends inside reasoning."""
 _SCHEMAS = frozenset({"json_object", "json_schema"})
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How the answer to a conversation is generated and parsed."""
+    """How the output for a conversation is constrained and parsed."""
 
     messages: Messages | None
-    """Parses the answer. None: all text is content."""
+    """Parses tool calls and reasoning in the output. None: all text is content."""
     output: StructuredOutput | None
     shown_special_ids: tuple[int, ...] = ()
-    """Special tokens that the parser needs to see."""
+    """The special tokens that stay in the decoded text because the parser needs them."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
     """Counts the reasoning tokens of an output. None: the model does not reason."""
 
@@ -96,7 +93,10 @@ class AnswerPlan:
 def plan_answer(
     body: ChatBody, form: MessageFormat, codec: TextCodec, prompt: Sequence[int], limits: Limits
 ) -> AnswerPlan:
-    """Plan the answer to ``body`` for a model that writes messages in the format ``form``. Raises RequestError."""
+    """Return how the output for a chat request is constrained and parsed. Raises RequestError.
+
+    ``form`` is the format of the model's messages, and ``prompt`` the tokenized conversation.
+    """
     use, asked = body.tool_use(), body.structured_output()
     if use is not None and not form.several:
         use = replace(use, parallel=False)
@@ -108,7 +108,7 @@ def plan_answer(
         thoughts = REASONING_FORMATS[form.reasoning]
         if ends_within_reasoning(thoughts, str(body.messages[-1].get("content"))):
             tail = thoughts.begin[0]
-        elif thoughts.inside:  # it has thought already, or did not
+        elif thoughts.inside:  # the model has already finished or skipped its reasoning
             form = replace(form, reasoning=None)
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None
@@ -118,7 +118,7 @@ def plan_answer(
             reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
             raise RequestError(
-                "the calls of this model cannot be read: the server was started without a parser of its format "
+                "this model's tool calls cannot be parsed: the server was started without a parser for their format "
                 '(--tool-call-parser). Send tool_choice "required", "none" or a name',
                 param="tool_choice",
             )
@@ -143,9 +143,9 @@ def plan_answer(
 def _calls(
     use: ToolUse, form: MessageFormat, functions: Functions, codec: TextCodec, limits: Limits
 ) -> tuple[str, StructuredOutput]:
-    """Return the format of forced calls and its grammar: the model's own format if possible."""
+    """Return the format in which the model must write its tool calls, and the grammar that enforces it."""
     for name in (form.tool_call, JSON):
-        markers = special_tokens(name, None)  # of all added tokens, of which there may be thousands
+        markers = special_tokens(name, None)  # only markers, as there may be thousands of added tokens
         added = {text: token_id for text, token_id in codec.added_tokens.items() if text in markers}
         strict = {function.name for function in use.functions if function.strict}
         grammar = call_grammar(name, functions, parallel=use.parallel, special=added, strict=strict)
@@ -157,7 +157,7 @@ def _calls(
                     param="tools",
                 )
             return name, StructuredOutput("grammar", grammar, "tools")
-        if use.mode != "required":  # then nothing tells the model of another format
+        if use.mode != "required":  # the prompt then mentions no other format
             break
     raise RequestError(
         "response_format together with tools that may be called is not possible in this model's format of calls: "
@@ -169,7 +169,7 @@ def _calls(
 def _output(
     calls: StructuredOutput | None, asked: StructuredOutput | None, reasoning: str | None
 ) -> StructuredOutput | None:
-    """Combine the grammars of reasoning, of calls, and of the answer if no tool is called."""
+    """Combine the grammars for reasoning, for tool calls, and for the requested form of the text."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
         raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
@@ -184,7 +184,7 @@ def _output(
 
 
 def _writing(form: MessageFormat) -> dict[str, Any]:
-    """Return the arguments of `TextCodec.encode_chat` that determine how tools and calls are written."""
+    """Return the arguments of `TextCodec.encode_chat` that determine how tools and tool calls are written."""
     return {"tools_in_words": form.in_words, "write_calls": partial(write_calls, form.tool_call)}
 
 
@@ -194,18 +194,18 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
     "mistral": with_short_call_ids,
     "kimi_k2": with_numbered_call_ids,
 }
-"""Converts the call ids, for formats whose templates accept only one form of ids."""
+"""Converts tool call ids, by tool call format, for chat templates that accept only one form of ids."""
 
 
 class ChatPreparer:
-    """Encodes conversations, with tools in the form that the chat template supports, or else in words."""
+    """Tokenizes conversations with their tools, and plans how the model's answer is parsed."""
 
     def __init__(self, texts: Tokenization, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
-        """Return the token ids of the conversation and the plan of its answer. Raises RequestError."""
-        body, form = self._told(engine, body)
+        """Return the token ids of a conversation, and how the answer is parsed. Raises RequestError."""
+        body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
         if use is not None and (use.mode == "required" or body.structured_output() is not None):  # a grammar of all
@@ -213,12 +213,11 @@ class ChatPreparer:
         return prompt, plan_answer(body, form, codec, prompt, limits)
 
     async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
-        """Return the token ids of the conversation, and the text of each token if requested."""
-        body, form = self._told(engine, body)
+        body, form = self._adapt_to_template(engine, body)
         return await self._texts.tokenize(engine, body, **_writing(form))
 
-    def _told(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
-        """Return the conversation for the chat template, and the format of its messages."""
+    def _adapt_to_template(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
+        """Return the request with the tools as the chat template expects them, and the format of its messages."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None

@@ -1,4 +1,4 @@
-"""The engine's thread and its connection to the event loop."""
+"""The thread that runs the engine, and its connection to the event loop."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING
 from server.base.errors import EngineFailed, ServerNotReady
 from ssd.errors import EngineStopped
 
-if TYPE_CHECKING:  # the engine brings torch, which is loaded by the thread, after the port has been taken
+if TYPE_CHECKING:  # importing the engine imports torch, which the thread does after the port is open
     from ssd.engine import Engine, Request, RequestOutput
 
 log = logging.getLogger(__name__)
 
 _COMPILING_S = 5.0
-"""The time in seconds that a start waits for the drafting kernels before it serves without drafts."""
+"""The seconds that a start waits for the drafting kernels to compile before it serves without drafts."""
 _IDLE_WAIT_S = 0.25
-"""The interval in seconds at which the idle engine thread checks whether it has to stop."""
+"""The interval in seconds at which the engine's thread, while it is idle, checks whether it has to stop."""
 _DRAIN_LOOK_S = 0.02
 _SHUTTING_DOWN = "the server is shutting down"
 
 
 class WorkerState(Enum):
-    """The state of a worker. READY accepts requests; STOPPING finishes the accepted requests."""
+    """The state of the engine's thread. It accepts requests if READY, and finishes running requests if STOPPING."""
 
     LOADING = "loading"
     READY = "ready"
@@ -40,7 +40,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """How the requests in flight ended when the service was stopped."""
+    """The numbers of requests that ended, or were cut off, while the server was shutting down."""
 
     num_ended: int
     num_cut: int
@@ -48,7 +48,7 @@ class Drained:
 
 
 class Inbox:
-    """Receives the outputs of some requests, in order, on one event loop."""
+    """A queue that passes the outputs of some requests from the engine's thread to one event loop, in order."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -63,7 +63,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """Return the next output, or None after ``wait_s``. Twice as fast as asyncio's queue with a timeout."""
+        """Return the next output, or None after ``wait_s`` seconds. Faster than ``asyncio.Queue`` with a timeout."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -76,7 +76,6 @@ class Inbox:
         return self._arrived.popleft() if self._arrived else None
 
     def take_all(self) -> list[RequestOutput | Exception]:
-        """Return all outputs that have arrived and were not read."""
         arrived = [delivery for _, delivery in self._arrived]
         self._arrived.clear()
         return arrived
@@ -88,31 +87,29 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Worker:
-    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe."""
+    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe.
+
+    ``load`` returns the engine, and registers resources that are closed after the engine.
+    """
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
-        """Create a worker.
-
-        Args:
-            load: Returns the engine before its warm-up, and registers the resources to close after it.
-        """
         self._load = load
         self.loaded_engine: Engine | None = None
-        """The engine in any state, for reading counters."""
+        """The loaded engine, also while it is stopping or after it failed; for reading counters."""
         self._inboxes: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._num_inside = 0
         self.hurries = False
-        """Whether the shutdown's grace period is over, so that requests in flight must not wait for anything."""
+        """Whether the grace period of the shutdown is over, so that nothing may be waited for any more."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None
-        """The reason why the engine could not be loaded. Later failures are logged."""
+        """The exception because of which the engine could not be loaded."""
 
     @property
     def engine(self) -> Engine:
-        """The engine for admitted requests. Raises ServerNotReady or EngineFailed."""
+        """The engine, for requests that were admitted. Raises ServerNotReady or EngineFailed."""
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
@@ -129,42 +126,37 @@ class Worker:
         self._thread.start()
 
     def submit(self, request: Request, inbox: Inbox) -> None:
-        """Pass a request to the engine; its outputs arrive in ``inbox``. After an exception nothing arrives."""
         with self._lock:
             self._inboxes[request.request_id] = inbox
         try:
-            # Looked for only now: whoever ends all requests may have been through the inboxes already.
+            # The engine is looked up after adding the inbox, because a shutdown may have emptied the inboxes meanwhile.
             self.engine.submit(request)
         except BaseException:
             self._forget(request.request_id)
             raise
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request; nothing more arrives for it. Unknown and finished requests are ignored."""
+        """Cancel a request. No further output of it arrives. Unknown and finished requests are ignored."""
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
     def enter(self) -> None:
-        """Count a request until `let_out`, on the event loop. Raises ServerNotReady during the shutdown."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
 
     def exit(self) -> None:
-        """Count a request as answered."""
         self._num_inside -= 1
 
     def stop_admission(self) -> None:
-        """Admit no more requests; those in flight continue. Safe to call from a signal handler."""
+        """Reject new requests while those in flight continue. Can be called from a signal handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Admit no more requests, let those in flight finish for ``grace_s``, then cancel the rest.
+        """Reject new requests, let those in flight finish for ``grace_s`` seconds, then cancel the others.
 
-        Args:
-            grace_s: The grace period in seconds.
-            hurries: Returns whether to end the grace period now.
+        ``hurries`` is polled and returns whether to end the grace period early.
         """
         self.stop_admission()
         began = time.monotonic()
@@ -180,7 +172,7 @@ class Worker:
         return Drained(num_inside - num_cut, num_cut, time.monotonic() - began)
 
     def stop(self, timeout_s: float) -> bool:
-        """End the thread, which closes the engine. Returns False if it is still busy after ``timeout_s``."""
+        """End the thread, which closes the engine. Returns False if it is still busy after ``timeout_s`` seconds."""
         self.stop_admission()
         self.hurries = True
         self._stop.set()
@@ -210,23 +202,23 @@ class Worker:
                         self._deliver([(output.request_id, output) for output in engine.step()])
                     else:
                         engine.calibrate()
-            except BaseException as error:  # whatever it is, this thread ends here
+            except BaseException as error:  # any error ends this thread
                 self.state = WorkerState.FAILED
                 log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
                 failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
-        """Wake each event loop once, for any number of outputs."""
+        """Put outputs into the inboxes of their requests, waking each event loop only once."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, str, RequestOutput | Exception]]] = {}
         for request_id, delivery in deliveries:
             inbox = self._inboxes.get(request_id)
-            if inbox is not None:  # else the client has gone
+            if inbox is not None:  # else the client has disconnected
                 by_loop.setdefault(inbox.loop, []).append((inbox, request_id, delivery))
                 if isinstance(delivery, Exception) or delivery.finish_reason is not None:
                     self._forget(request_id)
         for loop, batch in by_loop.items():
-            with suppress(RuntimeError):  # the loop has been closed: nobody is left to tell
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_fill, batch)
 
     def _forget(self, request_id: str) -> bool:

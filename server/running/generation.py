@@ -1,4 +1,4 @@
-"""The choices of one HTTP request while the engine processes them."""
+"""One HTTP request's outputs while the engine generates them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 LABELS = ["model_name", "engine"]
-"""The labels of every metric."""
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _LAG_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -34,7 +33,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0
 
 
 class Latencies:
-    """Histograms of latencies, with one observation per choice, and of request sizes."""
+    """Prometheus histograms of request sizes, and of latencies with one observation per choice."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -68,22 +67,19 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """Why this choice could not be completed although other choices of the request could."""
+    """The error that ended this choice although other choices of the request could continue."""
     stats: RequestStats | None = None
-    """The engine's statistics, which the engine continues to update. None before the first output."""
+    """The engine's statistics of this choice, which the engine keeps updating. None before the first output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of an HTTP request. A prompt counts once for all of its choices.
+    """The token counts of an HTTP request for the field ``usage``. A prompt counts once for all of its choices.
 
     Attributes:
-        prompt_tokens: The tokens of all prompts.
-        completion_tokens: The tokens of all choices.
-        cached_tokens: Prompt tokens that were in the prefix cache for every choice.
-        accepted_prediction_tokens: Tokens of the prediction that are in the output, see `common_tokens`, over all
-            choices.
-            None: there was no prediction.
+        cached_tokens: Prompt tokens that were found in the prefix cache for every choice.
+        accepted_prediction_tokens: Tokens of the prediction that occur in the outputs, see `common_tokens`.
+            None: the request had no prediction.
         reasoning_tokens: The reasoning tokens of all choices. None: the model does not reason.
     """
 
@@ -112,7 +108,11 @@ class Usage:
 
 
 class Generation:
-    """Submits one engine request per choice and collects their outputs. ``close`` must be called in any case."""
+    """Submits one engine request per choice of an HTTP request and collects the outputs.
+
+    ``close`` must be called in any case. With ``only_scores``, only the prompts' log-probabilities are wanted, so that
+    the one generated token is dropped. ``aside`` is the thread pool for slow functions.
+    """
 
     def __init__(
         self,
@@ -126,18 +126,6 @@ class Generation:
         ticket: AdmissionTicket,
         only_scores: bool = False,
     ) -> None:
-        """Prepare a generation.
-
-        Args:
-            worker: The engine's thread.
-            latencies: The histograms to update.
-            prompts: The token ids of each prompt.
-            prediction: The token ids of the expected output. None: there is no prediction.
-            plan: How the answers are parsed.
-            aside: Runs functions that may take long.
-            ticket: The admission of the request.
-            only_scores: Whether only prompts are scored; the token that is computed with them is dropped.
-        """
         self.prompts, self.prediction, self.aside = prompts, prediction, aside
         self.choices: list[ChoiceState] = []
         self.sampling: SamplingParams | None = None
@@ -151,13 +139,12 @@ class Generation:
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
         self._cached: list[list[int]] = [[] for _ in prompts]
-        """The number of cached tokens for each started choice of each prompt."""
         self._count_reasoning = plan.count_reasoning
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
-        """Submit all choices. After an exception, ``close`` cancels those that were submitted."""
+        """Submit all choices to the engine. If an exception is raised, ``close`` cancels those already submitted."""
         record, first = self._record, requests[0]
         record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:
@@ -168,7 +155,7 @@ class Generation:
             self.choices.append(ChoiceState())
 
     def close(self) -> None:
-        """Cancel all running choices, so that their slots are free at the next step."""
+        """Cancel all running choices, so that their slots become free at the next engine step."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)
@@ -177,7 +164,6 @@ class Generation:
         self._ticket.end(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
-        """Record the totals over all choices so far. O(choices)."""
         record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]
         record.finish_reasons = tuple(each.finish_reason for each in self.choices if each.finish_reason is not None)
         record.num_prompt_tokens = self._num_prompt_tokens
@@ -188,7 +174,7 @@ class Generation:
         record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
         by_source: Counter[str] = Counter()
         for stats in known:
-            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be adding
+            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be appending
         record.accepted_by_source = dict(by_source)
         record.is_coupled = any(stats.is_coupled for stats in known)
         record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
@@ -200,8 +186,7 @@ class Generation:
     def usage(self) -> Usage:
         """Return the token counts so far.
 
-        Cached tokens are known when all choices of a prompt have started, accepted predictions when all choices have
-        ended.
+        Cached tokens are known when all choices have started, accepted prediction tokens when all choices have ended.
         """
         rejected = None
         if self.prediction is not None and self._num_accepted is not None:
@@ -217,11 +202,11 @@ class Generation:
 
     @property
     def has_more_now(self) -> bool:
-        """Whether the next output has arrived already."""
+        """Whether another output has already arrived, so that it can be sent together with the last one."""
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """Yield (choice index, output) until all have ended, and None after ``wait_s`` without an output.
+        """Yield (choice index, output) until all choices have ended, and None after ``wait_s`` seconds without output.
 
         Raises the error of a choice that failed.
         """
@@ -233,7 +218,7 @@ class Generation:
                 yield None
                 continue
             num_at_once += is_here
-            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # a client that took nothing for long has many waiting
+            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # many outputs may wait for a slow client
                 await asyncio.sleep(0)
             request_id, delivery = arrived
             if isinstance(delivery, Exception):
@@ -259,7 +244,6 @@ class Generation:
             pass
 
     def _note_cached(self, index: int, num_tokens: int) -> None:
-        """Record how many tokens of its prompt a started choice found in the prefix cache."""
         per_prompt = len(self.choices) // len(self.prompts)
         cached = self._cached[index // per_prompt]
         cached.append(num_tokens)

@@ -1,4 +1,4 @@
-"""Conversion between text and token ids for requests, on other threads and within limits."""
+"""Tokenization and detokenization for requests, on other threads and within limits."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ if TYPE_CHECKING:
 
 
 _MAX_CHARACTERS_PER_TOKEN = 512
-"""The maximum number of characters of a token in known tokenizers; the longest are runs of spaces."""
+"""The maximum number of characters of a token in known tokenizers; the longest tokens are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
-"""The maximum number of token ids in a /detokenize request, at least the context; the tokenizer blocks all threads."""
+"""The maximum number of token ids in a /detokenize request, because the tokenizer blocks all threads meanwhile."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""A chunk of a text may have this many more tokens than its part of the whole text, because tokens at its ends are
-split.
-"""
+"""The number of tokens that splitting a text into chunks may add to its token count, per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
-"""Memory that tokenising takes at its peak, of tokens and of text in UTF-8: 330 and 16 were measured."""
+"""The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64
-"""The cost of each text in addition to its length, in characters."""
+"""The estimated cost of tokenizing one more text, in addition to its length, in characters."""
 
 
 class Tokenization:
-    """Tokenizes and detokenizes for requests. Excessive requests are rejected early, with the field's name."""
+    """Tokenizes and detokenizes texts for requests, and rejects too long texts before they are tokenized."""
 
     def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
@@ -64,7 +62,7 @@ class Tokenization:
         cost = sum(len(text) + _CHARACTERS_A_TEXT for text in texts)
         found: list[list[int]] = []
         num_tokens = 0
-        for some in _parts(texts):  # others have their turn between
+        for some in _parts(texts):  # other tenants' calls run in between
             found += await self._lanes.run_on_text(cost, partial(call, some))
             num_tokens += sum(map(len, found[-len(some) :]))
             if num_tokens > most:
@@ -72,12 +70,11 @@ class Tokenization:
         return found
 
     async def messages(self, engine: Engine, body: ChatTemplateFields, **writing: Any) -> list[int]:
-        """Return the token ids of a conversation. ``writing`` contains further arguments of `TextCodec.encode_chat`."""
+        """Return the token ids of a conversation. ``writing`` are further arguments of `TextCodec.encode_chat`."""
         call, num_characters = self._conversation(engine, body, writing)
         return await self._lanes.run_on_text(num_characters, call)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
-        """Return the token ids of the expected output."""
         codec = codec_of(engine)
         _require_plausible_length(engine, len(text), "prediction")
 
@@ -88,12 +85,11 @@ class Tokenization:
         return await self._lanes.run_on_text(len(text), call)
 
     async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of words that the output must not contain."""
         cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
         return await self._lanes.run_on_text(2 * cost, partial(encode_bad_words, codec_of(engine), words))
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
-        """Return the texts of prompts that are to be repeated."""
+        """Return the texts of prompts that the response repeats (``echo``)."""
         if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
             return texts
         codec = codec_of(engine)
@@ -102,7 +98,7 @@ class Tokenization:
         def call() -> list[str]:
             known = (
                 [token for token in each if 0 <= token < codec.vocab_size] for each in ids
-            )  # the engine refuses others
+            )  # the engine rejects other ids
             return [codec.decode(each, skip_special_tokens=True) for each in known]
 
         return await self._lanes.run_on_text(sum(map(len, ids)), call)
@@ -110,7 +106,7 @@ class Tokenization:
     async def tokenize(
         self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, **writing: Any
     ) -> tuple[list[int], Any]:
-        """Return the token ids of a text or a conversation, and the text of each token if requested."""
+        """Return the token ids of a text or a conversation, and the text of each token if the request wants it."""
         codec = codec_of(engine)
         most = self.most_tokens(engine)
         if isinstance(body, TokenizeTextBody):
@@ -135,7 +131,7 @@ class Tokenization:
         codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
         if len(tokens) > most:
             raise RequestError(
-                f"tokens has {len(tokens)} token ids, at most {most} are taken: send parts", param="tokens"
+                f"tokens has {len(tokens)} token ids, at most {most} are accepted: split the request", param="tokens"
             )
         if tokens and not (min(tokens) >= 0 and max(tokens) < codec.vocab_size):
             raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
@@ -147,7 +143,7 @@ class Tokenization:
     def _conversation(
         self, engine: Engine, body: ChatTemplateFields, writing: Mapping[str, Any]
     ) -> tuple[Callable[[], list[int]], int]:
-        """Return a function that tokenizes a conversation, and its approximate number of characters."""
+        """Return a function that tokenizes a conversation, and the conversation's approximate number of characters."""
         contents = [str(message.get("content")) for message in body.messages]
         contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
@@ -155,7 +151,7 @@ class Tokenization:
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
         beside = [message[name] for message in body.messages for name in message.keys() - {"content", "tool_calls"}]
-        beside += body.chat_template_kwargs.values()  # a template may print these, or not
+        beside += body.chat_template_kwargs.values()  # a template may or may not print these
         num_beside = sum(len(each if isinstance(each, str) else str(each)) for each in beside)
         codec = codec_of(engine)
         arguments = {
@@ -173,7 +169,7 @@ class Tokenization:
         return call, num_characters + num_beside + _CHARACTERS_A_TEXT * len(contents)
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Reject tool calls whose arguments, JSON in strings, have more values than a body may have."""
+        """Raise RequestError if the JSON arguments of earlier tool calls contain too many values to be parsed."""
         lists = [calls for message in messages if isinstance(calls := message.get("tool_calls"), list)]
         functions = [call.get("function") for calls in lists for call in calls if isinstance(call, dict)]
         functions += [message.get("function_call") for message in messages]
@@ -192,9 +188,9 @@ class Tokenization:
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenizing it is short.
+    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory to tokenize it is short.
 
-    The tokens are counted in chunks first, because a tokenizer without memory ends the process.
+    A long text is tokenized in chunks first, because a tokenizer that runs out of memory aborts the process.
     """
     if len(text) <= _PIECE_CHARACTERS:
         return
@@ -206,27 +202,27 @@ def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str)
         num_tokens += len(codec.encode_completion(text[first : first + _PIECE_CHARACTERS]))
         if num_tokens > most_tokens + _TOKENS_CUT * (1 + first // _PIECE_CHARACTERS):
             raise ContextTooLong(
-                f"{param} has more than the {most_tokens} tokens that can be taken: shorten it", param=param
+                f"{param} has more than {most_tokens} tokens, which is the maximum: shorten it", param=param
             )
     if not _is_free(num_tokens * _BYTES_A_TOKEN + num_bytes * _BYTES_A_BYTE):
         raise QueueFull(f"too little memory is free to tokenise {len(text)} characters: try again later, or send less")
 
 
 def _is_free(num_bytes: int) -> bool:
-    """Return whether this much can be allocated now, by the limits of the process, its control group and the system."""
+    """Return whether the process can allocate this much memory within the limits of its cgroup and the system."""
     import torch  # by now loaded with the engine
 
     from ssd.model.loading.memory import free_bytes
 
     try:
-        mmap(-1, num_bytes).close()  # refused where memory is, and else costs nothing: no page of it is touched
+        mmap(-1, num_bytes).close()  # fails if memory is limited; costs nothing, as no page is touched
     except (OSError, MemoryError):
         return False
     return num_bytes < free_bytes(torch.device("cpu"))
 
 
 def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Group the texts so that short ones are tokenized together, in order."""
+    """Group consecutive texts so that a group of short texts is tokenized in one call."""
     first = num_characters = 0
     for place, text in enumerate(texts):
         num_characters += len(text) + _CHARACTERS_A_TEXT
@@ -237,7 +233,7 @@ def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _require_plausible_length(engine: Engine, num_characters: int, param: str) -> None:
-    """Reject a text that cannot fit, before time is spent on it."""
+    """Raise ContextTooLong if a text has too many characters to fit the context, before it is tokenized."""
     limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
     if num_characters > limit:
         raise ContextTooLong(
@@ -248,6 +244,5 @@ def _require_plausible_length(engine: Engine, num_characters: int, param: str) -
 
 
 def codec_of(engine: Engine) -> TextCodec:
-    """Return the tokenizer, which a server's engine always has."""
     assert engine.codec is not None
     return engine.codec

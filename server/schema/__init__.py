@@ -1,1 +1,1 @@
-"""The bodies of requests."""
+"""Validation of request bodies: pydantic models of all APIs."""

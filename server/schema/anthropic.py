@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages, and their conversion to chat completions."""
+"""The request bodies of Anthropic's /v1/messages, and their conversion to chat completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter
 
 from server.base.errors import NO_THREADS, ApiError
 from server.base.limits import Limits
-from server.schema.body import IGNORED, Body, Refused, RequestObject, renamed_fields, validate_field
+from server.schema.body import IGNORED, Body, RequestObject, UnsupportedFields, renamed_fields, validate_field
 from server.schema.chat import (
     FUNCTION,
     OF_RESULT,
@@ -34,23 +34,21 @@ _IGNORED: Mapping[str, str] = {
     "diagnostics": "the server keeps no earlier requests to compare with",
     "speed": "the server has only one speed",
 }
-"""Fields that are ignored because they do not change the output, with the reason."""
+"""Request fields that are ignored because they do not change the output, with the reason."""
 
 _NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
 
-_REFUSED: Refused = {
+_REFUSED: UnsupportedFields = {
     "container": ((), _NO_TOOLS),
     "mcp_servers": (([],), _NO_TOOLS),
     "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
     "inference_geo": (("global",), "the server does not know where it stands"),
-}  # fmt: skip
-"""Fields that are refused because they would change the output or its location, each with the values that mean "without
-it" and the reason.
-"""
+}
+"""Unsupported request fields that would change the output, with their accepted values and the reason."""
 
 
 class _ContentBlock(RequestObject):
-    cache_control: Any = None  # a hint to a cache that needs none
+    cache_control: Any = None  # a hint for Anthropic's prompt caching, which is automatic here
 
 
 class _TextBlock(_ContentBlock):
@@ -66,7 +64,7 @@ class _Thinking(_ContentBlock):
 
 
 class _Redacted(_ContentBlock):
-    """Reasoning that only its vendor can decrypt."""
+    """Reasoning that is encrypted for Anthropic and cannot be read here."""
 
     type: Literal["redacted_thinking"]
     data: Any = None
@@ -93,7 +91,7 @@ class _Result(_ContentBlock):
 
     @property
     def text(self) -> str:
-        """Return the result of a call, with a note if the call failed and the text does not say so."""
+        """Return the text of a tool result. A failed call is noted if the text does not mention the failure."""
         text = joined(self.content)
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
@@ -122,19 +120,18 @@ _TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail
 _SYSTEM: TypeAdapter[list[_TextBlock]] = TypeAdapter(_Texts)
 
 _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
-"""Claude Code's first system block. It tells the model nothing and differs in each request, so the prefix cache would
-never find the text after it.
+"""Matches a system block of Claude Code that is removed, because it differs in each request and defeats prefix caching.
 """
 
 
 def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[str, Any]]:
-    """Convert messages and tool results to those of /v1/chat/completions. Raises RequestError."""
+    """Convert Anthropic's messages and tool results to messages of /v1/chat/completions. Raises RequestError."""
     conversation = Conversation()
     if system is not None:
         said = [block for block in validate_field(_SYSTEM, system, "system") if not _BILLING.fullmatch(block.text)]
         conversation.add("system", joined(said))
     for turn in validate_field(_TURNS, turns, "messages"):
-        texts: list[_TextBlock] = []  # that follow each other
+        texts: list[_TextBlock] = []  # consecutive text blocks
         for block in [*turn.content, None]:
             if isinstance(block, _TextBlock):
                 texts.append(block)
@@ -152,29 +149,30 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 def continues_last_message(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer continues the last message, which is the assistant's and contains no call."""
+    """Return whether the output continues the last message, because it is the assistant's and has no tool call."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
-"""Fields of a tool that would change the prompt, with the values that mean "without it"."""
+"""Unsupported fields of a tool definition, with the values that are accepted because they have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
-"""Fields of a tool that may be ignored: forced calls follow their schema with or without ``strict``, and arguments are
-streamed as they are generated.
+"""Fields of a tool definition that are ignored.
+
+Forced tool calls follow their schema with or without ``strict``, and arguments are always streamed as generated.
 """
 _NAMES = {"name": "name", "description": "description", "input_schema": "parameters"}
 
 
 class ToolChoice(RequestObject):
-    """Which tools are called. A grammar enforces "any" and "tool"."""
+    """Which tools the model may call. A grammar enforces the types "any" and "tool"."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(default=None, max_length=128)
     disable_parallel_tool_use: bool | None = None
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return ``tool_choice`` and ``parallel_tool_calls``. Raises RequestError for a tool without a name."""
+        """Return the equivalent fields of a chat completion. Raises RequestError for a tool without a name."""
         parallel = not self.disable_parallel_tool_use
         if self.type != "tool":
             choice = "required" if self.type == "any" else self.type
@@ -208,14 +206,17 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 _CHAT_NAMES = {
-    "stop": "stop_sequences", "response_format": "output_config", "prompt": "messages",
-    "parallel_tool_calls": "tool_choice", "continue_final_message": "messages",
-}  # fmt: skip
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "prompt": "messages",
+    "parallel_tool_calls": "tool_choice",
+    "continue_final_message": "messages",
+}
 _THINKS = {"enabled": True, "disabled": False}
 
 
 class Thinking(RequestObject):
-    """``thinking`` sets the chat template's ``enable_thinking`` if it has that. ``budget_tokens`` has no effect."""
+    """Sets the chat template's ``enable_thinking``, if the template has it. ``budget_tokens`` has no effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = Field(default=None, ge=0)
@@ -223,47 +224,45 @@ class Thinking(RequestObject):
 
 
 class OutputFormat(RequestObject):
-    """The form of the text. A schema is always enforced strictly."""
+    """The JSON schema of the output, which is always enforced strictly."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(RequestObject):
-    """``output_config``: the effort is passed to the chat template as ``reasoning_effort``."""
+    """The output format, and the effort, which is passed to the chat template as ``reasoning_effort``."""
 
     effort: str | None = Field(default=None, max_length=64)
     format: OutputFormat | None = None
 
 
 class ThinkingTurns(RequestObject):
-    """The number of the last turns whose reasoning is kept."""
-
     type: Literal["thinking_turns"]
     value: int = Field(ge=1)
 
 
 class ClearThinking(RequestObject):
-    """Remove the reasoning of all turns except the last ones; without ``keep`` except the last one, as at Anthropic."""
+    """Removes the reasoning of assistant turns from the prompt, except that of the last ``keep`` turns (default: 1)."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | ThinkingTurns = ThinkingTurns(type="thinking_turns", value=1)
 
 
 class ContextManagement(RequestObject):
-    """``context_management``. Without it a conversation is never shortened."""
+    """Edits that shorten the conversation. Without this field a conversation is never shortened."""
 
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
 
     def edit(self, messages: list[dict[str, Any]]) -> None:
-        """Remove the reasoning that the edits name from the messages."""
+        """Remove the reasoning of earlier turns from the messages, as the edits demand."""
         for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
             for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
                 del message["reasoning_content"]
 
 
 class AnthropicChat(Body):
-    """A conversation whose tokens are counted or that is answered."""
+    """The conversation fields of /v1/messages and /v1/messages/count_tokens."""
 
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
@@ -289,7 +288,7 @@ class AnthropicChat(Body):
         return super().honoured(content)
 
     def prompt_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat completion that determine its prompt. Raises RequestError."""
+        """Return the equivalent fields of a chat completion that determine the prompt. Raises RequestError."""
         messages = messages_of(self.system, self.messages)
         if self.context_management is not None:
             self.context_management.edit(messages)
@@ -314,7 +313,7 @@ class AnthropicChat(Body):
 
 
 class CountTokensBody(AnthropicChat):
-    """POST /v1/messages/count_tokens."""
+    """The request body of POST /v1/messages/count_tokens."""
 
     _chat: TokenizeChatBody = PrivateAttr()
 
@@ -323,13 +322,12 @@ class CountTokensBody(AnthropicChat):
         return self._chat
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError if /tokenize would refuse the request."""
         with renamed_fields(self.chat_names):
             self._chat = TokenizeChatBody.parse({"model": self.model, **self.prompt_fields()}, limits)
 
 
 class AnthropicBody(CommonFields, AnthropicChat, ChatForm):
-    """POST /v1/messages."""
+    """The request body of POST /v1/messages."""
 
     max_tokens: int
     stop_sequences: Annotated[list[str], Field(max_length=128, fail_fast=True)] = Field(default_factory=list)

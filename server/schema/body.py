@@ -1,4 +1,7 @@
-"""A JSON object sent by a client. Unknown fields are refused; null means absent, as at OpenAI."""
+"""Base classes of request bodies, and error messages for invalid ones.
+
+Unknown fields are rejected, and null means absent, as in OpenAI's API.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from server.base.limits import Limits
 from ssd.errors import RequestError, quote_value
 
 UNKNOWN_FIELD = "unknown_field"
-"""The type of pydantic's error for an unknown name. Its context has the ``name`` and a suggestion."""
+"""The type of pydantic's error for an unknown field. The error's context has the ``name`` and a suggestion."""
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name of which an unknown one may be a misspelling; None if none is similar. O(names)."""
+    """Return the known field name that an unknown name may be a misspelling of; None if none is similar."""
     return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
 
 
 class RequestObject(BaseModel):
-    """An object in a request. Strict: "5" is not a number. Unknown names are refused; null means absent."""
+    """A JSON object in a request. Types are not converted, unknown fields are rejected, and null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, content: Any) -> Any:
-        """Raise one error, because pydantic raises one for each unknown name and there may be very many."""
+        """Raise one error for all unknown fields, because pydantic would create one for each of very many."""
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -58,19 +61,21 @@ IGNORED: Mapping[str, str] = {
     "session_id": "the server keeps no sessions",
     "spaces_between_special_tokens": "the supported tokenizers insert no spaces there",
 }
-"""Fields that are ignored because they do not change the output, with the reason."""
+"""Request fields that are ignored because they do not change the output, with the reason."""
 
-ELSEWHERE = {
-    "cache_prompt", "detokenize", "do_sample", "enable_thinking", "grammar", "kv_transfer_params", "max_new_tokens",
-    "mirostat", "n_predict", "options", "provider", "reasoning", "repeat_last_n", "repeat_penalty", "slot_id",
-    "thinking", "top_a", "transforms", "typical_p", "usage", "vllm_xargs",
-}  # fmt: skip
-"""Fields of other servers that this one does not have. Their names may appear in the operator's log."""
+ELSEWHERE = set(
+    (
+        "cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat "
+        "n_predict options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms "
+        "typical_p usage vllm_xargs"
+    ).split()
+)
+"""Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
 
-Refused = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Fields that would change the output and are not supported, with the values that mean "without it" and the reason."""
+UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Unsupported request fields that would change the output, with their accepted values and the reason."""
 
-REFUSED: Refused = {
+REFUSED: UnsupportedFields = {
     "suffix": (("",), "text is continued here, not filled in"),
     "use_beam_search": ((False,), "drafts are verified against one continuation, not several at a time"),
     "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, and there is none"),
@@ -86,11 +91,11 @@ REFUSED: Refused = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""The unsupported fields of completions and chat completions. A schema's own field of the name takes precedence."""
+"""Unsupported fields of completions and chat completions. A body class that declares such a field supports it."""
 
 
 def require_counts(body: dict[str, Any], limits: Limits) -> None:
-    """Raise RequestError for the first field with too many elements. Wrong types are left to the schema."""
+    """Raise RequestError for the first field with too many elements, before the body is validated."""
     _require_choices(body, limits)
     for name, count, most, unit in (
         ("logit_bias", _length, 1024, "entries"),
@@ -126,7 +131,7 @@ def _length(value: Any) -> int:
 
 
 def _written(value: Any) -> int:
-    """Return the number of characters of the JSON; values nested too deeply to be written exceed any limit."""
+    """Return the number of characters of a value as JSON; infinite if it is nested too deeply to be serialized."""
     if value is None:
         return 0
     try:
@@ -142,7 +147,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the faulty field of a RequestError. ``names`` maps a chat completion's fields to the client's."""
+    """Let errors raised in this context call fields of chat completions by their names in the client's API."""
     try:
         yield
     except RequestError as error:
@@ -150,11 +155,11 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return the same error with the client's name of the field."""
+    """Return an error in which fields of chat completions have their names in the client's API."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
-    fields = "|".join(name for name in names if "_" in name)  # others are words, too
+    fields = "|".join(name for name in names if "_" in name)  # single words may also be ordinary text
     said = re.sub(rf"\b({fields})\b", lambda found: names[found[0]], said) if fields else said
     return type(error)(said, param=names.get(here, error.param))
 
@@ -163,19 +168,19 @@ _DEFAULT_LIMITS = Limits()
 
 
 class Body(BaseModel):
-    """A JSON object sent by a client. ``chat_names`` maps a chat completion's fields to this body's."""
+    """The base class of request bodies. ``chat_names`` maps chat completion fields to names in this body."""
 
-    # Strict: "5" is no number and 1 no boolean, as at OpenAI.
+    # Strict as OpenAI's API: "5" is not a number, and 1 is not a boolean.
     model_config = ConfigDict(extra="forbid", strict=True)
     ignored: ClassVar[Mapping[str, str]] = IGNORED
-    refused: ClassVar[Refused] = REFUSED
+    refused: ClassVar[UnsupportedFields] = REFUSED
     chat_names: ClassVar[Mapping[str, str]] = {}
 
     model: str | None = Field(default=None, max_length=1024)
 
     @classmethod
     def parse(cls, content: Any, limits: Limits = _DEFAULT_LIMITS, *, ignores_unknown: bool = False) -> Self:
-        """Validate decoded JSON. Raises RequestError with the first faulty field as ``param``."""
+        """Validate decoded JSON. Raises RequestError with the first invalid field as ``param``."""
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.honoured(content)
@@ -194,7 +199,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields to validate, without neutral values. Raises RequestError for unsupported fields."""
+        """Remove fields that have no effect, and raise RequestError for unsupported fields that would have one."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):
@@ -205,23 +210,23 @@ class Body(BaseModel):
             values, reason = cls.refused[name]
             if name == "best_of":
                 values = (content.get("n") or 1,)
-            # By type too: to Python, 0 equals False, and ``logprobs: 0`` asks for the chosen token's.
+            # Types are compared too, because 0 == False, but ``logprobs: 0`` is a request.
             if not any(type(value) is type(neutral) and value == neutral for neutral in values):
                 raise RequestError(f"{name} is not supported: {reason}", param=name)
         return honoured
 
     def disable_caching(self) -> None:
-        """Exclude the request from the cache. No effect for a request without output."""
+        """Exclude the text of the request and its output from the cache."""
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError for limits that only the validated body can be checked against."""
+        """Raise RequestError if the request exceeds limits that can only be checked after validation."""
 
 
 T = TypeVar("T")
 
 
 def validate_field(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
-    """Validate a field's value. Raises RequestError with the place of the error, below ``where`` or ``param``."""
+    """Validate a value with pydantic. Raises RequestError with the JSON path of the error, below ``where``."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -234,7 +239,10 @@ def _unknown_field(name: str, near: str | None, param: str | None = None) -> Req
 
 
 def _request_error(error: ValidationError, value: Any, where: str = "", param: str | None = None) -> RequestError:
-    """Return pydantic's most informative error in our words. ``value`` is what the client sent, at ``where``."""
+    """Convert the most informative of pydantic's errors to a RequestError for the client.
+
+    ``value`` is the JSON value at the path ``where``.
+    """
     found = [
         (complaint, _place(complaint, value)) for complaint in error.errors(include_url=False, include_input=False)
     ]
@@ -254,26 +262,34 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
 
 
 def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, int, bool, bool]:
-    """Return a sort key of an error, lower for a more informative one. Each alternative type has its own errors."""
+    """Return a sort key for pydantic's errors, the lowest for the most informative error.
+
+    If a field may have several types, pydantic reports errors for each type.
+    """
     is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # which explains what else is wrong
     is_said = complaint["type"] in ("value_error", "union_tag_invalid") or is_of_type
     return complaint["type"] != UNKNOWN_FIELD, -len(place), not is_said, _is_kind(complaint)
 
 
 def _is_kind(complaint: ErrorDetails) -> bool:
-    """Return whether the error only says which type is expected, which another alternative may not expect."""
+    """Return whether pydantic's error tells only which type is expected, although the field also allows other types."""
     return complaint["type"] == "literal_error" or complaint["type"].endswith("_type")
 
 
 _KINDS = {
-    "string_type": "be a string", "list_type": "be a list", "bool_type": "be true or false",
-    "int_type": "be an integer", "float_type": "be a number", "dict_type": "be an object",
-    "model_type": "be an object", "model_attributes_type": "be an object",
-}  # fmt: skip
+    "string_type": "be a string",
+    "list_type": "be a list",
+    "bool_type": "be true or false",
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+}
 
 
 def _words(complaint: ErrorDetails) -> str:
-    """Return the requirement of an error, in words that do not mention this program's internals."""
+    """Return the requirement that a value violates, in words without names of Python classes."""
     kind, told = complaint["type"], complaint.get("ctx", {})
     tag = "role" if "role" in told.get("discriminator", "") else "type"
     if kind == "union_tag_invalid":
@@ -291,10 +307,10 @@ def _path(where: str, place: Iterable[str | int]) -> str:
 
 
 def _place(complaint: ErrorDetails, value: Any) -> list[str | int]:
-    """Return the place of an error in ``value``: the names and numbers of its location without the names of types.
+    """Return the JSON path of pydantic's error in ``value``.
 
-    A type may have the name of a field. So places are tried until one fits: it contains the unknown field, or lacks the
-    missing one.
+    Pydantic's location also contains names of types, which may be names of fields too. So all subsequences of the
+    location are tried until a path exists in ``value`` and fits the error.
     """
 
     def fits(place: list[str | int], here: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Conversations: messages and tools, and the bodies of chat completions and /tokenize."""
+"""The request bodies of /v1/chat/completions and /tokenize: messages and tools."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ssd.text.messages import convert_to_text_part
 ToolMode = Literal["none", "auto", "required"]
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.:/-]*$"
-"""The names that every format can write. They include OpenAI's, and names with dots and slashes from tool servers."""
+"""Matches function names that every tool call format can write: OpenAI's, and names with dots and slashes."""
 
 
 class Function(RequestObject):
-    """A function that the model may call. ``strict``: a forced call follows its whole schema."""
+    """A function that the model may call. If ``strict`` is set, a forced call follows all constraints of its schema."""
 
     name: str = Field(min_length=1, max_length=128, pattern=_NAME)
     description: str | None = None
@@ -31,21 +31,21 @@ class Function(RequestObject):
     strict: bool | None = None
 
     def told(self) -> dict[str, Any]:
-        """Return the function for the chat template: fields in the order of training data, without absent ones."""
+        """Return the function for the chat template, with its fields in the order that models were trained on."""
         said = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {key: value for key, value in said.items() if value is not None}
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; without one, any object is valid."""
+        """Return the JSON schema of the arguments; if the client sent none, one that allows any object."""
         return self.parameters or {"type": "object"}
 
 
 FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
-class _OfFunction(RequestObject):
-    """A reference to a function, nested in ``function``, which other APIs do not have."""
+class _NestedFunction(RequestObject):
+    """A request object whose content is nested in ``function``. Errors point out that other APIs do not nest it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,8 +55,8 @@ class _OfFunction(RequestObject):
         return content
 
 
-class Tool(_OfFunction):
-    """A function, the only supported kind of tool."""
+class Tool(_NestedFunction):
+    """A tool that the model may call. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -71,12 +71,10 @@ class Tool(_OfFunction):
 
 
 class NamedFunction(RequestObject):
-    """The name of one of the request's functions."""
-
     name: str = Field(max_length=128)
 
 
-class NamedTool(_OfFunction):
+class NamedTool(_NestedFunction):
     """A reference to one of the request's tools."""
 
     type: Literal["function"]
@@ -84,14 +82,14 @@ class NamedTool(_OfFunction):
 
 
 class AllowedTools(RequestObject):
-    """A subset of the request's tools, and whether one of them must be called."""
+    """A subset of the request's tools, and whether the model must call one of them."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Field(fail_fast=True)] = Field(min_length=1)
 
 
 class AllowedToolChoice(RequestObject):
-    """``tool_choice`` with a subset of the tools."""
+    """A ``tool_choice`` that allows a subset of the request's tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -102,7 +100,7 @@ ToolChoice = Literal["none", "auto", "required"] | Annotated[NamedTool | Allowed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The functions in the prompt, and whether one of them must be called."""
+    """The functions that the prompt describes, and whether the model must call one of them."""
 
     functions: tuple[Function, ...]
     mode: ToolMode
@@ -113,7 +111,7 @@ class ToolUse:
 
 
 def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
-    """Return the functions called ``names``, in the original order."""
+    """Return the functions with the given names, in their original order. Raises RequestError for unknown names."""
     wanted = set(names)
     if unknown := wanted - {function.name for function in functions}:
         raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
@@ -121,7 +119,7 @@ def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -
 
 
 class ChatTemplateFields(BaseModel):
-    """The fields that determine how messages and tools become a prompt."""
+    """The request fields from which the chat template makes the prompt."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = Field(
@@ -147,7 +145,7 @@ class ChatTemplateFields(BaseModel):
         return given
 
     def tool_use(self) -> ToolUse | None:
-        """Return the use of tools; None without tools. Raises RequestError if the fields contradict each other."""
+        """Return how tools are used; None without tools. Raises RequestError if the fields contradict each other."""
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -165,11 +163,10 @@ class ChatTemplateFields(BaseModel):
         return ToolUse(functions=functions, mode=choice or "auto", parallel=parallel)
 
     def without_tools(self) -> Self:
-        """Return a copy of the request without tools."""
         return self.model_copy(update={"tools": [], "tool_choice": None})
 
     def template_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields are contradictory."""
+        """Return the keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields conflict."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other: leave one out",
@@ -192,7 +189,7 @@ class ChatTemplateFields(BaseModel):
 
 
 class ChatBody(ChatTemplateFields, GenerateBody):
-    """POST /v1/chat/completions."""
+    """The request body of POST /v1/chat/completions."""
 
     include_reasoning: bool = Field(default=True, description="false: the answer does not contain the reasoning.")
     reasoning_effort: str | None = Field(default=None, max_length=64)
@@ -207,7 +204,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
         return self.continue_final_message
 
     def num_logprobs(self) -> int | None:
-        """Return ``top_logprobs``. Raises RequestError if ``logprobs`` is not set."""
+        """Return ``top_logprobs``. Raises RequestError if it is set without ``logprobs``."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
@@ -220,7 +217,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
 
 
 class TokenizeTextBody(Body):
-    """POST /tokenize with a prompt."""
+    """The request body of POST /tokenize with a text."""
 
     prompt: str
     add_special_tokens: bool = True
@@ -228,19 +225,19 @@ class TokenizeTextBody(Body):
 
 
 class TokenizeChatBody(ChatTemplateFields, Body):
-    """POST /tokenize with messages."""
+    """The request body of POST /tokenize with a conversation."""
 
     return_token_strs: bool = False
 
 
 def parse_tokenize(content: Any, **options: Any) -> TokenizeTextBody | TokenizeChatBody:
-    """Parse the body of /tokenize, which has a prompt or messages. ``options`` are those of `Body.parse`."""
+    """Validate the request body of /tokenize, which has either ``prompt`` or ``messages``."""
     is_chat = isinstance(content, dict) and content.get("messages") is not None
     return (TokenizeChatBody if is_chat else TokenizeTextBody).parse(content, **options)
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """The request body of POST /detokenize."""
 
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
@@ -252,7 +249,7 @@ def _or_text(given: Any) -> Any:
 
 
 OR_TEXT = BeforeValidator(_or_text)
-"""Allows a single text in place of a list of texts."""
+"""A pydantic validator that accepts a single text in place of a list of texts."""
 
 
 def _with_texts(given: Any) -> Any:
@@ -260,40 +257,42 @@ def _with_texts(given: Any) -> Any:
 
 
 OF_RESULT = BeforeValidator(_with_texts)
-"""Converts the parts of a tool's result that are not text to text."""
+"""A pydantic validator that converts the parts of a tool's result that are not text to text."""
 
 
 def joined(texts: list[Any]) -> str:
-    """Join texts with line feeds."""
     return "\n".join(each.text for each in texts)
 
 
 AssistantField = Literal["reasoning_content", "content", "tool_calls"]
 _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_calls")
-"""The order of an assistant message's parts. A part that comes again, or too late, begins another message."""
+"""The order of the parts of an assistant message. A part out of this order begins another message."""
 
 
 class Conversation:
-    """Messages for /v1/chat/completions. Consecutive reasoning, text and calls become one message."""
+    """Builds messages for /v1/chat/completions from the finer parts of other APIs.
+
+    Consecutive reasoning, text and tool calls of the assistant become one message.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._said = -1
-        """The position in `_ORDER` that the last message has reached; -1 if it is not an assistant message."""
+        """The index in `_ORDER` of the last part of the last message; -1 if that is not an assistant message."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """Add a text, which may continue the assistant's last message."""
+        """Append a text to the conversation; text of the assistant continues its last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the assistant message to which the part belongs: the last one, or a new one."""
+        """Return the assistant message to add a part (content, reasoning or tool calls) to: the last or a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")
@@ -301,20 +300,19 @@ class Conversation:
         return self.messages[-1]
 
     def call(self, name: str, arguments: str, call_id: str) -> None:
-        """Add a call of the assistant. ``arguments`` is JSON."""
         function = {"name": name, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         self.assistant("tool_calls").setdefault("tool_calls", []).append(call)
 
 
 class ResponseStreamOptions(RequestObject):
-    """Whether the stream's events hide their length."""
+    """Options of a stream in the Responses API: whether padding hides the lengths of its events."""
 
     include_obfuscation: bool | None = None
 
 
 class ChatForm(Body):
-    """A chat completion in the form of another API."""
+    """The request body of another API, which is converted to a chat completion."""
 
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -324,7 +322,7 @@ class ChatForm(Body):
 
     @property
     def chat(self) -> ChatBody:
-        """Return the chat completion, without ``stream_options``, which have another meaning there."""
+        """The equivalent chat completion, without ``stream_options``, which have another meaning in the other API."""
         return self._chat
 
     @property
@@ -336,18 +334,16 @@ class ChatForm(Body):
         self._chat.disable_caching()
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError if the chat completion would be refused."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
         with renamed_fields(self.chat_names):
             self._chat = ChatBody.parse(self.chat_fields(), limits)
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the chat completion. Raises RequestError."""
+        """Return the fields of the equivalent chat completion. Raises RequestError."""
         raise NotImplementedError
 
     def same_fields(self) -> dict[str, Any]:
-        """Return the fields that both APIs share."""
         same = self.model_fields_set & ChatBody.model_fields.keys() - _FORMED
         return self.model_dump(mode="json", by_alias=True, include=same)
 
@@ -357,5 +353,4 @@ _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_o
 
 
 def function_choice(name: str) -> dict[str, Any]:
-    """Return the ``tool_choice`` of one function."""
     return {"type": "function", "function": {"name": name}}

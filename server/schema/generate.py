@@ -1,4 +1,4 @@
-"""The fields of requests for text at any endpoint, and the body of /v1/completions."""
+"""The fields of all requests that generate text, and the request body of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, quote_value
 
 _MOST_REGEX = 1 << 13
-"""The maximum number of characters of a regular expression."""
+"""The maximum number of characters of a regular expression that constrains the output."""
 
 
 class CommonFields(BaseModel):
-    """The fields of every request for text."""
+    """The fields that all requests for generated text have, in any API."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -40,7 +40,7 @@ class CommonFields(BaseModel):
 
 
 class SamplingFields(CommonFields):
-    """The remaining sampling fields of OpenAI's APIs."""
+    """Further sampling fields of OpenAI's APIs."""
 
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -54,7 +54,7 @@ class SamplingFields(CommonFields):
 
 
 class JsonSchemaFormat(RequestObject):
-    """OpenAI's object around a schema. Its other fields are hints to the model and are not used."""
+    """OpenAI's object around a JSON schema. Only the schema is used; the other fields are hints to the model."""
 
     name: str = ""
     description: str | None = None
@@ -63,14 +63,14 @@ class JsonSchemaFormat(RequestObject):
 
 
 class ResponseFormat(RequestObject):
-    """``response_format``: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
+    """The form of the output: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(RequestObject):
-    """vLLM's ``structured_outputs``: exactly one of these fields. ``grammar`` is Lark, ``regex`` uses Rust's syntax."""
+    """vLLM's constraints of the output; exactly one is set. ``grammar`` is Lark, and ``regex`` has Rust's syntax."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -79,7 +79,6 @@ class StructuredOutputs(RequestObject):
     json_object: bool | None = None
 
     def given(self) -> list[StructuredOutput]:
-        """Return the constraints that are set."""
         schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
         sources: tuple[tuple[GrammarKind, str | None], ...] = (
             ("json_schema", schema),
@@ -92,14 +91,12 @@ class StructuredOutputs(RequestObject):
 
 
 class TextPart(RequestObject):
-    """A part of a text."""
-
     type: Literal["text"]
     text: str
 
 
 class Prediction(RequestObject):
-    """``prediction``: text that most of the output is expected to equal. It only changes the speed, not the output."""
+    """A text that most of the output is expected to equal. Drafts from it make generation faster."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -110,14 +107,14 @@ class Prediction(RequestObject):
 
 
 class OutputFields(BaseModel):
-    """The output constraints of completions and chat completions."""
+    """The fields that constrain the output of completions and chat completions."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prediction: Prediction | None = None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the constraint, whatever field it is in. Raises RequestError if there are several, or an empty one."""
+        """Return the constraint of the output. Raises RequestError if several fields set one, or if it is empty."""
         form, outputs = self.response_format, self.structured_outputs
         found: list[StructuredOutput] = []
         if form is not None and form.type != "text":
@@ -148,7 +145,7 @@ class OutputFields(BaseModel):
 
 
 class StreamOptions(RequestObject):
-    """Whether a stream reports usage, and whether its chunks hide their length."""
+    """Options of a stream: whether it reports usage, and whether padding hides the lengths of its chunks."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -159,7 +156,7 @@ class StreamOptions(RequestObject):
 
 
 class GenerateBody(SamplingFields, OutputFields, Body):
-    """The common fields of completions and chat completions."""
+    """The common request fields of completions and chat completions."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(default=None, description="Takes precedence over ``max_tokens``.")
@@ -176,7 +173,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     skip_special_tokens: bool = Field(default=True, description="false: the output text contains special tokens.")
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError for several constraints, or for one that takes too long to compile."""
+        """Raise RequestError for several constraints of the output, or for one that takes too long to compile."""
         output = self.structured_output()
         if output is None:
             return
@@ -191,36 +188,31 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         self.store = False
 
     def output_limit(self) -> tuple[str, int | None]:
-        """Return the field that limits the output and its value; None if the client set no limit."""
+        """Return the name and value of the field that limits the number of output tokens."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     @property
     def only_scores(self) -> bool:
-        """Return whether only the prompt's log-probabilities are requested, without output."""
+        """Whether the request wants log-probabilities of the prompt and no output."""
         return False
 
     @property
     def continues_prompt(self) -> bool:
-        """Return whether the output continues the prompt's text."""
+        """Whether the output continues the prompt's text within a message."""
         return True
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives per token; None if no log-probabilities are requested."""
+        """Return the number of alternative tokens with log-probabilities; None if none are requested."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        """Return the sampling parameters of each choice.
+        """Return the sampling parameters of each choice. Raises RequestError.
 
-        Args:
-            defaults: The server's defaults.
-            room: The number of tokens that the context has left after the prompt.
-            default_limit: The maximum number of output tokens if neither the request nor ``defaults`` sets one; at most
-                ``room`` is used.
-
-        Raises:
-            RequestError: A value is invalid.
+        ``defaults`` replace missing fields, ``room`` is the number of tokens that fit into the context after the
+        prompt, and ``default_limit`` is the maximum number of output tokens if neither the request nor ``defaults``
+        sets one.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -233,7 +225,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
         name, limit = self.output_limit()
         if self.only_scores:
-            limit = 1  # is computed with the prompt, and left out of the answer
+            limit = 1  # one token is computed with the prompt, but not returned
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {quote_value(limit)}", param=name)
         if limit is None:
@@ -276,7 +268,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
 
 
 def _token_id(text: str) -> int:
-    # Ten digits hold every id. Without leading zeros no token has two names.
+    # Ten digits are enough for any id. Leading zeros are rejected, so that each token has one name.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
             f"logit_bias must map token ids, written as usual, to numbers, got the key {quote_value(text)}",
@@ -290,7 +282,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 class CompletionBody(GenerateBody):
-    """POST /v1/completions."""
+    """The request body of POST /v1/completions."""
 
     prompt: str | list[Any] = Field(description="A string, strings, a list of token ids, or lists of token ids.")
     add_special_tokens: bool = True
@@ -299,12 +291,12 @@ class CompletionBody(GenerateBody):
     echo: bool = Field(default=False, description="Put the prompt and its log-probabilities before the output.")
 
     def num_logprobs(self) -> int | None:
-        """Return ``logprobs``; 0 reports the chosen tokens only."""
+        """Return ``logprobs``; 0 requests the log-probabilities of the sampled tokens only."""
         return None if self.logprobs is False else self.logprobs
 
     @property
     def only_scores(self) -> bool:
-        """Return whether ``echo`` and ``max_tokens`` 0 request the prompt only, as evaluation harnesses do."""
+        """Whether ``echo`` with ``max_tokens`` 0 requests only the prompt's log-probabilities, for evaluations."""
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
@@ -315,7 +307,6 @@ class CompletionBody(GenerateBody):
         return params
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or token ids. Raises RequestError for anything else."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]

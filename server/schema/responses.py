@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and its conversion to a chat completion."""
+"""The request body of OpenAI's /v1/responses, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pydantic_core
 from pydantic import AliasChoices, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag, TypeAdapter
 
 from server.base.limits import SMALL_BODY_BYTES, Limits
-from server.schema.body import IGNORED, Refused, RequestObject, validate_field
+from server.schema.body import IGNORED, RequestObject, UnsupportedFields, validate_field
 from server.schema.chat import FUNCTION, OF_RESULT, OR_TEXT, ChatForm, Conversation, function_choice, joined
 from server.schema.generate import SamplingFields, StructuredOutputs
 from ssd.config import MAX_LOGPROBS
@@ -28,7 +28,7 @@ _IGNORED: Mapping[str, str] = {
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
 _NOT_HERE = "nothing here does that"
 
-_REFUSED: Refused = {
+_REFUSED: UnsupportedFields = {
     "previous_response_id": ((), _NOT_STORED),
     "conversation": ((), _NOT_STORED),
     "background": ((False,), "a response that is made in the background is fetched later, but " + _NOT_STORED),
@@ -41,7 +41,7 @@ _REFUSED: Refused = {
 
 
 class _Part(BaseModel):
-    """A part of an earlier response; it has fields that mean nothing to a model."""
+    """An item of an earlier response that the client sends back. Fields without a meaning for the model are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -72,7 +72,7 @@ class _Output(_Part):
 
 
 class _Reasoning(_Part):
-    """Reasoning; ignored unless it contains plain text."""
+    """A reasoning item, which is ignored unless it contains plain text."""
 
     content: _Texts | None = None
 
@@ -83,15 +83,17 @@ def _kind(item: Any) -> str | None:
 
 
 _Item = Annotated[
-    Annotated[_Message, Tag("message")] | Annotated[_Call, Tag("function_call")]
-    | Annotated[_Output, Tag("function_call_output")] | Annotated[_Reasoning, Tag("reasoning")],
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Call, Tag("function_call")]
+    | Annotated[_Output, Tag("function_call_output")]
+    | Annotated[_Reasoning, Tag("reasoning")],
     Discriminator(_kind),
-]  # fmt: skip
+]
 _ITEMS: TypeAdapter[list[_Item]] = TypeAdapter(Annotated[list[_Item], Field(fail_fast=True)])
 
 
 def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[str, Any]]:
-    """Convert items to messages of /v1/chat/completions, joining those of one turn. Raises RequestError."""
+    """Convert input items to messages of /v1/chat/completions, merging the items of one turn. Raises RequestError."""
     conversation = Conversation()
     if instructions is not None:
         conversation.add("system", instructions)
@@ -114,16 +116,15 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
 
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
 _LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-"""Tools that clients offer by default and that they can do without, so they are left out."""
+"""Unsupported tools that are silently left out, because clients offer them by default and work without them."""
 
 
 def _full_name(namespace: str | None, name: str) -> str:
-    """Return the model's name of a function in a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield each supported tool with its place and its namespace. Raises RequestError."""
+    """Yield the JSON path, namespace and definition of each supported tool in a Responses request."""
     for number, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind == "namespace":
@@ -136,7 +137,7 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    """Convert ``tool_choice`` to that of chat completions. Raises RequestError."""
+    """Convert ``tool_choice`` of the Responses API to that of chat completions. Raises RequestError."""
     if isinstance(choice, str):
         return choice
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -172,13 +173,18 @@ def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CHAT_NAMES = {
-    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
-    "reasoning_effort": "reasoning", "logprobs": "include", "prompt": "input", "max_tokens": "max_output_tokens",
-}  # fmt: skip
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "logprobs": "include",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+}
 
 
 class TextFormat(RequestObject):
-    """The form of the text. A schema is always enforced strictly."""
+    """The form of the output. A JSON schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -188,14 +194,14 @@ class TextFormat(RequestObject):
 
 
 class TextConfig(RequestObject):
-    """``text``. ``verbosity`` is a hint that is not used."""
+    """The form of the output. ``verbosity`` has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)
 
 
 class ReasoningConfig(RequestObject):
-    """``reasoning``: the effort is passed to the chat template. Reasoning is returned in full, never as a summary."""
+    """Settings of reasoning. The effort is passed to the chat template, and reasoning is never summarized."""
 
     effort: str | None = Field(default=None, max_length=64)
     summary: str | None = Field(default=None, max_length=64)
@@ -217,7 +223,7 @@ Include = Literal[
 
 
 class ResponsesBody(SamplingFields, ChatForm):
-    """POST /v1/responses, without references to stored responses."""
+    """The request body of POST /v1/responses, which cannot refer to stored responses."""
 
     ignored, refused, chat_names = _IGNORED, _REFUSED, _CHAT_NAMES
 
@@ -239,7 +245,7 @@ class ResponsesBody(SamplingFields, ChatForm):
         default_factory=dict, max_length=16, description="The response repeats it."
     )
     store: bool = Field(default=True, description="false: this text is not added to the retrieval cache.")
-    # Those of chat completions
+    # The limits of chat completions apply, too
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
 
@@ -247,18 +253,17 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def is_small(self) -> bool:
-        """Return whether the part of the request that the response repeats is small."""
+        """Whether the request's fields that a response repeats are small enough to be serialized on the event loop."""
         return self._is_small
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Return the namespace of each function that has one, by the model's name of the function."""
+        """Map functions' names, as the model sees them, to their tool namespaces in the request."""
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 
     @property
     def wants_logprobs(self) -> bool:
-        """Return whether log-probabilities are requested, in either of OpenAI's two ways."""
         return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
 
     def require_within(self, limits: Limits) -> None:

@@ -1,1 +1,1 @@
-"""Parse tool calls and reasoning from a model's text."""
+"""Parsing of tool calls and reasoning in a model's output."""

@@ -1,4 +1,4 @@
-"""Tables of the models' formats for calls and reasoning, under vLLM's parser names. `readers` and `reasoning` use them.
+"""Tables of the formats in which models write tool calls and reasoning, by vLLM's names of their parsers.
 
 The parsers are our own: transformers' ``parse_response`` and parsers of partial JSON read the whole text again for each
 chunk, and openai-harmony needs the tokens of a vocabulary that it downloads.
@@ -21,141 +21,238 @@ from server.tools.values import Functions
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
 AUTO, OFF = "auto", "none"
-"""What options take beside the names of formats."""
+"""Values of the options for tool call and reasoning formats other than names of formats."""
 
 FORMAT_IN_WORDS = "hermes"
-"""The format of calls for templates without support for tools, see `ssd.text.messages`."""
+"""The tool call format that is described to models whose chat template does not support tools."""
 
 JSON = "json"
-"""The format of forced calls if the model's own format has no grammar or is unknown."""
+"""The format of forced tool calls if the model's own format is unknown or has no grammar."""
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
-    call=("<|python_tag|>",), bare=("{", "["), space_is_text=True, noise=_HEADER, special=("<|python_tag|>", *_HEADER),
+    call=("<|python_tag|>",),
+    bare=("{", "["),
+    space_is_text=True,
+    noise=_HEADER,
+    special=("<|python_tag|>", *_HEADER),
     written=CallTemplate(call=_PARAMETERS, between="; "),
     mentions=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
-)  # fmt: skip
+)
 _HERMES = CallFormat(
-    call=("<tool_call>",), end=("</tool_call>",), written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
+    call=("<tool_call>",),
+    end=("</tool_call>",),
+    written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
     mentions=(("<tool_call>",),),
-)  # fmt: skip
+)
 _JAMBA = CallFormat(
-    call=("<tool_calls>",), end=("</tool_calls>",),
+    call=("<tool_calls>",),
+    end=("</tool_calls>",),
     written=CallTemplate(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
     mentions=(("<tool_calls>",),),
-)  # fmt: skip
+)
 _DEEPSEEK_V31 = CallFormat(
-    arguments="json", section=("<｜tool▁calls▁begin｜>",), closes=True, call=("<｜tool▁call▁begin｜>",),
-    after_name=(("<｜tool▁sep｜>",),), end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"), space_is_text=True,
+    arguments="json",
+    section=("<｜tool▁calls▁begin｜>",),
+    closes=True,
+    call=("<｜tool▁call▁begin｜>",),
+    after_name=(("<｜tool▁sep｜>",),),
+    end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    space_is_text=True,
     written=CallTemplate(
-        call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", before="<｜tool▁calls▁begin｜>",
-        between="", after="<｜tool▁calls▁end｜>",
+        call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+        before="<｜tool▁calls▁begin｜>",
+        between="",
+        after="<｜tool▁calls▁end｜>",
     ),
     mentions=(("<｜tool▁calls▁begin｜>",),),
-)  # fmt: skip
+)
 _DEEPSEEK_V32 = CallFormat(
-    arguments="tags", section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"), call=("<｜DSML｜invoke name=",),
-    after_name=((">",),), key="<｜DSML｜parameter name=", after_key=(">",), value_end="</｜DSML｜parameter>",
-    call_end="</｜DSML｜invoke>", end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"), special=("｜DSML｜",),
+    arguments="tags",
+    section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    call=("<｜DSML｜invoke name=",),
+    after_name=((">",),),
+    key="<｜DSML｜parameter name=",
+    after_key=(">",),
+    value_end="</｜DSML｜parameter>",
+    call_end="</｜DSML｜invoke>",
+    end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+    special=("｜DSML｜",),
     mentions=(("｜DSML｜",),),
-)  # fmt: skip
+)
 _GLM = CallFormat(
-    arguments="tags", call=("<tool_call>",), key="<arg_key>", after_key=("</arg_key>", "<arg_value>"),
-    value_end="</arg_value>", call_end="</tool_call>", mentions=(("<arg_key>",),),
-)  # fmt: skip
+    arguments="tags",
+    call=("<tool_call>",),
+    key="<arg_key>",
+    after_key=("</arg_key>", "<arg_value>"),
+    value_end="</arg_value>",
+    call_end="</tool_call>",
+    mentions=(("<arg_key>",),),
+)
 _QWEN = CallFormat(
-    arguments="tags", section=("<tool_call>",), call=("<function=",), after_name=((">",),), key="<parameter=",
-    after_key=(">",), value_end="</parameter>", call_end="</function>", end=("</tool_call>",), on_lines=True,
+    arguments="tags",
+    section=("<tool_call>",),
+    call=("<function=",),
+    after_name=((">",),),
+    key="<parameter=",
+    after_key=(">",),
+    value_end="</parameter>",
+    call_end="</function>",
+    end=("</tool_call>",),
+    on_lines=True,
     written=CallTemplate(
-        call="<tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>\n", value_end="\n</parameter>\n",
+        call="<tool_call>\n<function=NAME>\n",
+        parameter="<parameter=KEY>\n",
+        value_end="\n</parameter>\n",
         call_end="</function>\n</tool_call>",
     ),
     mentions=(("<function=", "<parameter="),),
-)  # fmt: skip
+)
 _MINIMAX = CallFormat(
-    arguments="tags", section=("<minimax:tool_call>",), call=("<invoke name=",), after_name=((">",),),
-    key="<parameter name=", after_key=(">",), value_end="</parameter>", call_end="</invoke>",
+    arguments="tags",
+    section=("<minimax:tool_call>",),
+    call=("<invoke name=",),
+    after_name=((">",),),
+    key="<parameter name=",
+    after_key=(">",),
+    value_end="</parameter>",
+    call_end="</invoke>",
     end=("</minimax:tool_call>",),
     written=CallTemplate(
-        call='<invoke name="NAME">\n', parameter='<parameter name="KEY">', value_end="</parameter>\n",
-        call_end="</invoke>\n", before="<minimax:tool_call>\n", between="", after="</minimax:tool_call>",
+        call='<invoke name="NAME">\n',
+        parameter='<parameter name="KEY">',
+        value_end="</parameter>\n",
+        call_end="</invoke>\n",
+        before="<minimax:tool_call>\n",
+        between="",
+        after="</minimax:tool_call>",
     ),
     mentions=(("<minimax:tool_call>",),),
-)  # fmt: skip
+)
 _GIGACHAT = CallFormat(
-    call=("<|function_call|>", "function call<|role_sep|>"), noise=("<|message_sep|>",),
+    call=("<|function_call|>", "function call<|role_sep|>"),
+    noise=("<|message_sep|>",),
     mentions=(("<|function_call|>",),),
-)  # fmt: skip
+)
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
-_PYTHONIC = CallFormat(arguments="python", bare=("[",), mentions=(("[func_name1(",), ("[func1(",)))  # fmt: skip
+_PYTHONIC = CallFormat(arguments="python", bare=("[",), mentions=(("[func_name1(",), ("[func1(",)))
 
 TOOL_FORMATS: Mapping[str, CallFormat] = {
     "openai": CallFormat(
-        arguments="json", message_ends=(END,), special=(START, CALL, RETURN),
+        arguments="json",
+        message_ends=(END,),
+        special=(START, CALL, RETURN),
         written=CallTemplate(
             call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False
         ),
         mentions=(("<|channel|>", "commentary"),),
     ),
     "muse_glimmer": replace(
-        _MINIMAX, message_ends=("<|eom|>", "<|eot|>"), section=("<atem:function_calls>",), call=("<atem:invoke name=",),
-        key="<atem:parameter name=", value_end="</atem:parameter>", call_end="</atem:invoke>",
-        end=("</atem:function_calls>",), special=(START, MESSAGE), written=None, mentions=(("<atem:function_calls>",),),
+        _MINIMAX,
+        message_ends=("<|eom|>", "<|eot|>"),
+        section=("<atem:function_calls>",),
+        call=("<atem:invoke name=",),
+        key="<atem:parameter name=",
+        value_end="</atem:parameter>",
+        call_end="</atem:invoke>",
+        end=("</atem:function_calls>",),
+        special=(START, MESSAGE),
+        written=None,
+        mentions=(("<atem:function_calls>",),),
     ),
     "deepseek_v41": replace(
-        _DEEPSEEK_V32, section=("<｜DSML｜ calls>",), call=("<｜DSML｜ invoke name=",), key="<｜DSML｜ parameter name=",
-        value_end="</｜DSML｜ parameter>", call_end="</｜DSML｜ invoke>", end=("</｜DSML｜ calls>",),
+        _DEEPSEEK_V32,
+        section=("<｜DSML｜ calls>",),
+        call=("<｜DSML｜ invoke name=",),
+        key="<｜DSML｜ parameter name=",
+        value_end="</｜DSML｜ parameter>",
+        call_end="</｜DSML｜ invoke>",
+        end=("</｜DSML｜ calls>",),
         mentions=(("<｜DSML｜ ",),),
     ),
     "deepseek_v32": _DEEPSEEK_V32,
     "deepseek_v3": replace(
-        _DEEPSEEK_V31, head=(("function",), ("<｜tool▁sep｜>",)), after_name=(("```json",),),
+        _DEEPSEEK_V31,
+        head=(("function",), ("<｜tool▁sep｜>",)),
+        after_name=(("```json",),),
         written=CallTemplate(
             call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
-            before="<｜tool▁calls▁begin｜>", after="<｜tool▁calls▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
         ),
         mentions=(("<｜tool▁calls▁begin｜>", "```json"),),
     ),
     "deepseek_v31": _DEEPSEEK_V31,
     "kimi_k2": CallFormat(
-        arguments="json", section=("<|tool_calls_section_begin|>",), closes=True, call=("<|tool_call_begin|>",),
-        head=(("functions.", ""),), after_name=(("<|tool_call_argument_begin|>",),),
-        end=("<|tool_call_end|>", "<|tool_calls_section_end|>"), space_is_text=True,
+        arguments="json",
+        section=("<|tool_calls_section_begin|>",),
+        closes=True,
+        call=("<|tool_call_begin|>",),
+        head=(("functions.", ""),),
+        after_name=(("<|tool_call_argument_begin|>",),),
+        end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        space_is_text=True,
         written=CallTemplate(
             call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-            before="<|tool_calls_section_begin|>", between="", after="<|tool_calls_section_end|>",
+            before="<|tool_calls_section_begin|>",
+            between="",
+            after="<|tool_calls_section_end|>",
         ),
         mentions=(("<|tool_calls_section_begin|>",),),
     ),
     "kimi_k3": CallFormat(
-        arguments="tags", call=("<|open|>call tool=",), after_name=(("<|sep|>",),), key="<|open|>argument key=",
-        after_key=("<|sep|>",), value_end="<|close|>argument<|sep|>", call_end="<|close|>call<|sep|>",
-        value_end_before_tag=True, escaped=True, noise=(*_K3, "<|close|>message<|sep|>"), space_is_text=True,
+        arguments="tags",
+        call=("<|open|>call tool=",),
+        after_name=(("<|sep|>",),),
+        key="<|open|>argument key=",
+        after_key=("<|sep|>",),
+        value_end="<|close|>argument<|sep|>",
+        call_end="<|close|>call<|sep|>",
+        value_end_before_tag=True,
+        escaped=True,
+        noise=(*_K3, "<|close|>message<|sep|>"),
+        space_is_text=True,
         mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": CallFormat(
-        arguments="gemma", call=("<|tool_call>",), head=(("call:",),), end=("<tool_call|>",), space_is_text=True,
-        special=('<|"|>',), mentions=(("<|tool_call>", "<tool_call|>"),),
+        arguments="gemma",
+        call=("<|tool_call>",),
+        head=(("call:",),),
+        end=("<tool_call|>",),
+        space_is_text=True,
+        special=('<|"|>',),
+        mentions=(("<|tool_call>", "<tool_call|>"),),
     ),
     "mistral": CallFormat(
-        arguments="json", call=("[TOOL_CALLS]",), after_name=((CALL_ID, ""), ("[ARGS]", "")), space_is_text=True,
+        arguments="json",
+        call=("[TOOL_CALLS]",),
+        after_name=((CALL_ID, ""), ("[ARGS]", "")),
+        space_is_text=True,
         special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
         written=CallTemplate(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
         mentions=(("[TOOL_CALLS]",),),
     ),
     "minimax_m2": _MINIMAX,
     "seed_oss": replace(
-        _QWEN, section=("<seed:tool_call>",), end=("</seed:tool_call>",), on_lines=False,
+        _QWEN,
+        section=("<seed:tool_call>",),
+        end=("</seed:tool_call>",),
+        on_lines=False,
         written=CallTemplate(
-            call="<seed:tool_call>\n<function=NAME>\n", parameter="<parameter=KEY>", value_end="</parameter>\n",
+            call="<seed:tool_call>\n<function=NAME>\n",
+            parameter="<parameter=KEY>",
+            value_end="</parameter>\n",
             call_end="</function>\n</seed:tool_call>",
         ),
         mentions=(("<seed:tool_call>",),),
     ),
     "longcat": replace(
-        _HERMES, call=("<longcat_tool_call>",), end=("</longcat_tool_call>",), mentions=(("<longcat_tool_call>",),),
+        _HERMES,
+        call=("<longcat_tool_call>",),
+        end=("</longcat_tool_call>",),
+        mentions=(("<longcat_tool_call>",),),
         written=CallTemplate(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
     "glm45": _GLM,
@@ -163,25 +260,33 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "qwen3_coder": _QWEN,
     "qwen3_xml": _QWEN,
     "internlm": CallFormat(
-        call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), end=("<|action_end|>",),
+        call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+        end=("<|action_end|>",),
         mentions=(("<|action_start|>", "<|plugin|>"),),
         written=CallTemplate(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
     ),
     "lfm2": CallFormat(
-        arguments="python", call=("<|tool_call_start|>",), end=("<|tool_call_end|>",),
+        arguments="python",
+        call=("<|tool_call_start|>",),
+        end=("<|tool_call_end|>",),
         mentions=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
     ),
     "cohere": CallFormat(
-        call=("<|START_ACTION|>",), end=("<|END_ACTION|>",),
+        call=("<|START_ACTION|>",),
+        end=("<|END_ACTION|>",),
         noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         written=CallTemplate(
-            call='{"tool_name": "NAME", "parameters": ARGUMENTS}', before="<|START_ACTION|>[", between=", ",
+            call='{"tool_name": "NAME", "parameters": ARGUMENTS}',
+            before="<|START_ACTION|>[",
+            between=", ",
             after="]<|END_ACTION|>",
         ),
         mentions=(("<|START_ACTION|>",),),
     ),
     "apertus": CallFormat(
-        arguments="keyed", call=("<|tools_prefix|>",), end=("<|tools_suffix|>",),
+        arguments="keyed",
+        call=("<|tools_prefix|>",),
+        end=("<|tools_suffix|>",),
         written=CallTemplate(
             call='{"NAME": ARGUMENTS}', before="<|tools_prefix|>[", between=", ", after="]<|tools_suffix|>"
         ),
@@ -189,35 +294,51 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "gigachat31": replace(_GIGACHAT, written=CallTemplate(call=f"<|function_call|>{_OBJECT}", several=False)),
     "gigachat3": replace(
-        _GIGACHAT, written=CallTemplate(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
+        _GIGACHAT,
+        written=CallTemplate(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
         mentions=(("<|role_sep|>", "function call"),),
     ),
     "nemotron_json": CallFormat(
-        call=("<TOOLCALL>",), end=("</TOOLCALL>",), mentions=(("<TOOLCALL>",),),
+        call=("<TOOLCALL>",),
+        end=("</TOOLCALL>",),
+        mentions=(("<TOOLCALL>",),),
         written=CallTemplate(call=_OBJECT, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
     ),
     "minicpm5": CallFormat(
-        arguments="tags", call=("<function name=",), after_name=((">",),), key="<param name=", after_key=(">",),
-        value_end="</param>", call_end="</function>", mentions=(("<function name=", "<param name="),),
+        arguments="tags",
+        call=("<function name=",),
+        after_name=((">",),),
+        key="<param name=",
+        after_key=(">",),
+        value_end="</param>",
+        call_end="</function>",
+        mentions=(("<function name=", "<param name="),),
         written=CallTemplate(
-            call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>",
-            call_end="</function>",
+            call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>", call_end="</function>"
         ),
     ),
     "functionary_v32": CallFormat(
-        arguments="json", call=(">>>",), opened="all", noise=(">>>all\n",),
-        written=CallTemplate(call="NAME\nARGUMENTS", between=">>>"), mentions=((">>>all",), (">>>${recipient}",)),
+        arguments="json",
+        call=(">>>",),
+        opened="all",
+        noise=(">>>all\n",),
+        written=CallTemplate(call="NAME\nARGUMENTS", between=">>>"),
+        mentions=((">>>all",), (">>>${recipient}",)),
     ),
     "functionary_v31": CallFormat(
-        arguments="json", call=("<function=",), after_name=((">",),), end=("</function>",),
+        arguments="json",
+        call=("<function=",),
+        after_name=((">",),),
+        end=("</function>",),
         written=CallTemplate(call="<function=NAME>ARGUMENTS</function>", between=""),
         mentions=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
     ),
     "olmo3": CallFormat(
-        arguments="python", call=("<function_calls>",), end=("</function_calls>",), mentions=(("<function_calls>",),),
+        arguments="python", call=("<function_calls>",), end=("</function_calls>",), mentions=(("<function_calls>",),)
     ),
     "granite-20b-fc": CallFormat(
-        call=("<function_call>",), mentions=(("<function_call>",),),
+        call=("<function_call>",),
+        mentions=(("<function_call>",),),
         written=CallTemplate(call=f"<function_call> {_OBJECT}"),
     ),
     "granite": CallFormat(
@@ -226,7 +347,9 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         mentions=(("<|tool_call|>", "<|start_of_role|>"),),
     ),
     "phi4_mini_json": CallFormat(
-        call=("functools", "<|tool_call|>"), end=("<|/tool_call|>",), mentions=(("<|tool|>",), ("functools[",)),
+        call=("functools", "<|tool_call|>"),
+        end=("<|/tool_call|>",),
+        mentions=(("<|tool|>",), ("functools[",)),
         written=CallTemplate(call=_OBJECT, before="functools[", between=", ", after="]"),
     ),
     "hermes": _HERMES,
@@ -234,48 +357,60 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "jamba": _JAMBA,
     "hunyuan_a13b": _JAMBA,
     "llama4_pythonic": replace(
-        _PYTHONIC, call=("<|python_start|>",), end=("<|python_end|>",),
+        _PYTHONIC,
+        call=("<|python_start|>",),
+        end=("<|python_end|>",),
         mentions=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
     ),
     "pythonic": _PYTHONIC,
     "llama4_json": replace(
-        _LLAMA, noise=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
+        _LLAMA,
+        noise=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
         mentions=(("<|header_start|>", '"parameters": '),),
     ),
     "llama3_json": _LLAMA,
     "xlam": CallFormat(
-        call=("[TOOL_CALLS]",), bare=("{", "["),
-        written=CallTemplate(call=_OBJECT, before="[", between=", ", after="]"),
+        call=("[TOOL_CALLS]",), bare=("{", "["), written=CallTemplate(call=_OBJECT, before="[", between=", ", after="]")
     ),
     JSON: CallFormat(bare=("{", "["), written=CallTemplate(call=_PARAMETERS, before="[", between=", ", after="]")),
-}  # fmt: skip
-"""The formats of calls, the most specific first. A chat template has the first format that it mentions."""
+}
+"""All tool call formats by name, the most specific first. The first format that a chat template mentions is used."""
 
 _INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the prompt closed it
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
-        (f"{CHANNEL}analysis{MESSAGE}",), (END,), also_ends=(CALL, RETURN), header=f"{START}assistant",
+        (f"{CHANNEL}analysis{MESSAGE}",),
+        (END,),
+        also_ends=(CALL, RETURN),
+        header=f"{START}assistant",
         mentions=(("<|channel|>", "analysis"),),
     ),
     "muse_glimmer": ReasoningFormat(
-        (f" to=self{MESSAGE}", f"to=self{MESSAGE}"), ("<|eom|>", "<|eot|>"), header=f"{START}assistant",
+        (f" to=self{MESSAGE}", f"to=self{MESSAGE}"),
+        ("<|eom|>", "<|eot|>"),
+        header=f"{START}assistant",
         mentions=(("<atem:function_calls>",),),
     ),
     "cohere": ReasoningFormat(
-        ("<|START_THINKING|>",), ("<|END_THINKING|>",), also_ends=("<|START_ACTION|>", "<|START_RESPONSE|>"),
+        ("<|START_THINKING|>",),
+        ("<|END_THINKING|>",),
+        also_ends=("<|START_ACTION|>", "<|START_RESPONSE|>"),
         mentions=(("<|START_THINKING|>",),),
     ),
     "apertus": ReasoningFormat(
-        ("<|inner_prefix|>",), ("<|inner_suffix|>",), also_ends=("<|tools_prefix|>",),
-        mentions=(("<|inner_prefix|>",),),
+        ("<|inner_prefix|>",), ("<|inner_suffix|>",), also_ends=("<|tools_prefix|>",), mentions=(("<|inner_prefix|>",),)
     ),
     "kimi_k3": ReasoningFormat(
-        ("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",), also_ends=tuple(_K3[:2]),
+        ("<|open|>think<|sep|>",),
+        ("<|close|>think<|sep|>",),
+        also_ends=tuple(_K3[:2]),
         mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": ReasoningFormat(
-        ("<|channel>thought\n", "<|channel>thought"), ("<channel|>",), also_ends=("<|tool_call>",),
+        ("<|channel>thought\n", "<|channel>thought"),
+        ("<channel|>",),
+        also_ends=("<|tool_call>",),
         mentions=(("<|channel>", "<channel|>"),),
     ),
     "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), mentions=(("[THINK]",),)),
@@ -286,7 +421,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         mentions=(("Here is my thought process:",),),
     ),
     "kimi_k2": ReasoningFormat(
-        also_ends=("<|tool_calls_section_begin|>",), inside=True,
+        also_ends=("<|tool_calls_section_begin|>",),
+        inside=True,
         mentions=(("<|tool_calls_section_begin|>", "<think>"),),
     ),
     "deepseek_r1": replace(_INSIDE, mentions=(("<｜Assistant｜><think>",),)),
@@ -295,25 +431,24 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "glm45": ReasoningFormat(mentions=(("<arg_key>", "<think>"),)),
     "glm47": ReasoningFormat(),
     "olmo3": replace(_INSIDE, mentions=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's tells of the end alone
+    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's mentions only the end
     "nemotron_v3": ReasoningFormat(),
     "holo2": _INSIDE,
     "step3": _INSIDE,
     "step3p5": _INSIDE,
-}  # fmt: skip
-"""The formats of reasoning, the most specific first."""
+}
+"""All reasoning formats by name, the most specific first. The first format that a chat template mentions is used."""
 
 _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*>|\[/?THINK\]")
-"""Matches the texts of a format that may be special tokens."""
+"""Matches markers of tool calls and reasoning that may be special tokens."""
 
 
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
-    """Return the names of a chat template's formats of calls and of reasoning; None for an unknown one.
+    """Return the names of the tool call format and the reasoning format of a chat template; None for an unknown format.
 
-    Args:
-        chat_template: The template's source.
-        sample: A call as the template writes it. The format is the first that parses it, of the formats that the
-            template mentions and then of all others. None: the first format that the template mentions.
+    ``sample`` is a tool call as the template renders it. The tool call format is the first that can parse it, among the
+    formats that the template mentions and then all others. Without it, the first format that the template mentions is
+    used.
     """
     mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.mentions, chat_template)]
     reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.mentions, chat_template)), None)
@@ -324,11 +459,11 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
 
 
 _NO_CONTENT = re.compile(r"(?:\s|<think>\s*</think>|<[^<>\s]*>|\[/?[A-Z_]+\])*")
-"""Text that may surround a call without being content: end markers and empty reasoning."""
+"""Matches text next to a tool call that is not content: end markers and empty reasoning."""
 
 
 def _reads_back(name: str, sample: CallSample) -> bool:
-    """Return whether a format parses the call in ``sample`` and finds no content."""
+    """Return whether a tool call format can parse the call that the chat template rendered, without leftover text."""
     for text in sample.texts:
         messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
         found = messages.whole(0, text)
@@ -343,10 +478,9 @@ def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
 
 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
-    """Write functions, each with ``name`` and ``arguments``, in the given format.
+    """Write tool calls, each with ``name`` and ``arguments``, in the format called ``tool_call``.
 
-    The Hermes format is used for formats that cannot be written, and in formats with tags for arguments that are no
-    object.
+    The Hermes format is used if the format cannot be written or cannot express arguments that are not an object.
     """
     form = TOOL_FORMATS[tool_call or FORMAT_IN_WORDS]
     if form.arguments == "python":
@@ -387,14 +521,11 @@ def _json(value: object) -> str:
 def make_parser(
     tool_call: str | None, reasoning: str | None, *, functions: Functions | None = None, prompt: str = ""
 ) -> MessageParser:
-    """Create the parser of one message, which reads reasoning first and then calls and content.
+    """Create the parser of one message of a model, which first reads reasoning and then tool calls and content.
 
-    Args:
-        tool_call: The name of the format of calls. None: the message has no calls.
-        reasoning: The name of the format of reasoning. None: the message has no reasoning.
-        functions: The functions of the request. Their schemas determine the types of values, and formats without
-            markers accept only calls of these functions.
-        prompt: The end of the prompt, of which 64 characters are enough. It may have opened the reasoning already.
+    ``tool_call`` and ``reasoning`` are names of formats, None if the message has no such part. The schemas of
+    ``functions`` determine the types of argument values, and in formats without markers only calls of these functions
+    are recognized. ``prompt`` are the last 64 or more characters of the prompt, which may have opened the reasoning.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]
@@ -416,7 +547,7 @@ def make_parser(
 
 @cache
 def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[str]:
-    """Return the special tokens that must stay in the parser's text, because they are markers of the formats."""
+    """Return the special tokens that must not be removed from the output because the parser needs them as markers."""
     found: set[str] = set()
     if tool_call is not None:
         found |= {*TOOL_FORMATS[tool_call].special, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}

@@ -1,4 +1,4 @@
-"""Grammars that force calls in a model's own format, after optional reasoning, and the count of reasoning tokens.
+"""Grammars that force tool calls in a model's own format, after optional reasoning; counting of reasoning tokens.
 
 The grammars are written in llguidance's dialect of Lark.
 """
@@ -20,10 +20,10 @@ from ssd.text.grammar_compiler import JSON_OPTIONS
 from ssd.text.schema import SchemaError, prepare_schema
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
-"""The keywords of a string's schema that can be enforced for a string without quotation marks."""
+"""JSON schema keywords that a grammar can enforce for a string that is written without quotation marks."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
-"""The reasoning's first marker must be among this number of tokens."""
+"""The number of output tokens among which the marker that begins reasoning must occur."""
 
 
 def call_grammar(
@@ -34,18 +34,11 @@ def call_grammar(
     special: Mapping[str, int] | None = None,
     strict: Collection[str] = (),
 ) -> str | None:
-    """Return a grammar of one or more calls in the given format; None if the format has no grammar. O(characters).
+    """Return a grammar of one or more tool calls in a model's format; None if the format has no grammar.
 
-    Args:
-        tool_call: The name of the format.
-        functions: The functions that may be called, at least one, with the schemas of their arguments.
-        parallel: Whether several calls are allowed.
-        special: The ids of the vocabulary's added tokens. A marker among them is written as a token instead of letters.
-        strict: The functions whose schemas must be enforced completely. For other functions, constraints that cannot be
-            enforced are removed.
-
-    Raises:
-        RequestError: A schema cannot be used.
+    ``special`` maps the tokenizer's added tokens to ids; markers among these are generated as single tokens. The
+    schemas of the functions in ``strict`` must be enforced completely; for other functions, constraints that cannot be
+    enforced are removed. Raises RequestError if a schema cannot be used.
     """
     form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
     special = special or {}
@@ -69,10 +62,14 @@ def call_grammar(
 
 
 def _call(
-    form: CallTemplate, number: int, name: str, schema: Mapping[str, Any], special: Mapping[str, int],
+    form: CallTemplate,
+    number: int,
+    name: str,
+    schema: Mapping[str, Any],
+    special: Mapping[str, int],
     rules: dict[str, str],
-) -> str | None:  # fmt: skip
-    """Return the rule of one function, and add the rules that it uses to ``rules``."""
+) -> str | None:
+    """Return the grammar rule for a call of one function, and add the rules that it refers to to ``rules``."""
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
@@ -96,7 +93,7 @@ def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules:
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """Write a text as literals, with tokens for the markers that are tokens."""
+    """Write a text as grammar literals, in which markers that are special tokens stand for these tokens."""
     markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
@@ -117,12 +114,19 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _tagged(
     form: CallTemplate, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
-    """Write the rules of a function's parameters, in order; None if tags cannot enforce the schema."""
+    """Write grammar rules for a function's parameters in tags, in order; None if tags cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = {
-        "type", "properties", "required", "description", "title", "additionalProperties", "$comment", "$defs",
+        "type",
+        "properties",
+        "required",
+        "description",
+        "title",
+        "additionalProperties",
+        "$comment",
+        "$defs",
         "$schema",
-    }  # fmt: skip
+    }
     if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= known:
         return None
     if not set(map(str, required)) <= properties.keys() or not (
@@ -156,7 +160,7 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Return Lark rules of which ``reasoning`` matches everything before the answer; None if there is no reasoning."""
+    """Return grammar rules in which the rule ``reasoning`` matches the reasoning before an answer; None without it."""
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:
@@ -176,7 +180,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return the number of tokens up to the end marker of the reasoning, or all without one. O(n log n)."""
+    """Return the number of output tokens up to the end marker of the reasoning, or all if it is missing. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

@@ -1,4 +1,4 @@
-"""Parse messages as they are generated into content, reasoning and tool calls, for all serializers."""
+"""Parse a model's output, while it is generated, into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from server.tools.values import is_json
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A chunk of a call.
+    """New text of a tool call in the output.
 
     Attributes:
-        index: The number of the call in the message.
-        name: The function's name, in the call's first chunk only.
+        index: The index of the tool call in the message.
+        name: The function's name, in the first delta of a call only.
         arguments: The next part of the arguments' JSON.
     """
 
@@ -31,13 +31,7 @@ class ToolCallDelta:
 
 
 class TextDelta(NamedTuple):
-    """A chunk of the content or the reasoning.
-
-    Attributes:
-        of: The part of the message.
-        text: The text.
-        end: The position in the whole output at which the chunk ends.
-    """
+    """New text of the content or of the reasoning; ``end`` is the position in the whole output at which it ends."""
 
     of: Literal["content", "reasoning"]
     text: str
@@ -45,24 +39,14 @@ class TextDelta(NamedTuple):
 
 
 Said = TextDelta | ToolCallDelta
-"""A chunk of the content, of the reasoning, or of a call."""
 
 
 Delta = tuple[Said, ...]
-"""The chunks that some text added to a message, in order. Empty while the text is ambiguous."""
+"""The content, reasoning and tool calls that new output contains, in order; empty while the output is ambiguous."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A chunk that was parsed and not yet taken.
-
-    Attributes:
-        of: The part of the message, or the number of the call.
-        name: The function's name, if the call begins.
-        texts: The text.
-        end: The position in the whole output at which the chunk ends.
-    """
-
     of: Literal["content", "reasoning"] | int
     name: str | None = None
     texts: list[str] = field(default_factory=list)
@@ -70,24 +54,22 @@ class _Piece:
 
 
 class DeltaBuffer:
-    """The output of a parser since it was last taken.
+    """Collects the content, reasoning and tool calls that the parser finds, until the next chunk is sent.
 
-    White space next to calls and at the end of reasoning belongs to the format and is held back. It is dropped before a
-    call and at the end of reasoning, and after a call at the beginning or the end of the content.
+    White space next to tool calls and at the end of reasoning belongs to the model's format, not to the text. So white
+    space is held back until the following text shows whether to drop it.
     """
 
     def __init__(self, scanner: Scanner) -> None:
-        """Start an empty message. ``scanner`` has just read whatever is added."""
         self.num_calls = 0
-        """The number of calls that have begun."""
         self._scanner = scanner
         self._said: list[_Piece] = []
-        self._space: list[tuple[str, int]] = []  # and where it ended
+        self._space: list[tuple[str, int]] = []  # each with its end position
         self._after_call = self._any_content = False
 
     @property
     def is_within_line(self) -> bool:
-        """Whether content precedes the next character on the same line."""
+        """Whether content has been found on the current line."""
         return self._any_content and not self._after_call and not any("\n" in space for space, _ in self._space)
 
     def _say(self, of: Literal["content", "reasoning"] | int, texts: Iterable[tuple[str, int]]) -> None:
@@ -112,7 +94,7 @@ class DeltaBuffer:
         self._space.append((space, end))
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning. Line ends are held back until more text follows."""
+        """Add reasoning text. Line ends are held back until more reasoning follows."""
         visible, end = text.rstrip("\n"), self._scanner.num_read
         if visible:
             self._say("reasoning", [*self._space, (visible, end)])
@@ -120,13 +102,13 @@ class DeltaBuffer:
         self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
-        """End the reasoning. If it is not ``complete``, line ends at its end belong to it."""
+        """End the reasoning, and drop line ends at its end unless it was truncated (not ``complete``)."""
         if not complete:
             self._say("reasoning", self._space)
         self._space.clear()
 
     def call(self, name: str, *, space_is_text: bool = False) -> None:
-        """Begin another call. ``space_is_text``: white space between content and the call belongs to the content."""
+        """Begin another tool call. ``space_is_text`` adds the white space before the call to the content."""
         if space_is_text and self._any_content and not self._after_call:
             self._say("content", self._space)
         self._space.clear()
@@ -143,7 +125,7 @@ class DeltaBuffer:
         self._space.clear()
 
     def take(self) -> Delta:
-        """Return all chunks since the last call of this method."""
+        """Remove and return the deltas that were collected since the last call."""
         said: list[Said] = []
         for piece in self._said:
             text = "".join(piece.texts)
@@ -156,15 +138,14 @@ class DeltaBuffer:
 
 
 Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
-"""Reads a message or its next part."""
+"""A function that parses a message, or its next part, from a scanner into a delta buffer."""
 
 
 class MessageParser:
-    """Parses one message with consecutive readers; the text that they leave is content.
+    """Parses one message of a model incrementally, with several readers in turn; all remaining text is content.
 
-    The result does not depend on how the text is split into chunks. Text that is not a well-formed call is content,
-    except for the beginning of a call at the end of a truncated text. Never raises. One object per choice.
-    O(characters).
+    The result does not depend on the division of the text into chunks. Text that is not a well-formed tool call is
+    content, unless it is the beginning of a call at the end of a truncated output. Never raises. O(characters).
     """
 
     def __init__(self, *readers: Reader) -> None:
@@ -184,7 +165,7 @@ class MessageParser:
         return self._pieces.take()
 
     def finish(self) -> Delta:
-        """End the text and return what was held back. Call it once."""
+        """End the message and return the text that was held back. Must be called once."""
         self._scanner.end()
         next(self._steps, None)
         self._pieces.end()
@@ -197,12 +178,11 @@ _IS_SHORT = re.compile(rf"[A-Za-z0-9]{{{_SHORT}}}")
 
 
 def call_id() -> str:
-    """Return a unique id of a call in OpenAI's form."""
     return "call_" + _drawn(24)
 
 
 def short_call_id() -> str:
-    """Return an id in the only form that Mistral's chat templates accept: nine letters and digits."""
+    """Return a new random id for a tool call in the only form that Mistral's chat templates accept: nine characters."""
     return _drawn(_SHORT)
 
 
@@ -211,7 +191,7 @@ def _drawn(length: int) -> str:
 
 
 def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace each call id by a short one, equal ids by equal ones. Malformed parts are unchanged."""
+    """Replace tool call ids in messages by hashes of nine characters, the only form that Mistral's templates accept."""
 
     def shortened(part: Any, name: str) -> Any:
         is_named = isinstance(part, dict) and isinstance(part.get(name), str)
@@ -225,9 +205,9 @@ def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_numbered_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace each call id by Kimi K2's form, the function's name and the number of the call in the conversation.
+    """Replace each tool call id in messages by Kimi K2's form, ``functions.NAME:NUMBER``.
 
-    Kimi's template writes only this id and the arguments. Malformed parts are unchanged.
+    Kimi's chat template writes only this id and the arguments of a call.
     """
     numbers, ids = count(), dict[str, str]()
     changed = [dict(message) for message in messages]
@@ -253,13 +233,7 @@ def _short(name: str) -> str:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One call of a message.
-
-    Attributes:
-        id: The id of the call.
-        name: The function's name.
-        pieces: The chunks of its arguments.
-    """
+    """A tool call in a message; ``pieces`` are the chunks of its arguments' JSON."""
 
     id: str
     name: str
@@ -267,18 +241,16 @@ class ToolCall:
 
     @property
     def arguments(self) -> str:
-        """The arguments as JSON text, truncated if the output was truncated."""
         return "".join(self.pieces)
 
     @property
     def is_json(self) -> bool:
-        """Whether the arguments are valid JSON."""
         return is_json(self.arguments)
 
 
 @dataclass(slots=True)
 class Message:
-    """The message of a choice so far, with texts in chunks."""
+    """The parsed message of a choice so far, with texts as lists of chunks."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -287,12 +259,16 @@ class Message:
 
     @property
     def ends_within_call(self) -> bool:
-        """Whether the message ends within a call, whose arguments are therefore not valid JSON."""
+        """Whether the output was truncated inside a tool call, whose arguments are not valid JSON therefore."""
         return self.ends_with_call and not self.tool_calls[-1].is_json
 
 
 class Messages:
-    """The messages of all choices of a request, either streamed by `push` or complete by `whole`. Not thread-safe."""
+    """Parses the outputs of all choices of a request into messages with tool calls and reasoning. Not thread-safe.
+
+    Without ``parallel``, tool calls after the first are dropped. With ``only_calls``, content is dropped, because a
+    grammar forces tool calls.
+    """
 
     def __init__(
         self,
@@ -303,15 +279,6 @@ class Messages:
         show_reasoning: bool = True,
         make_id: Callable[[], str] = call_id,
     ) -> None:
-        """Start without messages.
-
-        Args:
-            make_parser: Creates the parser of a message.
-            parallel: Whether several calls are returned. Otherwise calls after the first are dropped.
-            only_calls: Whether a grammar forces calls.
-            show_reasoning: Whether reasoning is returned.
-            make_id: Creates the id of a call.
-        """
         self._make_parser = make_parser
         self._most_calls = None if parallel else 1
         self._only_calls = only_calls
@@ -321,7 +288,7 @@ class Messages:
         self._messages: dict[int, Message] = {}
 
     def push(self, index: int, text: str, *, ended: bool) -> Delta:
-        """Add the next text of choice ``index`` and return what it adds. ``ended``: it is the last text."""
+        """Parse new text of the choice ``index``, and return the content, reasoning and tool calls found in it."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._make_parser()
@@ -331,11 +298,9 @@ class Messages:
         return self._taken(self.of(index), delta)
 
     def of(self, index: int) -> Message:
-        """Return the message of a choice so far. A call has its id from the beginning."""
         return self._messages.setdefault(index, Message())
 
     def whole(self, index: int, text: str) -> Message:
-        """Parse the complete text of a choice."""
         self.push(index, text, ended=True)
         return self.of(index)
 

@@ -1,4 +1,4 @@
-"""Parse calls according to the tables of formats."""
+"""Incremental parsers of tool calls, configured by the tables of formats."""
 
 from __future__ import annotations
 
@@ -30,42 +30,40 @@ _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
 _GEMMA_NAME = re.compile(r"[^\s{}<>,]+")
 _NUMBER = re.compile(r":\d+$")
 _CLOSING = re.compile(r"[ \t\r\n}\]]*")
-"""The text between a call and its end marker; models sometimes write an extra bracket."""
+"""Matches text between a tool call and its end marker; models sometimes write an extra bracket there."""
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
 _ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*+(?:\s++\w*+(?:=(?:["'][^"']*+)?+)?+)?+\s*+/?""")
-"""The attributes of a tag, of which the last may be truncated. Possessive, because a model may write endless spaces."""
+"""Matches the attributes of a tag, the last of which may be truncated. Possessive, so that it never backtracks."""
 _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
 _IS_TOKEN = re.compile(r"[|｜]|^\[")
-"""Matches markers that do not occur in prose."""
+"""Matches tool call markers that never occur in ordinary text."""
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 CALL_ID = "[CALL_ID]"
-"""A marker that is followed by the model's id of the call, which we replace."""
+"""A Mistral marker that is followed by the model's own id of the tool call, which is replaced."""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals in order, separated by white space. Each is a tuple of alternatives, of which one is empty if it is
-optional.
-"""
+"""Literals in order, separated by optional white space. Each is a tuple of alternatives; "" makes it optional."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTemplate:
-    """How a message with calls is written.
+    """How a model writes a message with tool calls, as texts from which prompts and grammars are made.
 
-    The lexer of grammars never backtracks, so no part may begin with an alternative to it.
+    The lexer of grammars never backtracks, so no part may begin like an alternative to that part.
 
     Attributes:
-        call: A call, with NAME, ARGUMENTS and NUMBER as placeholders.
-        before: The text before the calls.
+        call: A tool call, with the placeholders NAME, ARGUMENTS and NUMBER.
+        before: The text before the first call.
         between: The text between two calls.
-        after: The text after the calls.
-        parameter: The beginning of a parameter in formats with tags, with KEY as placeholder. Its value follows.
-        value_end: The end of a parameter's value.
-        call_end: The end of a call in formats with tags, whose ``call`` has no ARGUMENTS.
+        after: The text after the last call.
+        parameter: In formats with tags, the text before a parameter's value, with the placeholder KEY.
+        value_end: In formats with tags, the text after a parameter's value.
+        call_end: In formats with tags, the text after the last parameter.
     """
 
     call: str
@@ -80,33 +78,33 @@ class CallTemplate:
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls.
+    """How a model writes tool calls, for the parser.
 
     Attributes:
-        mentions: Tuples of strings. A chat template that contains all strings of one of them has this format.
-        arguments: What follows a call's beginning: an "object" with name and arguments, or a list of them; a name and
-            "json"; a name and "tags"; calls in "python" syntax; a name and "gemma"'s literals; or an object "keyed" by
-            the name, or a list of them.
-        message_ends: The ends of messages, for models whose messages have headers that name a function.
+        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
+        arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
+            such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
+            literals; or an object "keyed" by the name, or a list of such objects.
+        message_ends: The markers that end a message, for models whose messages have headers that name a function.
         section: The markers that begin a list of calls.
-        closes: Whether nothing after ``section`` is content.
+        closes: Whether text after ``section`` is never content.
         call: The markers that begin a call.
-        bare: The characters with which a message may begin with calls, without a marker.
-        head: The literals before the name.
-        after_name: The literals after the name.
-        end: The texts that may follow a call; models often omit them.
-        noise: Texts without a meaning of their own.
+        bare: The first characters of messages that begin with a call without a marker.
+        head: The literals between the marker and the name.
+        after_name: The literals between the name and the arguments.
+        end: The markers after a call, which models often omit.
+        noise: Markers without a meaning, which are removed.
         space_is_text: Whether white space before a call belongs to the content.
-        opened: The name that ends the prompt's opening of a call: this name and a line end make the message content.
-        key: The beginning of a parameter's tag.
-        after_key: The end of a parameter's tag.
+        opened: A name; the prompt opens a call, and this name followed by a line end makes the output content instead.
+        key: The text before the name of a parameter.
+        after_key: The texts after the name of a parameter.
         value_end: The tag after a value.
-        call_end: The tag after a call.
-        on_lines: Whether values stand on lines of their own, without the line ends.
-        value_end_before_tag: Whether the end of a value counts only before another tag.
-        escaped: Whether keys are escaped as in XML.
+        call_end: The tag after the last parameter.
+        on_lines: Whether values stand on lines of their own, whose line ends do not belong to the value.
+        value_end_before_tag: Whether ``value_end`` counts only if another tag follows.
+        escaped: Whether names of parameters are escaped as in XML.
         special: Markers that may be special tokens.
-        written: How calls are written, for grammars.
+        written: The same format for prompts and grammars.
     """
 
     mentions: tuple[tuple[str, ...], ...] = ()
@@ -138,17 +136,15 @@ class CallFormat:
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
-        """The texts that may follow a call, in any order."""
         return (*self.end, *filter(None, (self.value_end, self.call_end)))
 
     @cached_property
     def stops(self) -> Markers:
-        """The texts at which text within a section that is not a call ends."""
         return Markers(*self.call, *self.end)
 
     @cached_property
     def value_ends(self) -> Markers:
-        """The texts that end a value next to its tag, or if the model forgot them, a tag of the call."""
+        """The texts that end a parameter's value; a forgotten closing tag is recognized by the tag after it."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
         if self.on_lines:
@@ -158,7 +154,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a value on its own lines, at the beginning of a line, as the value may mention them."""
+        """The texts that end a parameter's value on lines of its own. A tag in the middle of a line is part of it."""
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
@@ -166,7 +162,7 @@ class CallFormat:
 
     @cached_property
     def in_reasoning(self) -> tuple[str, ...]:
-        """The texts that begin a call within reasoning that the model forgot to end, on a line of their own."""
+        """The texts that begin a tool call, on a line of its own, in reasoning that the model forgot to end."""
         if self.arguments not in ("object", "tags"):
             return ()
         after = "" if self.arguments == "tags" and not self.section else "\n"
@@ -174,9 +170,11 @@ class CallFormat:
 
 
 class Calls:
-    """The parser of one message's calls. A call begins with its first argument; until then its text is in the trail.
+    """Parses the tool calls of one message incrementally.
 
-    In formats without markers only calls of ``functions`` are recognized, whose schemas determine the types of values.
+    A call is reported from its first argument on, because its beginning may still turn out to be ordinary text. In
+    formats without markers only calls of ``functions`` are recognized. The schemas of ``functions`` determine the types
+    of values.
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
@@ -203,14 +201,13 @@ class Calls:
             pieces.content(scanner.trail())
 
     def _read_bare(self) -> Steps[None]:
-        """Read calls without a marker at the beginning of the message or after noise."""
         yield from self._scanner.space()
         if (yield from self._scanner.peek()) in self._form.bare:
             yield from self.read_group("")
         self._pieces.content(self._scanner.trail())
 
     def read_group(self, marker: str) -> Steps[None]:
-        """Read a call or a list of calls after ``marker``. Other text stays in the trail or unread."""
+        """Read a tool call or a list of tool calls after ``marker``. Text that is not a call is left to the caller."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.noise:
             scanner.forget()
@@ -225,7 +222,7 @@ class Calls:
             yield from self._read_one()
         has_begun = pieces.num_calls > num_calls
         if (has_begun or not is_prose) and not (yield from scanner.peek()):
-            scanner.forget()  # the text ends where a call begins
+            scanner.forget()  # the output was truncated at the beginning of a call
         if has_begun:
             pieces.content(scanner.trail())
             yield from scanner.run(_CLOSING)
@@ -236,7 +233,6 @@ class Calls:
                 scanner.forget()
 
     def _skip(self, marker: str) -> Steps[bool]:
-        """Skip to the first call of a section; returns whether there is one."""
         scanner, form = self._scanner, self._form
         if not form.closes:
             return False
@@ -257,7 +253,6 @@ class Calls:
         self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
 
     def _end(self, name: str, *, first: bool) -> None:
-        """End a call whose arguments are complete or empty."""
         if first:
             self._begin(name)
         self._scanner.forget()
@@ -276,7 +271,7 @@ class Calls:
         return True
 
     def _read_list(self, read_one: Callable[[], Steps[bool]], between: tuple[str, ...], ends: str) -> Steps[None]:
-        """Read calls in brackets with commas, or without brackets up to one of ``ends`` if ``between`` is empty."""
+        """Read tool calls in brackets, or a sequence of tool calls separated by one of the strings ``between``."""
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
         while True:
@@ -296,7 +291,7 @@ class Calls:
         return self._read_list(self._object, (";", ","), "")
 
     def _object(self) -> Steps[bool]:
-        """Read an object with name and arguments in either order; returns whether it is complete."""
+        """Read a tool call as a JSON object with name and arguments in either order; return whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
             return False
@@ -345,7 +340,7 @@ class Calls:
         return self._read_list(self._keyed, (",",), "")
 
     def _keyed(self) -> Steps[bool]:
-        """Read an object with the name as only key and the arguments as value; returns whether it is complete."""
+        """Read a tool call as a JSON object that maps the name to the arguments; return whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
             return False
@@ -367,9 +362,9 @@ class Calls:
         return True
 
     def _held_arguments(self) -> Steps[str | None]:
-        """Read the arguments of a call and return them as a JSON object.
+        """Read the arguments of a tool call and return them as a JSON object; None if they are no object.
 
-        They may be an object, a string with an object, or null, which gives "{}". Returns None for any other value.
+        A string that contains an object is accepted too, and null becomes "{}".
         """
         scanner = self._scanner
         if (yield from scanner.literal("null")):
@@ -410,7 +405,7 @@ class Calls:
     def _named(
         self, name: str, close: str, read_key: Callable[[Scanner], Steps[str | None]], dialect: Dialect
     ) -> Steps[bool]:
-        """Read named arguments up to ``close``; returns whether they are complete."""
+        """Read named arguments of a tool call up to the closing bracket ``close``; return whether they are complete."""
         scanner, first = self._scanner, True
         yield from scanner.space()
         while not (yield from scanner.literal(close)):

@@ -1,4 +1,4 @@
-"""Parse reasoning before the content: between markers, or in messages with headers."""
+"""Incremental parsers of reasoning before the content: between markers, or in messages with headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CUT_HEADER = re.compile(
     r"(?=<)(?:<\|start\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+(?:<\|channel\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+"
     r"(?:<\|constrain\|>)?+\s*+\w*+".replace("NAME", r"(?:(?!to=)\w)*+")
 )
-"""A truncated header. Possessive, because a model may write endless spaces."""
+"""Matches a truncated message header. Possessive, so that it never backtracks."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -30,12 +30,12 @@ class ReasoningFormat:
     """How a model writes reasoning.
 
     Attributes:
-        begin: The markers that begin it.
-        end: The markers that end it.
-        also_ends: The markers that end it and belong to the following text.
-        inside: Whether the model begins inside the reasoning, with or without the marker, unless the prompt closes it.
-        header: The text after the beginning, for models whose messages have headers.
-        mentions: Tuples of strings. A chat template that contains all strings of one of them has this format.
+        begin: The markers that begin reasoning.
+        end: The markers that end reasoning.
+        also_ends: The markers that end reasoning and belong to the text after it.
+        inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt ended it.
+        header: The text after ``begin``, for models whose messages have headers.
+        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
     """
 
     begin: tuple[str, ...] = ("<think>",)
@@ -47,7 +47,7 @@ class ReasoningFormat:
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Return whether the model continues ``prompt`` inside its reasoning; None if the prompt has closed it."""
+    """Return whether the output begins inside reasoning; None if the prompt has already ended the reasoning."""
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
@@ -55,12 +55,12 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
 
 
 def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
-    """Return whether ``message``, which the model is to continue, ends within its reasoning."""
+    """Return whether a message that the model will continue ends inside its reasoning."""
     return max(map(message.rfind, form.begin)) > max(map(message.rfind, form.end))
 
 
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
-    """Return a reader of reasoning up to its end or the beginning of one of ``calls``. ``prompt`` may open it."""
+    """Return a parser of reasoning up to its end marker or the beginning of a tool call (one of ``calls``)."""
     inside = begins_inside(form, prompt)
     markers = Markers(*form.end, *form.also_ends, *calls)
 
@@ -72,7 +72,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
         if not begun and not inside:
             return
         space = scanner.trail()
-        if inside and not begun:  # white space that was written instead of the marker
+        if inside and not begun:  # the model wrote white space instead of the marker
             pieces.reasoning(space.lstrip())
         yield from scanner.space()
         scanner.forget()
@@ -87,7 +87,10 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
 
 
 def channels(form: CallFormat | None, functions: Functions, ends: Collection[str]) -> Reader:
-    """Return a reader of messages with headers. Messages for a function are content if ``form`` is None."""
+    """Return a parser of outputs that consist of several messages with headers, as gpt-oss writes them.
+
+    If ``form`` is None, messages to a function are content instead of tool calls.
+    """
     return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
 
 
@@ -134,7 +137,6 @@ class _Channels:
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
-        """Read the rest of a header whose beginning is in the trail; empty if it is not a header or truncated."""
         scanner = self._scanner
         while True:
             yield from scanner.run(_HEADER_TEXT)
@@ -158,7 +160,7 @@ class _Channels:
         return name if name != recipient[1] or name in self._functions else ""
 
     def _kind(self, header: str) -> str:
-        """Return the kind of a message; analysis, and messages for the model or for built-in tools, are reasoning."""
+        """Return "reasoning" or "content" for a message by its header; messages to built-in tools are reasoning."""
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] in ("self", "user"):
             return "reasoning" if recipient[1] == "self" else "content"
@@ -166,7 +168,7 @@ class _Channels:
         return "reasoning" if private and (self._form is not None or recipient is None) else "content"
 
     def _read_call(self, name: str) -> Steps[str]:
-        """Read a call and return the header of the next message, if it has begun."""
+        """Read a tool call and return the header of the next message if it follows at once."""
         scanner, pieces, form = self._scanner, self._pieces, self._form
         yield from scanner.space()
         if form is not None and form.arguments == "tags":
@@ -184,7 +186,7 @@ class _Channels:
             begun = True
             pieces.arguments(text)
 
-        if (yield from scanner.peek()) == "{":  # in its strings the markers are text
+        if (yield from scanner.peek()) == "{":  # markers in JSON strings are text
             yield from scanner.value(arguments)
         elif (yield from scanner.literal(*self._ends, CALL, RETURN)):
             scanner.forget()
@@ -193,7 +195,7 @@ class _Channels:
         return (yield from self._read_body(arguments))
 
     def _read_body(self, sink: Sink) -> Steps[str]:
-        """Read a body up to its end, and return the next header if the end is missing. A body may mention markers."""
+        """Read the text of a message. If its end marker is missing, return the header of the next message."""
         scanner = self._scanner
         while marker := (yield from scanner.until(self._body_ends, sink)):
             if marker in (START, CHANNEL):

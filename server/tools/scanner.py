@@ -1,4 +1,4 @@
-"""Scan a text that is still being generated, with the same result as if all of it were present."""
+"""An incremental text scanner, whose results do not depend on how the text is divided into chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
-"""A generator that returns a result, and pauses while the result depends on text that has not arrived."""
+"""A generator that returns a result, and pauses while the result depends on text that has not arrived yet."""
 
 Sink: TypeAlias = Callable[[str], object]
 
@@ -22,16 +22,15 @@ _INSIDE_STRING = re.compile(r'[^"\\]+')
 _SCALAR = re.compile(r'[^\s,:"{}\[\]]+')
 _CLOSES = {"{": "}", "[": "]"}
 _ESCAPED = '"\\/bfnrt'
-"""The characters that may follow a backslash in JSON, in addition to ``_UNICODE``."""
 _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
-"""Python's constants that models write into JSON."""
+"""Maps Python's constants, which some models write in JSON, to JSON's."""
 
 
 class Markers:
-    """Strings that are searched together."""
+    """Strings that are searched for together. Chunks may end within a marker."""
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
@@ -41,7 +40,11 @@ class Markers:
 
 
 class Scanner:
-    """The unread text, and the trail: the text that was read but not yet attributed. O(characters)."""
+    """Reads a text that arrives in chunks, for incremental parsers.
+
+    Text that was read without a sink is collected in the trail until it is known whether it is content, for instance
+    the beginning of a tool call. O(characters).
+    """
 
     def __init__(self) -> None:
         self._text = ""
@@ -50,7 +53,6 @@ class Scanner:
         self._trail: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Append text. All generators must be paused."""
         self._text = self._text[self._at :] + text
         self._num_dropped += self._at
         self._at = 0
@@ -60,11 +62,10 @@ class Scanner:
 
     @property
     def num_read(self) -> int:
-        """The number of characters read, of all that were fed."""
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """Clear the trail after its text was attributed."""
+        """Discard the text that was read but not attributed yet (the trail), because it turned out to be markup."""
         self._trail = []
 
     def trail(self) -> str:
@@ -73,11 +74,9 @@ class Scanner:
         return text
 
     def keep(self, text: str) -> None:
-        """Append to the trail a text that was read into another sink."""
         self._trail.append(text)
 
     def _take(self, end: int, sink: Sink | None = None) -> str:
-        """Read up to ``end`` into the sink, by default the trail."""
         text = self._text[self._at : end]
         self._at = end
         if text:
@@ -85,7 +84,7 @@ class Scanner:
         return text
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
-        """Read all characters that ``pattern``, a repeated character class, matches; returns whether there was one."""
+        """Read all following characters that a pattern (a repeated character class) matches; return whether any did."""
         found = False
         while True:
             if match := pattern.match(self._text, self._at):
@@ -96,7 +95,10 @@ class Scanner:
             yield
 
     def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
-        """Read all characters that ``pattern``, a repeated character class, matches. ``kept``: also into the trail."""
+        """Read and return all following characters that a pattern (a repeated character class) matches.
+
+        Without ``kept``, they are not collected as possible content.
+        """
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
         word = "".join(letters)
@@ -111,17 +113,16 @@ class Scanner:
         yield from self.run(_ANY, sink)
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it; empty at the end."""
         return (yield from self.ahead(1))
 
     def ahead(self, count: int) -> Steps[str]:
-        """Return the next ``count`` characters without reading them; fewer at the end."""
+        """Return the next ``count`` characters of the text without reading them; fewer at the end of the text."""
         while len(self._text) - self._at < count and not self._ended:
             yield
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """Read the longest of ``options`` that comes next, or nothing. A truncated one is read into the trail."""
+        """Read the longest of the strings ``options`` that comes next, and return it; "" if none of them comes next."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -136,13 +137,10 @@ class Scanner:
         return found
 
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
-        """Read the text before the first marker into the sink and the marker into the trail.
+        """Read text into ``sink`` up to the first marker, and return the marker; "" at the end of the text.
 
-        Args:
-            markers: The strings that end the text.
-            sink: Receives the text.
-            read_marker: Whether the marker is read.
-            last: A marker that counts only at the end of the text.
+        Without ``read_marker``, the marker itself is not read. ``last`` is a marker that counts only at the end of the
+        text.
         """
         while True:
             match = markers.pattern.search(self._text, self._at)
@@ -160,7 +158,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Return the first position at which a longer marker may begin."""
+        """Return the index from which the text may be the beginning of a marker whose rest has not arrived."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:
@@ -168,7 +166,7 @@ class Scanner:
         return end
 
     def string(self) -> Steps[str | None]:
-        """Read a JSON string and decode it; None if none comes next, or if it is truncated or cannot be encoded."""
+        """Read a JSON string and return its value; None if no string comes next, or if it is truncated or invalid."""
         if not (yield from self.literal('"')):
             return None
         pieces: list[str] = []
@@ -179,12 +177,12 @@ class Scanner:
         try:
             decoded = json.loads('"' + "".join(pieces), strict=False)
             decoded.encode()
-        except ValueError:  # a wrong escape, or half of a pair of surrogates
+        except ValueError:  # an invalid escape or a lone surrogate
             return None
         return str(decoded)
 
     def _rest_of_string(self, sink: Sink) -> Steps[bool]:
-        """Read a JSON string after its first quotation mark; returns whether it ended."""
+        """Read the rest of a JSON string after its first quotation mark; return whether the string is complete."""
         while True:
             yield from self.run(_INSIDE_STRING, sink)
             mark = yield from self.peek()
@@ -196,11 +194,11 @@ class Scanner:
             self._take(self._at + len(written), sink)
 
     def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
-        """Read a JSON value; returns whether it is complete, with balanced brackets and terminated strings.
+        """Read a JSON value into ``sink``; return whether the value is complete.
 
-        The sink receives valid JSON: control characters in strings, Python's constants, numbers beyond the range of
-        floats and trailing commas, which models write, are corrected. The trail receives the original text, if there is
-        no sink or if ``kept`` is set.
+        Common mistakes of models are corrected: control characters in strings, Python's constants, numbers beyond the
+        range of floats and trailing commas. With ``kept``, the original text is collected too, until it is known
+        whether it is content.
         """
 
         def take(written: str, said: str) -> None:
@@ -213,7 +211,7 @@ class Scanner:
             take(text, text)
 
         def inside(text: str) -> None:
-            is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # a backslash is meant
+            is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # an unescaped backslash
             take(text, "\\" * is_literal + text.translate(_ESCAPES))
 
         first = yield from self.peek()
@@ -250,12 +248,11 @@ class Scanner:
                     return True
 
 
-def discard(_text: str) -> None:
-    """Drop the text, which means nothing in JSON."""
+def discard(_text: str) -> None: ...
 
 
 def _constant(word: str) -> str:
-    """Return a number or constant as JSON; numbers beyond the range of floats become strings."""
+    """Return a number or constant as valid JSON; a number beyond the range of floats becomes a string."""
     try:
         is_number = word.lstrip("-").isdigit() or math.isfinite(float(word))
     except ValueError:

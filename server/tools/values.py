@@ -1,4 +1,4 @@
-"""Convert argument values in the models' notations to JSON, with the types of the functions' schemas."""
+"""Conversion of tool call arguments from the notations of models to JSON, with the types of the functions' schemas."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from typing import Any, NamedTuple
 from server.tools.scanner import PYTHONS, Markers, Scanner, Sink, Steps, discard
 
 Functions = Mapping[str, Mapping[str, Any]]
-"""The functions that may be called, with the JSON schemas of their parameters."""
+"""The functions that a model may call: their names with the JSON schemas of their parameters."""
 
-_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number",
-          type(None): "null"}  # fmt: skip
+_TYPES = {
+    dict: "object",
+    list: "array",
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+}
 _CONSTANTS = {**PYTHONS, **{word: word for word in PYTHONS.values()}}
 
 _TEXT = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
@@ -25,7 +32,7 @@ _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F
 
 
 def types_of(functions: Functions, name: str, parameter: str) -> frozenset[str]:
-    """Return the JSON types that a parameter's schema allows, including one level of ``anyOf`` etc.; empty: unknown."""
+    """Return the JSON types that a function's schema allows for a parameter; empty if the schema does not tell."""
     properties = _mapping(functions.get(name)).get("properties")
     return frozenset(_types(_mapping(_mapping(properties).get(parameter)), 1))
 
@@ -50,7 +57,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def is_json(text: str) -> bool:
-    """Return whether the text is one JSON value."""
     try:
         json.loads(text, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -65,12 +71,11 @@ def _finite(number: str) -> float:
 
 
 def is_object(text: str) -> bool:
-    """Return whether the text is a JSON object."""
     return is_json(text) and text.lstrip()[0] == "{"
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert an unquoted value to JSON of one of ``types``. Without types: a list, an object or a string."""
+    """Convert an argument value without quotes to JSON of one of ``types``; by default a list, object or string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):
@@ -82,12 +87,11 @@ def json_of(text: str, types: frozenset[str]) -> str:
 
 
 def json_string(text: str) -> str:
-    """Return ``text`` as a JSON string."""
     return '"' + json_characters(text) + '"'
 
 
 def json_characters(text: str) -> str:
-    """Return ``text`` escaped for a JSON string, without quotation marks. Lone surrogates are escaped."""
+    """Escape a text for a JSON string, without adding quotation marks. Lone surrogates are escaped too."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -96,7 +100,10 @@ def json_characters(text: str) -> str:
 
 
 class Plain:
-    """An unquoted value. A string is passed on while it arrives; any other type is only known at its end."""
+    """Converts an argument value without quotes to JSON while it is generated.
+
+    A string is passed on at once; a value of any other type only when it is complete.
+    """
 
     def __init__(self, sink: Sink, types: frozenset[str]) -> None:
         self._sink = sink
@@ -112,7 +119,7 @@ class Plain:
             self._text.append(text)
 
     def end(self, *, complete: bool) -> None:
-        """End the value. A truncated value is passed on unchanged."""
+        """End the value. If it is truncated (not ``complete``), it is passed on unchanged."""
         if self._text is not None:
             text = "".join(self._text)
             self._sink(json_of(text, self._types) if complete else text)
@@ -121,14 +128,10 @@ class Plain:
 
 
 class Dialect(NamedTuple):
-    """The notation of literals in a language.
+    """The notation of literals in a language, for the conversion of tool call arguments to JSON.
 
-    Attributes:
-        brackets: Maps each opening bracket to its JSON form and the closing bracket.
-        read_string: Reads a string. Returns None if none comes next, else whether it ended.
-        word: Matches a number or a constant.
-        key: Matches a number or a constant before a colon.
-        json_of_word: Converts a number or a constant to JSON.
+    ``read_string`` returns None if no string comes next, else whether the string is complete. ``word`` matches a number
+    or a constant, and ``key`` the same before a colon.
     """
 
     brackets: Mapping[str, tuple[str, str]]
@@ -139,11 +142,8 @@ class Dialect(NamedTuple):
 
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
-    """Read a literal and pass it on as JSON while it arrives; returns whether it is complete.
-
-    Text that cannot belong to a literal is not read.
-    """
-    closes: list[str] = []  # what ends the lists and mappings that are open, the innermost last
+    """Read a literal of another language, e.g. Python, and pass it on as JSON; return whether it is complete."""
+    closes: list[str] = []  # the closing brackets of open lists and mappings, the innermost last
     comma = after_item = is_key = False
     while True:
         yield from scanner.space()
@@ -201,7 +201,7 @@ def _json_of_python(word: str) -> str:
 
 
 def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
-    """Read a Python string; unlike in Python, it may contain line ends."""
+    """Read a Python string literal, in which line ends are accepted too, and pass it on as JSON."""
     quote = yield from scanner.literal('"', "'", '"""', "'''", sink=discard)
     if not quote:
         return None
@@ -216,7 +216,7 @@ def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
             return False
         if mark == "\\":
             yield from _read_escape(scanner, sink)
-        else:  # one quotation mark where three end it
+        else:  # a single quotation mark within a triple-quoted string
             yield from scanner.literal(mark, sink=lambda text: sink(json_characters(text)))
     sink('"')
     return True
@@ -265,7 +265,6 @@ GEMMA = Dialect(
 
 
 def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
-    """Read a name and its colon; None without them."""
     written: list[str] = []
     if (yield from scanner.literal(GEMMA_QUOTE)):
         yield from scanner.until(_GEMMA_STRING_END, written.append)
@@ -282,7 +281,6 @@ _PYTHON_KEY = re.compile(r"[\w.]+")
 
 
 def read_python_key(scanner: Scanner) -> Steps[str | None]:
-    """Read a name and its equals sign; None without them."""
     key = yield from scanner.word(_PYTHON_KEY)
     yield from scanner.space()
     return key if key and (yield from scanner.literal("=")) else None

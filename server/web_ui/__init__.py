@@ -1,1 +1,1 @@
-"""The web UI at /, a playground that shows drafts, and the API documentation at /docs."""
+"""The web UI at /, which shows drafts in generated text, and the API documentation at /docs."""

@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""Allows scripts, styles and requests of this origin only, none of them inline, so text never becomes markup."""
+"""The Content-Security-Policy: only scripts, styles and requests of this origin, and nothing inline."""
 
 SECURITY_HEADERS: Mapping[str, str] = {
     "content-security-policy": _POLICY,
@@ -40,7 +40,6 @@ SECURITY_HEADERS: Mapping[str, str] = {
 
 
 def ui_files() -> dict[str, Path]:
-    """Return the files of the web UI by their path in the service, below /ui/ as its links expect."""
     files = {f"/ui/{path.name}": path for path in sorted(_STATIC.iterdir())}
     files["/"] = files.pop("/ui/index.html")
     files["/favicon.ico"] = files["/ui/icon.svg"]
@@ -48,7 +47,6 @@ def ui_files() -> dict[str, Path]:
 
 
 def docs_files() -> dict[str, Path]:
-    """Return the files of /docs by their path in the service."""
     files = {f"/docs/{path.name}": path for path in sorted(_DOCS.iterdir())}
     files["/docs"] = files.pop("/docs/docs.html")
     files["/docs/icon.svg"] = _STATIC / "icon.svg"
@@ -58,8 +56,11 @@ def docs_files() -> dict[str, Path]:
 def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
     """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
     found: dict[str, Any] = {
-        "state": worker.state.value, "model": settings.model_name, "time_s": time.monotonic(), "namespaces": {},
-    }  # fmt: skip
+        "state": worker.state.value,
+        "model": settings.model_name,
+        "time_s": time.monotonic(),
+        "namespaces": {},
+    }
     engine = worker.loaded_engine
     if engine is None:
         return found
@@ -101,7 +102,7 @@ def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Serve files by path without a key. Browsers revalidate them on every use."""
+    """Serve static files without API key. Browsers check for a newer version at every use."""
 
     def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
         content, (kind, _) = path.read_bytes(), guess_type(path.name)
@@ -127,7 +128,7 @@ def add_ui(
     tenants: Tenants,
     aside: FairExecutor,
 ) -> None:
-    """Serve the web UI and its counters, which need a key if there are keys. ``aside`` runs the reading of counters."""
+    """Serve the web UI, and its counters, which need an API key if the server has keys."""
     add_files(app, files)
 
     @app.get("/ui/stats", include_in_schema=False)

@@ -84,7 +84,7 @@ def test_what_nobody_foresaw_is_in_the_log_and_not_in_the_answer(
     monkeypatch.setattr(engine, "submit", refuse)
     with serving(lambda _: engine) as server:
         answer = post(server.port, COMPLETIONS, {"prompt": "abc", "stream": is_streamed})
-    assert (answer.status, answer.error["message"]) == (500, "internal error; the server's log has it")
+    assert (answer.status, answer.error["message"]) == (500, "internal error; see the server's log")
     assert caplog.text.count(why) == 1
 
 

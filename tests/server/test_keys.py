@@ -97,9 +97,15 @@ def test_a_file_holds_a_key_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(
     ("content", "hint"),
-    [(None, "No such file"), (b"", "holds no key"), (b"# none\n", "holds no key"), (b"good\nb\xc3\xa4d\n", "key 2"),
-     (b"\xff\n", "not text"), (b"secret\tkey", "key 1")],
-)  # fmt: skip
+    [
+        (None, "No such file"),
+        (b"", "contains no key"),
+        (b"# none\n", "contains no key"),
+        (b"good\nb\xc3\xa4d\n", "key 2"),
+        (b"\xff\n", "not text"),
+        (b"secret\tkey", "key 1"),
+    ],
+)
 def test_a_file_of_no_use_is_explained_without_its_content(tmp_path: Path, content: bytes | None, hint: str) -> None:
     path = tmp_path / "keys"
     if content is not None:

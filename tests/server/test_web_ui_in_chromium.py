@@ -249,7 +249,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Page) -> None:
         wait_until(lambda: browser["state"].text == "key needed")
         assert browser["key-form"].is_displayed()
         browser["key"].send_keys("wrong", Keys.ENTER)
-        wait_until(lambda: browser["key-error"].text == "That key is not known here.")
+        wait_until(lambda: browser["key-error"].text == "This key is unknown.")
         browser["key"].clear()
         browser["key"].send_keys("secret", Keys.ENTER)
         wait_until(lambda: browser["state"].text == "ready")
