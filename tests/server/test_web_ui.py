@@ -124,7 +124,13 @@ def locked() -> Iterator[RunningServer]:
         yield running
 
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "javascript",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+}
 
 
 def test_every_file_is_open_and_answers_with_headers_that_keep_strangers_out(locked: RunningServer) -> None:

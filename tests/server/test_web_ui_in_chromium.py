@@ -11,6 +11,7 @@ import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.keys import Keys
 
+from benchmarks.recorded_session import record
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Request, RequestOutput, RequestStats, VerifiedDraft
 from tests.server import test_web_ui
@@ -101,6 +102,22 @@ def test_what_is_shown_is_what_the_api_says_and_colours_are_the_accepted_tokens(
     assert passes == [after["passes"] - before["passes"] - 120, 120]
     assert figures(page, "tokens") == [120, 120]
     assert passes[0] + sum(by_source.values()) == 120
+
+
+def test_the_tool_call_is_offered_first_and_the_recorded_session_is_the_text_that_was_written(
+    browser: Page, server: RunningServer
+) -> None:
+    browser.open(server.url)
+    wait_until(lambda: browser["prompt"].get_attribute("value") == "Read the first line of README.md.")
+    session = record()
+    browser.all(".example")[0].click()
+    wait_until(lambda: len(browser.all("#asks li")) == len(session) and not browser["stop"].is_displayed())
+    texts = [text for each in session[-1]["passes"] for text in each["texts"]]
+    assert shown(browser) == ["".join(texts)] * 2
+    assert figures(browser, "passes") == [len(session[-1]["passes"]), len(texts)]
+    first, *later = (len(each["passes"]) for each in session)
+    assert max(later) < first / 3
+    assert browser.complaints() == []
 
 
 def test_asking_again_takes_fewer_passes_and_says_so(page: Page) -> None:
