@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from ssd import __version__
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hide_torch()
         signal.signal(signal.SIGTERM, _terminated)
         sys.unraisablehook = _lost
-    options = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
     try:
         status: int = options.run(options)
         return status
@@ -95,7 +96,7 @@ def _lost(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="ssd-cache",
         description=_DESCRIPTION,
@@ -113,7 +114,17 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             module = import_module(f"cache_builder.commands.{name.replace('-', '_')}")
             module.add(command)
             command.set_defaults(run=module.run)
-    return parser
+            for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+                _require_known(command, option, command._option_string_actions, "option")
+    if arguments and not arguments[0].startswith("-"):
+        _require_known(parser, arguments[0], COMMANDS, "command")
+    return parser.parse_args(arguments)
+
+
+def _require_known(parser: argparse.ArgumentParser, word: str, known: Iterable[str], kind: str) -> None:
+    """Exit with the usage and a suggestion if ``word`` is similar to a known word, but is none."""
+    if word not in known and (near := get_close_matches(word, known, n=1)):
+        parser.error(f"unknown {kind} {word}: did you mean {near[0]}?")
 
 
 if __name__ == "__main__":

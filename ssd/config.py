@@ -252,7 +252,7 @@ class StructuredOutput:
         return cls("parts", json.dumps({"lark": lark, "parts": written}), param)
 
 
-_COUNTS = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs")
+_COUNTS = ("n", "max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _TUPLES = ("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "shown_special_ids")
 _MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_token_ids"}
@@ -262,6 +262,8 @@ _MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_to
 class SamplingParams:
     """How one output is sampled, and what is reported about it. Names and meanings are those of OpenAI and vLLM."""
 
+    n: int = 1
+    """The number of outputs of each prompt. Only `ssd.LLM` accepts more than one; an engine's request has one."""
     max_tokens: int | None = None
     """The maximum number of tokens to generate. None: up to the model's context."""
     temperature: float = 1.0
@@ -347,6 +349,7 @@ class SamplingParams:
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         check(all(isinstance(text, str) for text in self.stop), "stop", "a string or a list of strings")
+        check(1 <= self.n <= _MOST, "n", f"within 1..{_MOST}")
         check(self.max_tokens is None or 1 <= self.max_tokens <= _MOST, "max_tokens", f"within 1..{_MOST}")
         check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")

@@ -159,6 +159,18 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     assert line.startswith("ssd-cache: error: ") and ERRORS[command] in line and "hidden" not in line
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [("bild x", "build"), ("build --tokeniser x", "--tokenizer"), ("pull --namspace=x", "--namespace")],
+)
+def test_a_misspelled_command_or_option_is_named_with_the_one_that_was_meant(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"did you mean {meant}?\n")
+
+
 @pytest.mark.parametrize("command", [f"build missing.txt {BUILD}", "merge missing --out out"])
 def test_a_mount_point_is_refused_before_any_work(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

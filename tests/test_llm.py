@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ssd import LLM, EngineConfig, SamplingParams
-from ssd.errors import ContextTooLong, RequestError
+from ssd import LLM, EngineConfig, Request, SamplingParams
+from ssd.errors import ConfigError, ContextTooLong, RequestError
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPT = "def read_lines(path):\n"
@@ -54,6 +54,45 @@ def test_several_outputs_of_a_prompt_differ_and_come_again_with_the_seed(llm: LL
     (found,), (again,) = llm.generate(PROMPT, sampling, n=3), llm.generate(PROMPT, sampling, n=3)
     texts = [each.text for each in found.outputs]
     assert len(set(texts)) == 3 and texts == [each.text for each in again.outputs] and found.text == texts[0]
+
+
+def test_the_number_of_outputs_may_be_that_of_the_sampling_parameters(llm: LLM) -> None:
+    one, two = (SamplingParams(n=n, max_tokens=4, temperature=1.0, seed=5) for n in (1, 2))
+    first, second, third = llm.generate([PROMPT] * 3, sampling_params=[two, one, two])
+    assert [len(each.outputs) for each in (first, second, third)] == [2, 1, 2]
+    assert first.outputs[1].text == third.outputs[1].text and second.text == first.text
+    assert [each.index for each in first.outputs] == [0, 1]
+    with pytest.raises(RequestError, match="submit a request for each output"):
+        llm.engine.submit(Request(request_id="two", prompt_token_ids=(1, 2), sampling=two))
+
+
+def test_statistics_can_be_printed(llm: LLM) -> None:
+    (found,) = llm.generate(PROMPT, GREEDY)
+    shown = repr(found.stats)
+    assert shown.startswith("RequestStats(num_prompt_tokens=") and "num_output_tokens=40" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2 is not supported: this library runs a model on one device",
+        ),
+        ({"max_model_length": 9}, "LLM has no argument max_model_length: did you mean max_model_len?"),
+        ({"frobnicate": 1}, "LLM has no argument frobnicate"),
+        ({"gpu_memory_utilization": 7.0}, "gpu_memory_utilization must be above 0"),
+        ({"quantization": "awq"}, "a quantised checkpoint declares its own quantisation"),
+    ],
+)
+def test_arguments_of_vllm_are_refused_in_a_sentence(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        LLM(**options)
+
+
+def test_arguments_of_vllm_work() -> None:
+    with LLM(max_model_len=64, max_num_seqs=2, gpu_memory_utilization=0.9, tensor_parallel_size=1) as opened:
+        assert (opened.engine.max_model_len, opened.engine.config.max_num_seqs) == (64, 2)
 
 
 def test_outputs_of_a_prompt_that_share_noise_have_different_streams() -> None:
@@ -101,8 +140,8 @@ def test_streams_are_read_by_turns_and_one_that_is_left_is_cancelled(llm: LLM) -
         ([{"prompt": "a"}], GREEDY, {}, "prompts"),
         (b"a", GREEDY, {}, "prompts"),
         ([b"a"], GREEDY, {}, "prompts"),
-        ("", {"max_tokens": 3}, {}, "sampling"),
-        (["a", "b"], [GREEDY], {}, "sampling"),
+        ("", {"max_tokens": 3}, {}, "sampling_params"),
+        (["a", "b"], [GREEDY], {}, "sampling_params"),
         ("a", GREEDY, {"n": 0}, "n"),
         ([[]], GREEDY, {}, "prompt"),
     ],

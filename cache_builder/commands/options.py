@@ -62,10 +62,11 @@ def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
     return TextCodec.load(options.tokenizer or str(MODEL_PATH), chat_template=template)
 
 
-def add_log_of_namespace(command: argparse.ArgumentParser, what: str) -> None:
+def add_log_of_namespace(command: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
     """Add the options ``--redis``, ``--namespace`` and ``--fingerprint``, which select a namespace in Redis."""
     add_redis_argument(command)
-    command.add_argument("--namespace", required=True, help=what)
+    text = what if default is None else f"{what} (default: {default})"
+    command.add_argument("--namespace", required=default is None, default=default, help=text)
     command.add_argument(
         "--fingerprint", metavar="HEX", help="Fingerprint of the tokenizer, if servers with several tokenizers share"
     )

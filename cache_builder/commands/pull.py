@@ -18,6 +18,7 @@ from cache_builder.commands.redis_status import decode_any_entry
 from ssd.errors import SSDError
 from ssd.replication.entry import stream_key
 from ssd.replication.stream import BEGINNING, all_entries, entries_after
+from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
     import redis
@@ -31,7 +32,7 @@ The directory can be used with `ssd-serve --warm`, merged, pushed to another Red
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    add_log_of_namespace(command, "Namespace to read")
+    add_log_of_namespace(command, "Namespace to read", DEFAULT_NAMESPACE)
     command.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="Cache directory to write; created if missing"
     )

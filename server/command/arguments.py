@@ -185,14 +185,14 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
 
 
 _MODEL_HELP = "Hugging Face model directory or id (default: the bundled model)"
-_CONFIG_HELP = "take options from a YAML or TOML file, by their names; the command line wins"
+_CONFIG_HELP = "YAML or TOML file with options by name; the command line has priority"
 _EXAMPLES = """\
 examples:
-  ssd-serve                                   the bundled model on http://127.0.0.1:8000
+  ssd-serve    # serves the bundled model on http://127.0.0.1:8000
   ssd-serve Qwen/Qwen3-0.6B --cache-dir cache/
-  ssd-serve Qwen/Qwen3-0.6B --warm warm/ --redis redis://localhost:6379/0 --namespace support
+  ssd-serve Qwen/Qwen3-0.6B --warm warm/ --redis redis://localhost:6379/0
   ssd-serve --config ssd.yaml --port 8001
-  ssd-serve doctor Qwen/Qwen3-0.6B            check this machine, the cache and Redis, time passes, and exit
+  ssd-serve doctor Qwen/Qwen3-0.6B    # checks machine, model, cache and Redis
 """
 
 

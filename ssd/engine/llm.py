@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
 from threading import Timer
@@ -18,10 +20,10 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from ssd.bundled import MODEL_PATH
-from ssd.config import CacheConfig, SamplingParams
+from ssd.config import CacheConfig, EngineConfig, SamplingParams
 from ssd.engine.engine import Engine
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats
-from ssd.errors import CacheLocked, EngineError, QueueFull, RequestError
+from ssd.errors import CacheLocked, ConfigError, EngineError, QueueFull, RequestError
 from ssd.jit.code_cache import kernel_counts
 from ssd.model.sampling.sampler import TokenLogprobs
 from ssd.retrieval.cache_manager import CacheManager
@@ -113,13 +115,15 @@ class LLM:
                 text in memory.
             warm: Directories made by ``ssd-cache build`` that are searched for drafts too.
             learn: Whether outputs are added to the cache.
-            **options: Further arguments of `Engine.from_pretrained`.
+            **options: Fields of `EngineConfig` and further arguments of `Engine.from_pretrained`. Other arguments of
+                vLLM's ``LLM`` are accepted with the only value that is supported, e.g. ``tensor_parallel_size=1``.
 
         Raises:
             ModelError: The model cannot be loaded.
             ConfigError: An argument is invalid.
             CacheError: A directory cannot be used.
         """
+        options = _engine_options(options)
         self._learn = learn
         self._numbers = itertools.count()
         self._outputs: dict[str, deque[RequestOutput]] = {}
@@ -152,31 +156,31 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         use_tqdm: bool = True,
     ) -> list[Completion]:
         """Complete all prompts in one batch, and return one `Completion` for each prompt, in order.
 
         Args:
             prompts: A text, token ids, or a list of texts or lists of token ids.
-            sampling: The sampling parameters of all prompts, or a list with the parameters of each prompt.
-            n: The number of outputs of each prompt.
+            sampling_params: The sampling parameters of all prompts, or a list with the parameters of each prompt.
+            n: The number of outputs of each prompt; by default that of its sampling parameters.
             use_tqdm: Whether to show a progress bar. It is shown only for several outputs, in a terminal or a notebook.
 
         Raises:
             RequestError: A prompt or a parameter is invalid; nothing was computed.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._complete(ids, sampling, n, continues_prompt=True, use_tqdm=use_tqdm)
+        return self._complete(ids, sampling_params, n, continues_prompt=True, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        n: int = 1,
+        n: int | None = None,
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[Completion]:
@@ -184,17 +188,17 @@ class LLM:
 
         Args:
             messages: A list of messages in the format of the OpenAI API, or a list of such lists.
-            sampling: The sampling parameters of all conversations, or a list with the parameters of each conversation.
-            n: The number of outputs of each conversation.
+            sampling_params: The sampling parameters of all conversations, or a list with those of each conversation.
+            n: The number of outputs of each conversation, see `generate`.
             use_tqdm: Whether to show a progress bar, see `generate`.
             **template: Further variables of the chat template, e.g. ``tools``.
         """
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.codec.encode_chat(each, template_kwargs=template) for each in conversations]
         ids = [tuple(prompt) for prompt in prompts]
-        return self._complete(ids, sampling, n, continues_prompt=False, use_tqdm=use_tqdm)
+        return self._complete(ids, sampling_params, n, continues_prompt=False, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Yield the output of one prompt while it is generated; the request is cancelled if the caller stops iterating.
 
         Several streams can be read alternately; their prompts are then decoded in one batch.
@@ -203,7 +207,8 @@ class LLM:
             RequestError: The prompt or a parameter is invalid. Some errors are detected only when the first output is
                 read.
         """
-        (request,) = self._requests([self._encode(prompt)], [_check_sampling(sampling)], 1, continues_prompt=True)
+        settings = [_check_sampling(sampling_params)]
+        (request,) = self._requests([self._encode(prompt)], settings, [1], continues_prompt=True)
 
         def start_when_read() -> Iterator[RequestOutput]:  # an unread stream would never be cancelled
             self._submit(request)
@@ -215,7 +220,7 @@ class LLM:
         self,
         prompts: list[tuple[int, ...]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        n: int,
+        n: int | None,
         *,
         continues_prompt: bool,
         use_tqdm: bool,
@@ -223,41 +228,57 @@ class LLM:
         if isinstance(sampling, Sequence):
             settings = [_check_sampling(each) for each in sampling]
             if len(settings) != len(prompts):
-                raise RequestError(f"{len(settings)} sampling settings for {len(prompts)} prompts", param="sampling")
+                message = f"there are {len(settings)} sampling parameters for {len(prompts)} prompts"
+                raise RequestError(message, param="sampling_params")
         else:
             settings = [_check_sampling(sampling)] * len(prompts)
-        if not isinstance(n, Integral) or n < 1:
+        if n is not None and (not isinstance(n, Integral) or n < 1):
             raise RequestError(f"n must be an integer of at least 1, got {n!r}", param="n")
-        requests = self._requests(prompts, settings, int(n), continues_prompt=continues_prompt)
-        names, choices = [request.request_id for request in requests], list[Choice]()
+        counts = [each.n if n is None else int(n) for each in settings]
+        requests = self._requests(prompts, settings, counts, continues_prompt=continues_prompt)
+        choices = list[Choice]()
         with _Progress(requests, use_tqdm=use_tqdm) as self._progress:
             try:
                 for request in requests:
                     self._submit(request)
-                for place, name in enumerate(names):
-                    choices.append(_join_outputs(place % n, list(self._stream_outputs(name))))
+                for request in requests:
+                    outputs = list(self._stream_outputs(request.request_id))
+                    choices.append(_join_outputs(request.choice_index, outputs))
             except BaseException:
-                for name in names:
-                    self._cancel(name)
+                for request in requests:
+                    self._cancel(request.request_id)
                 raise
-        return [Completion(prompt, tuple(choices[n * place : n * place + n])) for place, prompt in enumerate(prompts)]
+        of_prompts = iter(choices)
+        return [
+            Completion(prompt, tuple(itertools.islice(of_prompts, count)))
+            for prompt, count in zip(prompts, counts, strict=True)
+        ]
 
     def _requests(
-        self, prompts: list[tuple[int, ...]], settings: list[SamplingParams], n: int, *, continues_prompt: bool
+        self,
+        prompts: list[tuple[int, ...]],
+        settings: list[SamplingParams],
+        counts: list[int],
+        *,
+        continues_prompt: bool,
     ) -> list[Request]:
-        """Create ``n`` requests for each prompt; ``continues_prompt`` is False for chat prompts."""
-        is_shared = n > 1 and self.engine.config.coupled_streams
+        """Create ``counts[i]`` requests for the i-th prompt; ``continues_prompt`` is False for chat prompts."""
+
+        def streams(count: int) -> Sequence[int | None]:
+            is_shared = count > 1 and self.engine.config.coupled_streams
+            return self.engine.draw_streams(count) if is_shared else [None] * count
+
         return [
             Request(
                 request_id=f"llm-{next(self._numbers)}",
                 prompt_token_ids=prompt,
-                sampling=replace(each, continues_prompt=True) if continues_prompt else each,
+                sampling=replace(each, n=1, continues_prompt=continues_prompt or each.continues_prompt),
                 choice_index=choice,
                 noise_stream=stream,
                 learn=self._learn,
             )
-            for prompt, each in zip(prompts, settings, strict=True)
-            for choice, stream in enumerate(self.engine.draw_streams(n) if is_shared else [None] * n)
+            for prompt, each, count in zip(prompts, settings, counts, strict=True)
+            for choice, stream in enumerate(streams(count))
         ]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
@@ -344,6 +365,51 @@ class _Progress:
         self._bar.update(num_ended)
 
 
+_ENGINE_FIELDS = frozenset(each.name for each in fields(EngineConfig))
+_ONE_PROCESS = "this library runs a model on one device; for several GPUs, use SSD inside vLLM"
+_VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    **dict.fromkeys(
+        ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ((1, None), _ONE_PROCESS)
+    ),
+    "quantization": ((None, "auto"), "a quantised checkpoint declares its own quantisation"),
+    "kv_cache_dtype": ((None, "auto"), "the KV cache has the model's dtype"),
+    "load_format": ((None, "auto", "hf", "safetensors"), "weights are read by transformers"),
+    "swap_space": ((None, 0), "nothing is swapped to main memory"),
+    "cpu_offload_gb": ((None, 0), "weights stay on the device"),
+    "seed": ((None,), "give each request a seed by SamplingParams(seed=...)"),
+    "tokenizer": ((None,), "pass codec=TextCodec.load(TOKENIZER)"),
+    "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),
+    "revision": ((None,), "pass hub=HubOptions(revision=...) from ssd.text.load_tokenizer"),
+    "trust_remote_code": ((None, False), "pass hub=HubOptions(trust_remote_code=True) from ssd.text.load_tokenizer"),
+    "speculative_config": ((None,), "pass draft=DraftConfig(...), draft_model=... or draft_head=..."),
+    "disable_log_stats": ((None, True, False), ""),
+}
+"""Arguments of vLLM's ``LLM`` that this class lacks: their supported values, and the reason or the alternative."""
+
+
+def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `Engine.from_pretrained`; fields of `EngineConfig` become its ``config``.
+
+    Raises:
+        ConfigError: An argument is unknown, or has a value that is not supported.
+    """
+    known = inspect.signature(Engine.from_pretrained).parameters.keys() - {"model", "caches"}
+    found, settings = dict[str, Any](), dict[str, Any]()
+    for name, value in options.items():
+        if name in known:
+            found[name] = value
+        elif name in _ENGINE_FIELDS:
+            settings[name] = value
+        elif name not in _VLLM_ARGUMENTS:
+            near = get_close_matches(name, [*known, *_ENGINE_FIELDS, "cache_dir", "warm", "learn"], n=1)
+            raise ConfigError(f"LLM has no argument {name}{f': did you mean {near[0]}?' if near else ''}")
+        elif value not in _VLLM_ARGUMENTS[name][0]:
+            raise ConfigError(f"{name}={value!r} is not supported: {_VLLM_ARGUMENTS[name][1]}")
+    if settings:
+        found["config"] = replace(found.get("config") or EngineConfig(), **settings)
+    return found
+
+
 def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager:
     if directory is None:
         return CacheManager(CacheConfig(), codec.fingerprint)
@@ -394,7 +460,8 @@ def _check_sampling(sampling: object) -> SamplingParams:
     if sampling is None:
         return SamplingParams()
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling must be a SamplingParams, got {type(sampling).__name__}", param="sampling")
+        message = f"sampling_params must be a SamplingParams, got {type(sampling).__name__}"
+        raise RequestError(message, param="sampling_params")
     return sampling
 
 

@@ -186,6 +186,15 @@ class RequestStats:
         self.submitted_s = self.started_s = 0.0
         self.is_coupled = False
 
+    def __repr__(self) -> str:
+        names = (
+            "num_prompt_tokens num_cached_tokens num_output_tokens num_verify_steps num_draft_tokens "
+            "num_accepted_tokens accepted_by_source"
+        )
+        counts = ", ".join(f"{name}={getattr(self, name)}" for name in names.split())
+        seconds = f"{self.last_token_s - self.submitted_s:.3f}" if self.last_token_s else "unknown"
+        return f"RequestStats({counts}, seconds={seconds})"
+
     @property
     def accepted_by_source(self) -> dict[str, int]:
         """The number of accepted draft tokens from each source of drafts, by the names in ``Draft.source``."""

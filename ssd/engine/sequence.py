@@ -348,6 +348,8 @@ def _check(
     num_prompt = len(request.prompt_token_ids)
     if num_prompt == 0:
         raise RequestError("the prompt is empty: give at least one token", param="prompt")
+    if sampling.n != 1:
+        raise RequestError(f"n must be 1, got {sampling.n}: submit a request for each output", param="n")
     for name, ids in (
         ("prompt", request.prompt_token_ids),
         ("prediction", request.prediction_token_ids),
