@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from server.base.limits import Limits
 from tests.server.bundled_engine import load_plain
-from tests.server.client import get
+from tests.server.client import get, post
 from tests.server.failing_engine import FailingEngine, RunningServer, serving
 
 NUM_POSTS = 7
@@ -77,3 +77,21 @@ def test_the_description_refers_to_nothing_that_is_not_there() -> None:
     assert {reference.removeprefix("#/components/schemas/") for reference in references} <= schemas.keys()
     assert description["paths"]["/v1/completions"]["post"]["security"] == [{"key": []}]
     assert "security" not in description["paths"]["/live"]["get"]
+
+
+def test_every_field_of_a_request_is_described_and_every_example_is_answered(server: RunningServer) -> None:
+    description = get(server.port, "/openapi.json").json
+    schemas = description["components"]["schemas"]
+    for path, operations in description["paths"].items():
+        body = operations.get("post", {}).get("requestBody")
+        if body is None:
+            continue
+        content = body["content"]["application/json"]
+        for one in content["schema"].get("anyOf", [content["schema"]]):
+            fields = schemas[one["$ref"].rpartition("/")[2]]["properties"]
+            assert [name for name, field in fields.items() if not field.get("description")] == [], path
+        example = {**content["example"], **({"stream": False} if "stream" in content["example"] else {})}
+        example |= {name: 4 for name in ("max_tokens", "max_output_tokens") if name in example}
+        answer = post(server.port, path, example)
+        # The messages API requires a model's name, which depends on the server.
+        assert answer.status == 200 or ("model" in example and answer.status == 404), (path, answer.content)

@@ -1,11 +1,11 @@
-// The page at /docs: /openapi.json as tables, one for each endpoint and each object that bodies are made of.
+// The page at /docs: /openapi.json as tables, one for each endpoint and each object in request bodies.
 
 const PLACE = "#/components/schemas/";
 
 const find = (id) => document.getElementById(id);
 const nameOf = (reference) => reference.slice(PLACE.length);
 
-/** An element with children; text is never markup. */
+/** Create an element with children. Text is never parsed as markup. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -17,7 +17,7 @@ const code = (text) => element("code", {}, text);
 const linkTo = (id, text) => element("a", { href: `#${id}` }, text);
 const joined = (parts, between) => parts.flatMap((part, i) => (i ? [between, ...part] : part));
 
-/** What a field may hold, as text and links; that it may be null goes without saying. */
+/** Return the type of a field as text and links, without null. */
 function kindOf(schema) {
   if (schema.$ref) return [linkTo(nameOf(schema.$ref), nameOf(schema.$ref))];
   const either = schema.anyOf ?? schema.oneOf;
@@ -52,13 +52,19 @@ function tableOf(schema) {
   return element("table", {}, ...rows.map(([name, field]) => rowOf(name, field, required.includes(name))));
 }
 
+function curlOf(path, body) {
+  const url = new URL(path.slice(1), document.baseURI).href;
+  return `curl ${url} -H 'content-type: application/json' \\\n  -d '${JSON.stringify(body)}'`;
+}
+
 function showEndpoint(path, method, operation, schemas, bodies) {
   const id = `${method}${path.replaceAll(/[^a-z0-9]+/gi, "-")}`;
   const title = `${method.toUpperCase()} ${path}`;
   find("index").append(element("li", {}, linkTo(id, title)));
   const section = element("section", { id }, element("h2", {}, title));
   if (operation.description) section.append(element("p", { class: "soft" }, operation.description));
-  const body = operation.requestBody?.content["application/json"].schema;
+  const { schema: body, example } = operation.requestBody?.content["application/json"] ?? {};
+  if (example) section.append(element("pre", {}, code(curlOf(path, example))));
   for (const one of body?.anyOf ?? (body ? [body] : [])) {
     bodies.add(nameOf(one.$ref));
     section.append(tableOf(schemas[nameOf(one.$ref)]));
@@ -72,7 +78,7 @@ function showSchema(name, schema) {
 
 async function show() {
   const response = await fetch("openapi.json");
-  if (!response.ok) throw new Error(`the service answered ${response.status}`);
+  if (!response.ok) throw new Error(`the server answered ${response.status}`);
   const { info, paths, components } = await response.json();
   find("version").textContent = info.version;
   find("keys").hidden = !components.securitySchemes;
@@ -90,5 +96,4 @@ async function show() {
 
 const base = new URL("v1", document.baseURI).href;
 find("base").textContent = base;
-find("example").textContent = `curl ${base}/completions -d '{"prompt": "import os", "max_tokens": 40}'`;
 show().catch((error) => find("state").textContent = `The description cannot be read: ${error.message}.`);
