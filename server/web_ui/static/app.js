@@ -10,7 +10,8 @@ import { offerThemes } from "./theme.js";
 const MOST_ASKS = 12;
 const PASS_MS = 25; // of a recorded session
 const WITH = ["With drafts", "Point at a draft, or use the arrow keys, to see its source."];
-const WITHOUT = ["Without drafts", "Every token takes one forward pass. Both run at once in one batch, so compare passes, not seconds."];
+const WITHOUT = ["Without drafts", "Every token takes one forward pass. Both run in the same batch, so compare passes, not seconds."];
+const RECORDED = ["Without drafts", "Every token takes one forward pass. In this recording, each pass takes the same time."];
 
 const find = (id) => document.getElementById(id);
 const prompt = find("prompt"), verdict = find("verdict"), error = find("error");
@@ -61,14 +62,14 @@ async function run(next, seed = null) {
 }
 
 /** Show one answer, or two next to each other. Returns them, or null after an error or a stop. */
-async function show(start) {
+async function show(start, without = WITHOUT) {
   error.hidden = find("empty").hidden = true;
   find("outcome").hidden = false;
   showAsks();
   say("Running", "soft");
   stop = new AbortController();
   const chunks = start(stop.signal);
-  const lanes = chunks.map((_, i) => new Lane(...(i ? WITHOUT : WITH)));
+  const lanes = chunks.map((_, i) => new Lane(...(i ? without : WITH)));
   find("lanes").replaceChildren(...lanes.map((lane) => lane.element));
   find("run").disabled = find("again").disabled = find("same").disabled = true;
   find("stop").hidden = false;
@@ -92,7 +93,7 @@ async function playSession() {
     const plain = passes.flatMap(({ texts }) => texts).map((text, i) => (
       { pass: i + 1, source: null, num_drafted: 0, num_accepted: 0, texts: [text] }));
     showMessages([{ role: "user", content: question }]);
-    const answers = await show((signal) => [passes, plain].map((each) => replay(each, PASS_MS, signal)));
+    const answers = await show((signal) => [passes, plain].map((each) => replay(each, PASS_MS, signal)), RECORDED);
     if (!answers) return;
     conclude("recorded", ...answers);
     find("again").disabled = true;
@@ -149,7 +150,7 @@ function showAsks() {
     const bar = element("i");
     bar.style.setProperty("--share", answer.passes / most);
     const text = `${count(answer.passes)} ${answer.passes === 1 ? "pass" : "passes"}, ${answer.seconds.toFixed(2)} s`;
-    return element("li", "", element("span", "soft", `run ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
+    return element("li", "", element("span", "soft", answer.kind === "recorded" ? `request ${answer.number}` : `run ${answer.number}, ${answer.kind}`), element("span", "bar", bar),
       element("span", "number", text));
   }));
 }
