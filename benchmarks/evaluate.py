@@ -46,11 +46,15 @@ COLUMNS = (
     (">output tokens per step", "{tokens_per_step:.2f}"),
 )
 EACH = "The median error is {median_error:.1%} ({model})."
-RUN = "requests per workload: {parameters[requests]}; output tokens: {parameters[max_tokens]}; rounds: {parameters[rounds]}"
+RUN = (
+    "requests per workload: {parameters[requests]}; output tokens: {parameters[max_tokens]}; "
+    "rounds: {parameters[rounds]}"
+)
 NOTE = (
-    "`python -m benchmarks.evaluate` measured this table on {measured}. All requests were greedy, in float32, with an empty "
-    "cache at the start, and all outputs were equal. The measured speed-up is the decoding time without drafts over the "
-    "decoding time with drafts. The prefill counts as one step without drafts, plus the time that a draft adds to it."
+    "`python -m benchmarks.evaluate` measured this table on {measured}. All requests were greedy, in float32, with an "
+    "empty cache at the start, and all outputs were equal. The measured speed-up is the decoding time without drafts "
+    "over the decoding time with drafts. The prefill counts as one step without drafts, plus the time that a draft "
+    "adds to it."
 )
 
 
