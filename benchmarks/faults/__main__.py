@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,20 +58,66 @@ OPTIONS: dict[str, Any] = {
     "patience": Option(default=30.0, help="seconds within which sharing must be back"),
 }
 COLUMNS = (
-    ("faults", "{faults}{skipped}"),
-    *((f">{name}", f"{{{name}:,}}") for name in ("right", "interrupted", "promised")),
-    (">sharing back after, s", "{sharing_back_s:.1f}"),
+    ("fault", "{faults}{skipped}"),
+    (">rounds", "{rounds}"),
+    (">correct answers", "{right:,}"),
+    (">answers interrupted by a killed server", "{interrupted:,}"),
+    (">stored texts checked", "{promised:,}"),
+    (">replication restored after, s", "{sharing_back_s:.1f}"),
     ("wrong", "{wrong}"),
 )
 NOTE = (
-    "`python -m benchmarks.faults` on {date}: real servers of the bundled model under clients, {environment[cpu]}, "
-    "{environment[cores]} cores, seed {parameters[seed]}; of several each has a proxy before one Redis and two tenants "
-    "ask. All: {right:,} answers right, {interrupted:,} interrupted because the server was killed meanwhile, {failed} "
-    "failed, {changed} not what the same model says without speculation. {noted:,} notes (texts with a number) were "
-    "acknowledged; of {promised:,} promised, since they were on a server's disk before a fault or acknowledged before "
-    "an orderly close, {lost} were lost, {twice} there twice, {elsewhere} in another namespace. Deaf: what a server "
-    "learned was not drafted by all within {parameters[patience]:g} s."
+    "`python -m benchmarks.faults` on {date}, on {environment[cpu]} with {environment[cores]} cores. Clients sent "
+    "requests while the faults were injected, and every answer was compared with the answer without speculation. "
+    "{right:,} answers were correct, {changed} were wrong and {failed} failed. {interrupted:,} answers were "
+    "interrupted because their server was killed. Of {promised:,} texts that were on disk before a fault or were "
+    "accepted before a regular shutdown, {lost} were lost, {twice} were stored twice, and {elsewhere} were in another "
+    "namespace. A dash means that stored texts were not counted after this fault."
 )
+DESCRIPTIONS: Final = {
+    "server-kill": "server killed (SIGKILL)",
+    "server-kill-loading": "server killed while it starts",
+    "server-kill-closing": "server killed while it shuts down",
+    "server-kill-unheard": "server killed while Redis does not answer",
+    "server-restart": "server restarted regularly",
+    "server-anew": "server restarted with an empty cache directory",
+    "disk-full": "disk full",
+    "segment-damaged": "cache files damaged",
+    "delay": "Redis connections slow by up to 2.7 s",
+    "half-open": "Redis connections silent",
+    "broken-off": "Redis answers truncated",
+    "flipped-bits": "bits flipped in Redis answers",
+    "trickle": "Redis answers sent byte by byte",
+    "resets": "Redis connections reset",
+    "wrong-answers": "Redis answers replaced by random or oversized data",
+    "redis-stop": "Redis paused",
+    "redis-flushall": "Redis emptied",
+    "redis-kill": "Redis killed, restarted with its data",
+    "redis-kill-and-lose": "Redis killed, restarted without its data",
+    "redis-full": "Redis out of memory",
+    "redis-evicting": "Redis evicts keys",
+    "logs-mixed-up": "stream of one tenant copied to another tenant's name",
+    "log-junk": "invalid entries in the streams",
+    "orderly close": "regular shutdown of all servers at the end",
+}
+"""The faults as the documentation names them."""
+
+
+def shown_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a result with descriptions of the faults. Rounds with the same faults are added up."""
+    merged: dict[str, dict[str, Any]] = {}
+    for row in result["rows"]:
+        found = merged.setdefault(row["faults"], {**row, "rounds": 0, "right": 0, "interrupted": 0, "promised": None})
+        found["rounds"] += 1
+        found["right"] += row["right"]
+        found["interrupted"] += row["interrupted"]
+        if row["promised"] is not None:
+            found["promised"] = (found["promised"] or 0) + row["promised"]
+        if row["sharing_back_s"] is not None:
+            found["sharing_back_s"] = max(found["sharing_back_s"] or 0.0, row["sharing_back_s"])
+    order = list(DESCRIPTIONS)
+    names = sorted(merged, key=lambda name: (name.count("+"), order.index(name.split(" + ")[0])))
+    return [{**merged[name], "faults": "; ".join(DESCRIPTIONS[fault] for fault in name.split(" + "))} for name in names]
 
 
 class Row:

@@ -1,1 +1,1 @@
-"""Write measured figures into SECURITY.md and docs/: ``python -m benchmarks.report``."""
+"""Write measured figures into docs/: ``python -m benchmarks.report``."""

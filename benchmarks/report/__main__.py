@@ -1,4 +1,4 @@
-"""Write the measured figures into SECURITY.md and docs/: ``python -m benchmarks.report``.
+"""Write the measured figures into docs/: ``python -m benchmarks.report``.
 
 Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
 ``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 Result = Mapping[str, Any]
 
 SECTIONS: Final = {
-    "SECURITY.md": {"faults": ("faults", "faults"), "fleet-faults": ("faults", "fleet-faults")},
+    "docs/operations/security.md": {"faults": ("faults", "faults"), "fleet-faults": ("faults", "fleet-faults")},
     "docs/benchmarks.md": {
         "learning": ("learning", "learning"),
         "growth": ("growth", "growth growth-gemma"),
@@ -126,13 +126,14 @@ def section(program: Any, results: Sequence[Result]) -> str:
     """The rows of all results in the columns of their program, what it says of each result, and its note.
 
     A program may declare ``is_shown``, which rows are, ``EACH``, what is said of each result, and ``RUN``, what is said
-    of each behind its date. A result without rows is one itself.
+    of each behind its date. A result without rows is one itself. ``shown_rows`` of a program returns a result's rows.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
+    shown_rows = getattr(program, "shown_rows", lambda result: result.get("rows", [result]))
     rows = [
         {"model": result.get("model", "bundled").split()[0], **row}
         for result in results
-        for row in result.get("rows", [result])
+        for row in shown_rows(result)
         if is_shown(row)
     ]
     # Not what all rows have alike, unless it is that nothing went wrong, nor a figure that none has.

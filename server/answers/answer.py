@@ -50,7 +50,7 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
 
 
 def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
-    """Return the field ``draft`` of a chunk, which docs/guides/web-ui.md describes."""
+    """Return the field ``draft`` of a chunk, which docs/reference/api.md describes."""
     return {
         "pass": draft.number,
         "source": draft.source if draft.num_drafted else None,

@@ -2,7 +2,8 @@
 
 The sizes and times of an encrypted stream's packets reveal how many tokens each step produced, and so which text was
 drafted (arXiv 2411.01076). Here every event except a choice's last has the same number of tokens, fills whole units of
-bytes, and is sent at a tick of a clock that starts with the request. SECURITY.md lists the remaining leaks.
+bytes, and is sent at a tick of a clock that starts with the request. docs/operations/security.md lists the remaining
+leaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The pictures of README and docs/guides/web-ui.md, taken of a real server: ``python -m tests.server.pictures``."""
+"""The pictures in docs/pictures, taken of a real server: ``python -m tests.server.pictures``."""
 
 from __future__ import annotations
 

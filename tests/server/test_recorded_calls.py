@@ -129,8 +129,8 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
     said = " ".join(Path("docs/guides/tools.md").read_text().split())
     total, total_whole = (sum(scores.values(), Counter[str]()) for scores in (streamed, whole))
     assert f"canitoolcall {version('canitoolcall')} has {total.total()} recorded outputs" in said
-    assert f"streamed {score(total)}, not streamed {score(total_whole)}." in said
-    assert f"Of no family are more than {max(scores['fail'] for scores in streamed.values())} wrong" in said
+    assert total == total_whole and f"| SSD, streamed and complete | {score(total)} | 0 |" in said
+    assert f"at most {max(scores['fail'] for scores in streamed.values())} outputs are parsed incorrectly" in said
     assert "unknown" not in failed.values(), failed
     assert {fixture_id for fixture_id, why in failed.items() if why != CUT} == set(NAMED)
     assert f"{list(failed.values()).count(CUT)} are calls that `max_tokens` cut" in said
@@ -139,4 +139,4 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
 def score(counts: Counter[str]) -> str:
     """Passed, but for white space, failed."""
     assert counts.total() == counts["pass"] + counts["soft_pass"] + counts["fail"]
-    return f"{counts['pass']} / {counts['soft_pass']} / {counts['fail']}"
+    return f"{counts['pass']} | {counts['soft_pass']} | {counts['fail']}"
