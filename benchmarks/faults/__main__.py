@@ -67,7 +67,7 @@ COLUMNS = (
     ("wrong", "{wrong}"),
 )
 NOTE = (
-    "`python -m benchmarks.faults` on {date}, on {environment[cpu]} with {environment[cores]} cores. Clients sent "
+    "`python -m benchmarks.faults` ran on {date} on {environment[cpu]} with {environment[cores]} cores. Clients sent "
     "requests while the faults were injected, and every answer was compared with the answer without speculation. "
     "{right:,} answers were correct, {changed} were wrong and {failed} failed. {interrupted:,} answers were "
     "interrupted because their server was killed. Of {promised:,} texts that were on disk before a fault or were "

@@ -133,7 +133,7 @@ def test_the_published_score_holds_and_every_failure_has_its_reason() -> None:
     assert f"at most {max(scores['fail'] for scores in streamed.values())} outputs are parsed incorrectly" in said
     assert "unknown" not in failed.values(), failed
     assert {fixture_id for fixture_id, why in failed.items() if why != CUT} == set(NAMED)
-    assert f"{list(failed.values()).count(CUT)} are calls that `max_tokens` cut" in said
+    assert f"In {list(failed.values()).count(CUT)} of SSD's incorrect outputs, `max_tokens` cut off a call" in said
 
 
 def score(counts: Counter[str]) -> str:
