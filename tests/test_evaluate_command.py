@@ -146,15 +146,17 @@ def test_the_command_prints_one_json_line(tmp_path: Path, capsys: pytest.Capture
     assert found["requests"] == 12 and found["inputs"] == ["log.jsonl"]
     assert sorted(each["name"] for each in found["classes"]) == ["kind 0", "kind 1", "kind 2"]
     assert found["parameters"]["class_by"] == "meta.kind"
-    assert found["cost"]["source"].startswith("an assumption")
+    assert found["cost"]["source"].startswith("assumed")
 
 
 def test_the_command_prints_a_summary_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(write_log(tmp_path / "log.jsonl")), "--tokenizer", TOKENIZER]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("12 requests are too few for a figure: 30 are needed\n")
-    assert re.search(r"\nreplayed: speed-up \d\.\d\d if a pass of 32 tokens takes as long as one .*assumed", said)
-    assert "What the cache adds" in said and "What this cannot know" in said
+    assert said.startswith("12 requests are too few for a speed-up: at least 30 are needed\n")
+    assert re.search(
+        r"\nreplayed: speed-up \d\.\d\dx, .*\n(?:.*\n)*costs of forward passes: assumed .* 32 tokens", said
+    )
+    assert "Replayed, by searched text" in said and "Limitations" in said
 
 
 def test_a_page_has_the_curve_of_each_class_and_the_assumptions(
@@ -172,8 +174,8 @@ def test_a_page_has_the_curve_of_each_class_and_the_assumptions(
         assert sum(part["output_tokens"] for part in each["growth"]) == each["output_tokens"]
     text = page.read_text()
     assert text.count("<svg") == 1 and "<b>" not in text and text.count("&lt;b&gt;$\\x$ 钥匙") >= 2
-    assert "kind 0" in text and "all requests" in text and "Costs of a forward pass: an assumption" in text
-    assert "What this cannot know" in text and not re.search(r"<script|(?:src|href)=.http", text)
+    assert "kind 0" in text and "all requests" in text and "Costs of a forward pass: assumed" in text
+    assert "Limitations" in text and not re.search(r"<script|(?:src|href)=.http", text)
     command = ["evaluate", str(tmp_path / "log.jsonl"), "--tokenizer", TOKENIZER, "--html"]
     assert main([*command, str(tmp_path / "none" / "page.html")]) == 2
     assert "the directory does not exist" in capsys.readouterr().err

@@ -83,7 +83,7 @@ def test_a_saved_measurement_is_read_back(tmp_path: Path, monkeypatch: pytest.Mo
     read = costs_from_options(chosen("--cost", str(kept)), list)
     assert made.as_json() == read.as_json()
     assert (read.step_ms, read.overhead, read.recycling) == (5.0, 0.05, 1.25)
-    assert read.source == "measured: some-model, cpu, float32, batch 1"
+    assert read.source == "measured: some-model, cpu, float32, batch size 1"
 
 
 @given(
@@ -258,7 +258,7 @@ def test_losses_and_parts_are_shown() -> None:
     assert [part["up_to"] for part in way["growth"]] == list(range(4, 41, 4))
     assert sum(part["output_tokens"] for part in way["growth"]) == way["output_tokens"]
     text = summary(evaluated(40))
-    for said in ("a replay predicts 1.90x", "did not fit", "1.84", "1,200", "asked again", "memory ", "MB", "Traffic"):
+    for said in ("a replay predicts 1.90x", "did not fit", "1.84", "1,200", "asked again", "memory ", "MB", "traffic"):
         assert said in text, said
 
 
@@ -271,13 +271,13 @@ def test_what_logs_call_things_is_shown_and_never_obeyed() -> None:
 def test_a_headline_needs_enough_requests_and_equal_outputs() -> None:
     assert headline(evaluated(LEAST_REQUESTS)).startswith("1.9")
     assert "greedy on 30 requests: " in headline(evaluated(LEAST_REQUESTS))
-    assert headline(evaluated(LEAST_REQUESTS - 1)) == "29 requests are too few for a figure: 30 are needed"
+    assert headline(evaluated(LEAST_REQUESTS - 1)) == "29 requests are too few for a speed-up: at least 30 are needed"
     assert headline(evaluated(40, bits_differ=1)).startswith("Outputs differ with drafts")
 
 
 def test_without_a_model_the_headline_is_its_assumption_too() -> None:
     assert headline(evaluation()) == "1.84x expected on 1,200 requests, if passes are free (assumed)"
-    assert headline({**evaluation(), "requests": 8}) == "8 requests are too few for a figure: 30 are needed"
+    assert headline({**evaluation(), "requests": 8}) == "8 requests are too few for a speed-up: at least 30 are needed"
 
 
 def test_what_the_model_said_becomes_a_log() -> None:

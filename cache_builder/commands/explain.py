@@ -164,29 +164,30 @@ def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Itera
 
 def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode) -> Iterator[str]:
     yield f"{facts['path']}: {facts['index_tokens']:,} tokens in {facts['segments']} segments; " + (
-        f"chances as learned from {facts['learned_from']:,} candidates"
+        f"acceptance probabilities estimated from {facts['learned_from']:,} candidates"
         if facts["learned_from"]
-        else "nothing was learned about acceptance yet, chances are by rule of thumb"
+        else "no acceptance statistics yet, so acceptance probabilities are defaults"
     )
-    output = f" and {facts['output_tokens']:,} of output" if facts["output_tokens"] else ""
-    yield f"the text: {facts['prompt_tokens']:,} tokens of prompt{output}, ending {_end(context, _TAIL_TOKENS, decode)}"
+    output = f" and {facts['output_tokens']:,} output tokens" if facts["output_tokens"] else ""
+    yield f"context: {facts['prompt_tokens']:,} prompt tokens{output}, ending in {_end(context, _TAIL_TOKENS, decode)}"
     yield ""
     if len(draft.token_ids):
         yield (
-            f"draft: a {facts['shape']} of {len(draft.token_ids)} tokens from {draft.source!r}, of which "
-            f"{sum(facts['draft']['products']):.1f} are expected to be accepted"
+            f"draft: a {facts['shape']} of {len(draft.token_ids)} tokens from source {draft.source!r}; expected "
+            f"accepted tokens: {sum(facts['draft']['products']):.1f}"
         )
-        yield "  chance   with all   token"
-        yield "           before it"
+        yield "   acceptance    cumulative   token"
+        yield "  probability   probability"
         yield from _format_descendants(-1, 0, facts["draft"], decode)
     else:
-        yield "no draft: the last token stands nowhere else, or what stands there is hardly ever accepted"
+        yield "no draft: the last token occurs nowhere else, or the tokens after it are hardly ever accepted"
     if draft.match_length:
         count = facts["num_places"]
         yield ""
         yield (
-            f"its last {draft.match_length} tokens {_end(context, min(draft.match_length, _TAIL_TOKENS), decode)} "
-            f"stand {count:,} times in the cache" + (f"; the first {_MOST_PLACES}" if count > _MOST_PLACES else "")
+            f"the last {draft.match_length} tokens {_end(context, min(draft.match_length, _TAIL_TOKENS), decode)} "
+            f"occur {count:,} times in the cache"
+            + (f"; these are the first {_MOST_PLACES}" if count > _MOST_PLACES else "")
         )
     for place in facts["places"]:
         yield (
@@ -204,7 +205,9 @@ def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: 
     """Format the descendants of a node in a draft tree, one per line. Only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
-        chances = f"{format_probability(draft['chances'][node]):>6}   {format_probability(draft['products'][node]):>9}"
+        chances = (
+            f"{format_probability(draft['chances'][node]):>11}   {format_probability(draft['products'][node]):>11}"
+        )
         yield f"  {chances}   {'  ' * indent}{format_tokens([draft['token_ids'][node]], decode)}"
         yield from _format_descendants(node, indent + (len(children) > 1), draft, decode)
 

@@ -151,9 +151,9 @@ def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts
         return read_step_costs(options.cost)
     return StepCosts(
         flat_curve(FLAT_WIDTH),
-        f"an assumption: passes cost the same up to {FLAT_WIDTH} tokens and in proportion beyond, as on a device that "
-        "waits for its memory; --measure or --cost say what they cost where you serve",
-        condition=f"if a pass of {FLAT_WIDTH} tokens takes as long as one of a single token (assumed, not measured)",
+        f"assumed to be constant up to {FLAT_WIDTH} tokens, and proportional to the number of tokens beyond. Use "
+        "--measure or --cost for the costs on your machine",
+        condition=f"assuming that a forward pass of {FLAT_WIDTH} tokens takes as long as a pass of 1 token",
     )
 
 
@@ -211,11 +211,11 @@ def parse_step_costs(result: object, name: str) -> StepCosts:
     threads = f", {result['threads']} threads" if isinstance(result.get("threads"), int) else ""
     return StepCosts(
         curve,
-        f"measured: {facts}{threads}, batch 1",
+        f"measured: {facts}{threads}, batch size 1",
         step_ms=numbers.get("step_ms"),
         overhead=numbers.get("overhead"),
         recycling=numbers.get("recycling", 0.0),
-        condition=f"at the cost of a pass that was measured ({facts}), replayed from the log",
+        condition=f"with the measured costs of forward passes ({facts})",
     )
 
 

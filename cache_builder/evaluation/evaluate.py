@@ -131,13 +131,16 @@ def replay(
 def limitations(log: Log, plan: Plan) -> list[str]:
     """Return the limitations of an evaluation as sentences for the report, the most important first."""
     return [
-        "Traffic to come: the figures hold for requests like these, in this order.",
-        "Sampling: at a temperature above 0 the model may say something else to the same prompt another time.",
-        "Time to the first token: the speed-up is that of output tokens.",
-        "Load: sequences are taken to be decoded one at a time; beside others drafts gain less.",
-        *(["The time of day: each request is taken to find all earlier ones learned."] * (plan.cache == "growing")),
+        "Future traffic: the results apply to requests like these, in this order.",
+        "Sampling: at a temperature above 0, the model may give another answer if a prompt is repeated.",
+        "Time to first token: the speed-up covers output tokens only.",
+        "Load: sequences are decoded one at a time here; in larger batches, drafts gain less.",
         *(
-            ["The long run: the log is short, and its beginning, with an empty cache, weighs more than it will."]
+            ["Concurrency: each request is assumed to find all earlier requests in the cache."]
+            * (plan.cache == "growing")
+        ),
+        *(
+            ["Short log: its beginning, with an empty cache, has more weight than in long use."]
             * bool(log.output_lengths[log.replayable].sum() < _FEW_TOKENS)
         ),
     ]
