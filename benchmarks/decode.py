@@ -166,13 +166,13 @@ COLUMNS = (
     (">output tokens/s", "{tokens_per_s:,.0f}"),
 )
 EACH = (
-    "{model}, throughput of whole requests relative to transformers' `model.generate`: without drafts "
-    "{baselines[eager][engine_over_it]:.2f}x of eager `generate` and "
-    "{baselines[static cache][engine_over_it]:.2f}x of `generate` with an uncompiled static cache; with prompt lookup "
-    "in both engines {baselines[prompt lookup][engine_over_it]:.2f}x."
+    "{model}: relative to transformers' `model.generate`, the throughput of whole requests is "
+    "{baselines[eager][engine_over_it]:.2f}x without drafts (eager), "
+    "{baselines[static cache][engine_over_it]:.2f}x without drafts (uncompiled static cache) and "
+    "{baselines[prompt lookup][engine_over_it]:.2f}x if both engines use prompt lookup."
 )
 NOTE = (
-    "All draft tokens were correct, so each row of a pass emitted all its tokens. The values are medians. The command "
+    "All draft tokens were correct, so each row of a pass emitted all its tokens. The times are medians. The command "
     "is `python -m benchmarks.decode`. Measured on {measured}."
 )
 RUN = "threads: {threads}"

@@ -81,14 +81,17 @@ def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
     """All of them, from what the parts found. What was cut counts where a mark is of single rows."""
     for part in ("right", "soak", "growth-real"):
         yield Mark(
-            part, f"{part}: all programs passed (1: yes, 0: no)", _passes(results.get(part, {"cut": "not run"})), 1.0
+            part,
+            f"part {part}: all programs passed (1: yes, 0: no)",
+            _passes(results.get(part, {"cut": "not run"})),
+            1.0,
         )
     for part in ("right", "repeats", "overhead-large", "exact-cost", "overhead-small", "growth-real"):
-        differ = f"{part}: outputs that differ but must be equal"
+        differ = f"part {part}: outputs that differ but must be equal"
         yield Mark(part, differ, num_different(results, part), 0, at_most=True)
     exact = [row for row in rows_of(results, "right", "exact") if row["dtype"] == "bfloat16"]
     num_equal = sum(row["num_positions"] for row in exact) * (not any(row["num_different"] for row in exact))
-    yield Mark("right", "right: bit-identical token positions in bfloat16", num_equal if exact else None, 1e4)
+    yield Mark("right", "part right: bit-identical token positions in bfloat16", num_equal if exact else None, 1e4)
     rates = [row["rates"] for row in rows_of(results, "exact-cost", "exact")]
     for kind in ("decoding 1 row", "decoding 8 rows"):
         relative = f"8B shape: speed of {kind} with --batch-invariant on, relative to off"
@@ -220,7 +223,11 @@ def section(results: Found) -> str:
     known = [mark for mark in marks(results) if mark.value is not None]
     absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"}) or "none"
     lines = table(columns, [{**mark.cells(), "on": on(mark.part)} for mark in known])
-    lines += ["", f"These parts did not finish in time: {those('cut')}. These parts did not run: {absent}."]
+    lines += [
+        "",
+        f"The GPU check ran out of time in these parts: {those('cut')}. The GPU check has not run these parts: "
+        f"{absent}.",
+    ]
     for part in PARTS:
         for failure in results.get(part, {}).get("failures", ()):
             command, _, status = failure.splitlines()[0].rpartition(": ")

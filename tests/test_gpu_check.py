@@ -27,7 +27,7 @@ def test_parts_run_and_give_every_mark_its_value(monkeypatch: pytest.MonkeyPatch
     # Random weights at temperature 1 never say what they said before, so nothing is drafted of what lies.
     unseen = ("growth-real", "overhead-small", "pass of", "batch 64", "1B", "8B shape: misleading", "bundled model")
     assert all(any(each in name for each in unseen) for name in missing), missing
-    assert list((tmp_path / "traces").iterdir()) and "soak: all programs passed" in gpu_check.section(result)
+    assert list((tmp_path / "traces").iterdir()) and "part soak: all programs passed" in gpu_check.section(result)
 
 
 _SCRIPT = """
@@ -66,7 +66,7 @@ def test_a_part_that_fails_or_hangs_is_said_with_what_it_had_found_and_does_not_
 
 def test_a_failure_counts_and_is_said_whatever_else_was_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, result = play(monkeypatch, tmp_path, {"right": ("made_part 60", "made_part 0")})
-    assert result["right"]["cut"] and met(result)["right: all programs passed (1: yes, 0: no)"] is False
+    assert result["right"]["cut"] and met(result)["part right: all programs passed (1: yes, 0: no)"] is False
     page = gpu_check.section(result)
     assert "In the part `right`, `made_part` failed with status 1 on cpu, " in page
 
@@ -130,7 +130,7 @@ def test_marks_read_both_ways_and_what_was_not_measured_is_neither_met_nor_misse
     assert by_name["8B shape: time of a pass of 16 tokens, relative to 1 token"] is True
     assert by_name["8B shape: share of the step outside the forward pass, batch 1"] is False
     assert by_name["8B shape: time of a pass of 64 tokens, relative to 1 token"] is None
-    assert by_name["soak: all programs passed (1: yes, 0: no)"] is None
+    assert by_name["part soak: all programs passed (1: yes, 0: no)"] is None
 
 
 def overhead(traffic: str, batch: int, over: float, low: float, high: float, drafted: float = 0.5) -> Found:
@@ -172,7 +172,7 @@ def test_outputs_that_differ_are_counted_where_none_may() -> None:
     assert number(growth[1], passed=False) is None
     assert (
         met({"right": {"passed": False, "results": [exact], "cut": ["growth"]}})[
-            "right: outputs that differ but must be equal"
+            "part right: outputs that differ but must be equal"
         ]
         is False
     )

