@@ -48,7 +48,7 @@ COLUMNS = (
     (">output tokens", "{output_tokens:,}"),
     (">tokens per forward pass, first twelfth", "{first_cache:.2f}"),
     (">tokens per forward pass, last twelfth", "{last_cache:.2f}"),
-    (">last twelfth, prompt lookup only", "{last_context:.2f}"),
+    (">tokens per forward pass, last twelfth, prompt lookup only", "{last_context:.2f}"),
 )
 NOTE = (
     "Decoding without drafts yields 1 token per forward pass. First and last twelfth are the first and the last 8 % of "
