@@ -125,20 +125,38 @@ COLUMNS = (
     ("traffic", "{traffic}"),
     (">batch", "{batch}"),
     (">temperature", "{temperature:g}"),
-    ("way", "{way}"),
-    (">drafted a pass", "{drafted_per_pass[0]:.2f}"),
-    (">tokens a pass", "{tokens_per_pass[0]:.2f}"),
-    (">tokens/s over off", "{over_off[0]:.2f}x"),
-    (">95 %", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
-    (">all over it, by CPU time", GAIN.replace("%s", "all_over")),
+    ("variant", "{way}"),
+    (">draft tokens per forward pass", "{drafted_per_pass[0]:.2f}"),
+    (">output tokens per forward pass", "{tokens_per_pass[0]:.2f}"),
+    (">throughput relative to speculation off", "{over_off[0]:.2f}x"),
+    (">95 % confidence interval", "{over_off_95[0]:.2f}-{over_off_95[1]:.2f}"),
+    (">throughput per CPU second, all enabled relative to this row", GAIN.replace("%s", "all_over")),
 )
+WORDS = {
+    "traffic": {
+        "cold": "empty cache",
+        "adversarial": "misleading cache",
+        "full": "large unrelated cache",
+        "mixed": "some prompts repeated",
+        "new": "no prompt repeated",
+    },
+    "way": {
+        ALL: "all enabled",
+        "recycling": "token recycling",
+        "without index, own text": "without lookup in cache and context",
+        "without recycling": "without token recycling",
+        "without trees": "without draft trees",
+        "without kept prompts": "without prefix caching",
+    },
+}
 NOTE = (
-    "`python -m benchmarks.contenders --question {benchmark}`, float32: rounds from caches without answers, ways in "
-    "turn, all outputs equal; medians over rounds, prompts included, with what resampled rounds give. {measured}."
+    "Each value is the median over rounds, including the prefill of prompts. The variants of a round were measured "
+    "alternately, and all outputs were equal. The confidence intervals were computed by resampling the rounds. The "
+    "command is `python -m benchmarks.contenders --question {benchmark}`, with float32 weights. Measured on {measured}."
 )
 RUN = (
-    "threads: {threads}, {parameters[rounds]} rounds, {parameters[prompt_tokens]} prompt and "
-    "{parameters[max_tokens]} output tokens"
+    "threads: {threads}, {parameters[rounds]} rounds, {parameters[prompt_tokens]} prompt tokens and "
+    "{parameters[max_tokens]} output tokens per request"
 )
 
 

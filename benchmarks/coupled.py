@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.run import SPREAD, Option, Run, in_turn, spread
+from benchmarks.run import GAIN, Option, Run, in_turn, spread
 from benchmarks.ways import Comparison, Tally, ask, contest, open_engine, ratios
 from benchmarks.workloads import NO_REPEATS, cut, made_stream, renamed, snippets
 from ssd.config import CacheConfig, DraftConfig, EngineConfig, SamplingParams
@@ -47,20 +47,27 @@ COLUMNS = (
     ("model", "{model}"),
     ("workload", "{workload}"),
     (">temperature", "{temperature}"),
-    (">streams", "{streams}"),
-    (">coupled: over off", SPREAD.replace("%s", "coupled[over_off]")),
-    (">tokens a pass", "{coupled[tokens_per_pass]:.2f}"),
-    (">seeds: over off", "{uncoupled[over_off][0]:.2f}"),
-    (">tokens a pass", "{uncoupled[tokens_per_pass]:.2f}"),
+    (">noise streams", "{streams}"),
+    (">speed-up, coupled sampling", GAIN.replace("%s", "coupled[over_off]")),
+    (">tokens per forward pass, coupled sampling", "{coupled[tokens_per_pass]:.2f}"),
+    (">speed-up, a seed per request", "{uncoupled[over_off][0]:.2f}x"),
+    (">tokens per forward pass, a seed per request", "{uncoupled[tokens_per_pass]:.2f}"),
 )
+WORDS = {
+    "workload": {
+        REPEATS: "the same prompts again",
+        VARIANTS: "the same prompts with one name changed",
+        NEW: "new prompts, empty cache",
+    },
+}
 NOTE = (
-    "`python -m benchmarks.coupled`, float32; {measured}. One request at a time. Asked again: every prompt was "
-    "answered once of each stream before. Medians over groups of requests (least ... most), prompts included. Seeds: "
-    "the same requests, each with a seed of its own. All outputs are those of speculation off."
+    "The speed-up is the throughput relative to speculation off with the same noise, including the prefill of prompts: "
+    "median over groups of requests (minimum ... maximum). One request ran at a time. All outputs were equal to those "
+    "with speculation off. The command is `python -m benchmarks.coupled`, with float32 weights. Measured on {measured}."
 )
 RUN = (
     "threads: {threads}, top-p {parameters[top_p]}, {parameters[requests]} prompts of {parameters[prompt_tokens]} "
-    "tokens, {parameters[group]} a group"
+    "tokens, {parameters[group]} requests per group"
 )
 
 _BATCH = 8

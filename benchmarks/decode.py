@@ -159,18 +159,22 @@ OPTIONS: dict[str, Any] = {
 COLUMNS = (
     ("model", "{model}"),
     (">batch", "{batch}"),
-    (">positions a row", "{T}"),
-    (">step ms", "{step_ms_p50:.2f}"),
-    (">pass alone ms", "{pass_ms:.2f}"),
-    (">drafting", "{drafting_share:.1%}"),
-    (">tokens/s", "{tokens_per_s:,.0f}"),
+    (">tokens per row and pass", "{T}"),
+    (">engine step, ms", "{step_ms_p50:.2f}"),
+    (">forward pass alone, ms", "{pass_ms:.2f}"),
+    (">share of drafting in the step", "{drafting_share:.1%}"),
+    (">output tokens/s", "{tokens_per_s:,.0f}"),
 )
 EACH = (
-    "{model}, whole requests over `model.generate`, by turns, another prompt each round: without drafts "
-    "{baselines[eager][engine_over_it]:.2f}x eager, {baselines[static cache][engine_over_it]:.2f}x static cache, not "
-    "compiled; with drafts of the request's own text {baselines[prompt lookup][engine_over_it]:.2f}x prompt lookup."
+    "{model}: relative to transformers' `model.generate`, the throughput of whole requests is "
+    "{baselines[eager][engine_over_it]:.2f}x without drafts (eager), "
+    "{baselines[static cache][engine_over_it]:.2f}x without drafts (uncompiled static cache) and "
+    "{baselines[prompt lookup][engine_over_it]:.2f}x if both engines use prompt lookup."
 )
-NOTE = "`python -m benchmarks.decode`, every drafted token the model's own; medians; {measured}."
+NOTE = (
+    "All draft tokens were correct, so each row of a pass emitted all its tokens. The times are medians. The command "
+    "is `python -m benchmarks.decode`. Measured on {measured}."
+)
 RUN = "threads: {threads}"
 
 

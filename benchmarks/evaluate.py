@@ -40,17 +40,28 @@ UNDER = (*ENGINE, "cache_builder/evaluation")
 COLUMNS = (
     ("model", "{model}"),
     ("workload", "{workload}"),
-    (">measured", "{measured:.2f}x"),
-    (">predicted", "{predicted:.2f}x"),
-    (">error", "{error:+.1%}"),
-    (">tokens a step", "{tokens_per_step:.2f}"),
+    (">measured speed-up", "{measured:.2f}x"),
+    (">predicted speed-up", "{predicted:.2f}x"),
+    (">error of the prediction", "{error:+.1%}"),
+    (">tokens per forward pass", "{tokens_per_step:.2f}"),
 )
-EACH = "{model}: median error {median_error:.1%}."
-RUN = "{parameters[requests]} requests of {parameters[max_tokens]} tokens a workload, rounds: {parameters[rounds]}"
+WORDS = {
+    "workload": {
+        "mixed": "some prompts repeated",
+        "new": "no prompt repeated",
+        "often": "most prompts repeated",
+        "variants": "prompts with small changes",
+    }
+}
+EACH = "{model}: the median error is {median_error:.1%}."
+RUN = (
+    "{parameters[requests]} requests of {parameters[max_tokens]} output tokens per workload, rounds: "
+    "{parameters[rounds]}"
+)
 NOTE = (
-    "`python -m benchmarks.evaluate`, float32, caches empty at first, all outputs equal; {measured}. Measured: "
-    "seconds of output with speculation off over those with it on, a prompt's pass taken for a plain step and what "
-    "drafts add to it. Greedy."
+    "The measured speed-up is the decoding time with speculation off divided by the decoding time with speculation on. "
+    "Decoding was greedy, caches were empty at first, and all outputs were equal. The command is "
+    "`python -m benchmarks.evaluate`, with float32 weights. Measured on {measured}."
 )
 
 

@@ -51,20 +51,21 @@ OPTIONS: dict[str, Any] = {
 }
 COLUMNS = (
     ("model", "{model}"),
-    ("type", "{dtype}"),
-    (">positions", "{num_distinct:,}"),
-    (">compared", "{num_positions:,}"),
-    (">log-probabilities", "{num_logprobs:,}"),
-    (">differ", "{num_different}"),
-    (">decoding 1 row", SPREAD.replace("%s", "rates[decoding 1 row]")),
-    (">8 rows", SPREAD.replace("%s", "rates[decoding 8 rows]")),
-    (">prefill", SPREAD.replace("%s", "rates[prefill of 448 tokens]")),
+    ("data type", "{dtype}"),
+    (">distinct token positions", "{num_distinct:,}"),
+    (">comparisons of tokens", "{num_positions:,}"),
+    (">compared log-probabilities", "{num_logprobs:,}"),
+    (">differences", "{num_different}"),
+    (">relative speed, decoding 1 row", SPREAD.replace("%s", "rates[decoding 1 row]")),
+    (">relative speed, decoding 8 rows", SPREAD.replace("%s", "rates[decoding 8 rows]")),
+    (">relative speed, prefill", SPREAD.replace("%s", "rates[prefill of 448 tokens]")),
 )
 NOTE = (
-    "`python -m benchmarks.exact`, {measured}: positions of texts, each compared in several settings with passes of "
-    "one position and one row: the token, and where log-probabilities are asked for, as every second request does, "
-    "those of it and of the {parameters[top]} most probable ones, to the bit. Rates are those with the plan over "
-    "those of `--batch-invariant off`, by turns; medians (least ... most)."
+    "Each output was compared with plain decoding of one request at a time, in several combinations of batch size and "
+    "draft length. Every second request also compared the log-probabilities of its token and of the {parameters[top]} "
+    "most probable tokens, bit by bit. Relative speed is the speed with bit-identical outputs divided by the speed "
+    "with `--batch-invariant off`, measured alternately: median (minimum ... maximum). The command is "
+    "`python -m benchmarks.exact`. Measured on {measured}."
 )
 RUN = "threads: {threads}"
 

@@ -13,7 +13,7 @@ hangs or has no time left is said and does not stop the next, and what it had fo
 not, and one JSON line; status 1 where a part failed, was cut or skipped. With --out the result is written after every
 part, beside other parts that the file has, and logs of what failed; ``--marks`` reads all results there, of each part
 the newest, and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script itself.
-docs/operations/gpus.md says more.
+docs/benchmarks.md says more.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Mark:
 
     def cells(self) -> dict[str, str]:
         """For people."""
-        unknown = "not measured" if self.value is None else "cannot be told"
-        word = {None: unknown, True: "met", False: "NOT MET"}[self.is_met]
+        unknown = "not measured" if self.value is None else "uncertain"
+        word = {None: unknown, True: "met", False: "not met"}[self.is_met]
         value = "-" if self.value is None else f"{self.value:g}"
         if self.interval is not None:
             value += " ({:.2f} ... {:.2f})".format(*self.interval)
@@ -80,38 +80,44 @@ class Mark:
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
     """All of them, from what the parts found. What was cut counts where a mark is of single rows."""
     for part in ("right", "soak", "growth-real"):
-        yield Mark(part, f"{part} passes", _passes(results.get(part, {"cut": "not run"})), 1.0)
+        yield Mark(
+            part,
+            f"part {part}: all programs passed (1: yes, 0: no)",
+            _passes(results.get(part, {"cut": "not run"})),
+            1.0,
+        )
     for part in ("right", "repeats", "overhead-large", "exact-cost", "overhead-small", "growth-real"):
-        differ = f"{part}, outputs that differ where none may"
+        differ = f"part {part}: outputs that differ but must be equal"
         yield Mark(part, differ, num_different(results, part), 0, at_most=True)
     exact = [row for row in rows_of(results, "right", "exact") if row["dtype"] == "bfloat16"]
     num_equal = sum(row["num_positions"] for row in exact) * (not any(row["num_different"] for row in exact))
-    yield Mark("right", "bfloat16, positions compared, all equal", num_equal if exact else None, 1e4)
+    yield Mark("right", "part right: bit-identical token positions in bfloat16", num_equal if exact else None, 1e4)
     rates = [row["rates"] for row in rows_of(results, "exact-cost", "exact")]
     for kind in ("decoding 1 row", "decoding 8 rows"):
-        yield Mark("exact-cost", f"large shape, exact over not, {kind}", rates[0][kind][0] if rates else None, 0.95)
-    for part, shape in (("speed-large", "large"), ("speed-small", "small")):
+        relative = f"8B shape: speed of {kind} with --batch-invariant on, relative to off"
+        yield Mark("exact-cost", relative, rates[0][kind][0] if rates else None, 0.95)
+    for part, shape in (("speed-large", "8B"), ("speed-small", "1B")):
         at = {(row["batch"], row["T"]): row for row in rows_of(results, part, "decode")}
         plain = at.get((1, 1), {})
-        plainly = f"{shape} shape, plain decoding at batch 1, share of the copy rate"
+        plainly = f"{shape} shape: share of the memory copy rate, batch 1, without drafts"
         yield Mark(part, plainly, plain.get("of_copy"), 0.85)
         for width, bound in ((16, 1.10), (64, 1.35)):
             wide = at.get((1, width))
             ratio = round(wide["pass_ms"] / plain["pass_ms"], 4) if wide and plain else None
-            wider = f"{shape} shape, a pass of {width} positions over a plain one"
+            wider = f"{shape} shape: time of a pass of {width} tokens, relative to 1 token"
             yield Mark(part, wider, ratio, bound, at_most=True)
-        for batch in (1, 64) if shape == "large" else (1,):
+        for batch in (1, 64) if shape == "8B" else (1,):
             share = at.get((batch, 1), {}).get("outside_pass_share")
-            outside = f"{shape} shape, batch {batch}, host outside the pass, share of a step"
+            outside = f"{shape} shape: share of the step outside the forward pass, batch {batch}"
             yield Mark(part, outside, share, 0.05, at_most=True)
     shares = [row["drafting_share"] for row in rows_of(results, "drafting", "decode")]
     most = max(shares, default=None) if is_whole(results, "drafting") else None
-    yield Mark("drafting", "drafting for all rows, share of a step", most, 0.03, at_most=True)
+    yield Mark("drafting", "8B shape: share of drafting in the step, 64 rows", most, 0.03, at_most=True)
     repeats = [each["repeated_requests"]["speedup_second"] for each in results.get("repeats", {}).get("results", ())]
-    yield Mark("repeats", "repeats at batch 1 over speculation off", max(repeats, default=None), 10.0)
-    for part, shape in (("overhead-large", "large"), ("overhead-small", "small")):
-        for traffic in ("cold", "adversarial"):
-            yield _slowest(results, part, f"{shape} shape, {traffic}, slowest batch over speculation off", traffic)
+    yield Mark("repeats", "8B shape: speed-up of repeated requests, batch 1", max(repeats, default=None), 10.0)
+    for part, shape in (("overhead-large", "8B shape"), ("overhead-small", "bundled model")):
+        for traffic, cache in (("cold", "empty"), ("adversarial", "misleading")):
+            yield _slowest(results, part, f"{shape}: {cache} cache, throughput relative to speculation off", traffic)
 
 
 def _passes(found: Found) -> float | None:
@@ -192,16 +198,20 @@ def device_of(results: Mapping[str, Found], part: str) -> str:
 
 
 def section(results: Found) -> str:
-    """The marks and the steps of the large shape, for docs/operations/gpus.md. ``results`` : of `read_results`."""
-    columns = (("mark", "{mark}"), ("on", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"), ("", "{word}"))
+    """The targets and the steps of the 8B shape, for docs/benchmarks.md. ``results`` : of `read_results`."""
+    columns = (
+        ("target", "{mark}"), ("GPU, commit", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"),
+        ("result", "{word}"),
+    )  # fmt: skip
     steps = (
-        (">batch", "{batch}"), (">positions a row", "{T}"), (">step, ms", "{step_ms_p50:.2f}"),
-        (">pass alone, ms", "{pass_ms:.2f}"), (">tokens/s", "{tokens_per_s:,.0f}"),
-        (">of the copy rate", "{of_copy:.2f}"),
+        (">batch", "{batch}"), (">tokens per row and pass", "{T}"), (">engine step, ms", "{step_ms_p50:.2f}"),
+        (">forward pass alone, ms", "{pass_ms:.2f}"), (">output tokens/s", "{tokens_per_s:,.0f}"),
+        (">share of the memory copy rate", "{of_copy:.2f}"),
     )  # fmt: skip
     where = (
-        "{device}, {date}, torch {environment[versions][torch]}, transformers {environment[versions][transformers]}; "
-        "steps of the large shape, 1,024 tokens a row, every draft accepted:"
+        "The next table shows engine steps of the 8B shape on an {device} ({date}, torch "
+        "{environment[versions][torch]}, transformers {environment[versions][transformers]}). Each row had 1,024 "
+        "tokens of context, and all draft tokens were accepted."
     )
 
     def on(part: str) -> str:
@@ -213,10 +223,15 @@ def section(results: Found) -> str:
     known = [mark for mark in marks(results) if mark.value is not None]
     absent = ", ".join(part for part in PARTS if part not in {*results, "kernels"}) or "none"
     lines = table(columns, [{**mark.cells(), "on": on(mark.part)} for mark in known])
-    lines += ["", f"Parts that were cut: {those('cut')}; skipped: {those('skipped')}; not run: {absent}."]
+    lines += [
+        "",
+        f"The GPU check ran out of time in these parts: {those('cut')}. The GPU check has not run these parts: "
+        f"{absent}.",
+    ]
     for part in PARTS:
         for failure in results.get(part, {}).get("failures", ()):
-            lines += ["", f"FAILED, {part} on {on(part)}: `{failure.splitlines()[0]}`."]
+            command, _, status = failure.splitlines()[0].rpartition(": ")
+            lines += ["", f"In the part `{part}`, `{command.split()[0]}` failed with {status} on {on(part)}."]
     if rows := rows_of(results, "speed-large", "decode"):
         lines += ["", where.format_map(results["speed-large"]), "", *table(steps, rows)]
     return "\n".join(lines)

@@ -46,24 +46,26 @@ COLUMNS = (
     ("model", "{model}"),
     ("stream", "{stream}"),
     ("sampling", "{sampling}"),
-    (">on / off, from nothing", GAIN.replace("%s", "speedup_last_anew")),
-    (">after all others", GAIN.replace("%s", "speedup_last")),
-    (">tokens a pass, from nothing", "{acceptance_length_last_anew:.2f}"),
-    (">after all others", "{acceptance_length_last:.2f}"),
+    (">speed-up over speculation off, empty cache", GAIN.replace("%s", "speedup_last_anew")),
+    (">speed-up, warmed cache", GAIN.replace("%s", "speedup_last")),
+    (">tokens per forward pass, empty cache", "{acceptance_length_last_anew:.2f}"),
+    (">tokens per forward pass, warmed cache", "{acceptance_length_last:.2f}"),
 )
+WORDS = {"stream": {"mixed": "some requests repeated", "no repeats": "no request repeated"}}
 EACH = (
-    "{model}: the same {repeated_requests[requests]} greedy requests twice took {repeated_requests[steps_first]} "
-    "passes on an empty cache and {repeated_requests[steps_second]} the second time, at "
-    "{repeated_requests[speedup_second]:.1f}x the tokens/s of speculation off."
+    "{model}: {repeated_requests[requests]} greedy requests took {repeated_requests[steps_first]} forward passes with "
+    "an empty cache. The same requests, sent a second time, took {repeated_requests[steps_second]} forward passes, "
+    "with {repeated_requests[speedup_second]:.1f}x the throughput of speculation off."
 )
 NOTE = (
-    "The last fifth of each stream, asked of a new engine with an empty cache, and after all others: medians over its "
-    "windows (least ... most), on and off in turn, all outputs equal. "
-    "`python -m benchmarks.growth`, float32; {measured}."
+    "The values are those of the last fifth of each stream. A new engine with an empty cache and an engine with the "
+    "cache of all earlier requests decoded these requests. Each cell is the median over windows (minimum ... maximum). "
+    "Speculation on and off were measured alternately, and all outputs were equal. The command is "
+    "`python -m benchmarks.growth`, with float32 weights. Measured on {measured}."
 )
 RUN = (
-    "threads: {threads}, {parameters[requests]} requests of at most {parameters[max_tokens]} tokens a stream, "
-    "{parameters[window]} a window"
+    "threads: {threads}, {parameters[requests]} requests of at most {parameters[max_tokens]} output tokens per "
+    "stream, {parameters[window]} requests per window"
 )
 
 Window = tuple[int, Mapping[str, Tally]]

@@ -156,17 +156,24 @@ OPTIONS = {
 }
 COLUMNS = (
     ("traffic", "{kind}"),
-    ("", "{unit}"),
-    (">engine", "{engine:,.1f}"),
-    (">over HTTP", "{http:,.1f}"),
-    (">difference", "{difference:+.2f}"),
-    (">rounds", "{least:+.2f} ... {most:+.2f}"),
+    ("unit", "{unit}"),
+    (">engine in the client process", "{engine:,.1f}"),
+    (">server over HTTP", "{http:,.1f}"),
+    (">difference (ms, or as a share)", "{difference:+.2f}"),
+    (">minimum ... maximum of the difference", "{least:+.2f} ... {most:+.2f}"),
 )
+WORDS = {
+    "kind": {
+        "one": "1 client, one token per request",
+        "plain": f"{CLIENTS} clients, whole answers",
+        "plain-stream": f"{CLIENTS} clients, streamed answers",
+    }
+}
 NOTE = (
-    "`python -m benchmarks.http` on {date}, {environment[cpu]}, {environment[cores]} cores, {model}: no "
-    "drafts; one client that asks for one token, or 32 for whole answers, as streams too; prompts are token ids; "
-    "differences in ms or as a share. Medians of {parameters[rounds]} rounds in turn with an engine in the client's "
-    "process; clients, server and engine share the cores. All texts are equal."
+    "The values are medians of {parameters[rounds]} rounds, in which server and engine were measured alternately. "
+    "Speculation was off, and prompts were token ids. Clients, server and engine shared the CPU cores. All texts were "
+    "equal. The command is `python -m benchmarks.http`. Measured with the {model} on {date} on {environment[cpu]}, "
+    "{environment[cores]} cores."
 )
 
 

@@ -46,14 +46,15 @@ COLUMNS = (
     ("recorded traffic", "{trace}"),
     (">requests", "{requests:,}"),
     (">output tokens", "{output_tokens:,}"),
-    (">tokens per pass, first requests", "{first_cache:.2f}"),
-    (">last requests", "{last_cache:.2f}"),
-    (">last requests, prompt lookup only", "{last_context:.2f}"),
+    (">tokens per forward pass, first twelfth", "{first_cache:.2f}"),
+    (">tokens per forward pass, last twelfth", "{last_cache:.2f}"),
+    (">tokens per forward pass, last twelfth, prompt lookup only", "{last_context:.2f}"),
 )
 NOTE = (
-    "Output tokens per verification pass; plain decoding has 1. First and last twelfth of the output tokens of each "
-    "trace. Drafts of at most 64 tokens, as long as they pay if a pass of 32 tokens costs as much as one of one token. "
-    "`python -m benchmarks.learning`, tokenizer {parameters[tokenizer]}; {measured}."
+    "Decoding without drafts yields 1 token per forward pass. First and last twelfth are the first and the last 8 % of "
+    "the output tokens of each recording. Drafts have at most 64 tokens. The cost model assumes that a pass of up to "
+    "32 tokens costs as much as a pass of one token. The command is `python -m benchmarks.learning`, with the "
+    "tokenizer {parameters[tokenizer]}. Measured on {measured}."
 )
 
 

@@ -45,10 +45,11 @@ OPTIONS = {
 }
 COLUMNS: tuple[tuple[str, str], ...] = ()
 NOTE = (
-    "`python -m benchmarks.soak` on {date}, {environment[cpu]}, {environment[cores]} cores: {parameters[seconds]:.0f} "
-    "seconds, {parameters[clients]} clients under three keys. {answers:,} answers ({tokens:,} tokens) were compared "
-    "with plain decoding: {changed} changed, {failed} failed; {left:,} were left before "
-    "they ended. Memory of the last quarter was {growth:.2f} of the second's."
+    "{parameters[clients]} clients with three API keys sent requests for {parameters[seconds]:.0f} seconds. "
+    "{answers:,} answers ({tokens:,} tokens) were compared with plain decoding: {changed} answers differed, and "
+    "{failed} requests failed. Clients cancelled {left:,} further requests. In the last quarter of the run, the server "
+    "used {growth:.2f} times the memory of the second quarter. The command is `python -m benchmarks.soak`. Measured on "
+    "{date} on {environment[cpu]}, {environment[cores]} cores."
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import engine, openai_client, shared_cache, transformers_generate, warm_start
+from examples import engine, openai_client, shared_cache, steps, transformers_generate, warm_start
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Engine
 from tests.redis_server import RedisServer, redis_server
@@ -33,6 +33,19 @@ def test_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_engine_needs_fewer_passes_the_second_time(capsys: pytest.CaptureFixture[str]) -> None:
     engine.main()
     first, second = numbers(capsys.readouterr().out, r"in (\d+) passes")
+    assert second < first / 2
+
+
+def test_every_pass_yields_its_accepted_tokens_and_one_more(capsys: pytest.CaptureFixture[str]) -> None:
+    steps.main()
+    runs = [run.splitlines() for run in capsys.readouterr().out.strip().split("\n\n")]
+    for run in runs:
+        passes = [line.split()[:4] for line in run[2:-1]]
+        assert [number for number, *_ in passes] == [str(number) for number in range(1, len(passes) + 1)]
+        assert all(int(accepted) <= int(drafted) for *_, drafted, accepted in passes)
+        num_tokens = sum(int(accepted) + 1 for *_, accepted in passes)
+        assert run[-1] == f"{len(passes)} passes for {num_tokens} tokens" and num_tokens == 40
+    first, second = map(len, runs)
     assert second < first / 2
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu_check
 
 Found = dict[str, Any]
-_LARGE = "large shape, {}, slowest batch over speculation off"
+_LARGE = "8B shape: {} cache, throughput relative to speculation off"
 
 
 @pytest.mark.slow
@@ -25,9 +25,9 @@ def test_parts_run_and_give_every_mark_its_value(monkeypatch: pytest.MonkeyPatch
     assert types == {"float32", "bfloat16", "float16"}
     missing = [mark.name for mark in gpu_check.marks(result) if mark.value is None]
     # Random weights at temperature 1 never say what they said before, so nothing is drafted of what lies.
-    unseen = ("growth-real", "overhead-small", "pass of", "batch 64", "small shape, ", "large shape, adversarial")
+    unseen = ("growth-real", "overhead-small", "pass of", "batch 64", "1B", "8B shape: misleading", "bundled model")
     assert all(any(each in name for each in unseen) for name in missing), missing
-    assert list((tmp_path / "traces").iterdir()) and "soak passes" in gpu_check.section(result)
+    assert list((tmp_path / "traces").iterdir()) and "part soak: all programs passed" in gpu_check.section(result)
 
 
 _SCRIPT = """
@@ -66,9 +66,9 @@ def test_a_part_that_fails_or_hangs_is_said_with_what_it_had_found_and_does_not_
 
 def test_a_failure_counts_and_is_said_whatever_else_was_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, result = play(monkeypatch, tmp_path, {"right": ("made_part 60", "made_part 0")})
-    assert result["right"]["cut"] and met(result)["right passes"] is False
+    assert result["right"]["cut"] and met(result)["part right: all programs passed (1: yes, 0: no)"] is False
     page = gpu_check.section(result)
-    assert "FAILED, right on cpu, " in page and "`made_part 0: status 1`" in page
+    assert "In the part `right`, `made_part` failed with status 1 on cpu, " in page
 
 
 def test_tests_that_are_all_skipped_have_not_passed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_marks_read_both_ways_and_what_was_not_measured_is_neither_met_nor_misse
         {"batch": 1, "T": 16, "pass_ms": 5.4, "of_copy": 0.8, "outside_pass_share": 0.2},
     ]
     by_name = met({"speed-large": {"passed": True, "results": [{"benchmark": "decode", "rows": rows}]}})
-    assert by_name["large shape, plain decoding at batch 1, share of the copy rate"] is True
-    assert by_name["large shape, a pass of 16 positions over a plain one"] is True
-    assert by_name["large shape, batch 1, host outside the pass, share of a step"] is False
-    assert by_name["large shape, a pass of 64 positions over a plain one"] is None
-    assert by_name["soak passes"] is None
+    assert by_name["8B shape: share of the memory copy rate, batch 1, without drafts"] is True
+    assert by_name["8B shape: time of a pass of 16 tokens, relative to 1 token"] is True
+    assert by_name["8B shape: share of the step outside the forward pass, batch 1"] is False
+    assert by_name["8B shape: time of a pass of 64 tokens, relative to 1 token"] is None
+    assert by_name["part soak: all programs passed (1: yes, 0: no)"] is None
 
 
 def overhead(traffic: str, batch: int, over: float, low: float, high: float, drafted: float = 0.5) -> Found:
@@ -145,14 +145,14 @@ def test_marks_of_all_batches_are_of_all_of_them_and_as_sure_as_the_least_sure()
     def marked(rows: list[Found], batch: tuple[int, ...] = (1, 16), **more: Any) -> tuple[bool | None, bool | None]:
         run = {"benchmark": "overhead", "parameters": {"batch": batch}, "rows": rows, **more}
         found = met({"overhead-large": {"passed": True, "results": [run]}})
-        return found[_LARGE.format("cold")], found[_LARGE.format("adversarial")]
+        return found[_LARGE.format("empty")], found[_LARGE.format("misleading")]
 
     assert marked(rows) == (True, False)
     assert marked([overhead("cold", 1, 1.0, 0.62, 1.61), *rows[1:]]) == (None, False)  # it cannot be told
     assert marked(rows[:3]) == (True, None) and marked(rows, is_cut=True) == (None, None)
     assert marked([overhead("adversarial", batch, 1.0, 1.0, 1.0, drafted=0.0) for batch in (1, 16)]) == (None, None)
     drafting = {"benchmark": "decode", "rows": [{"batch": 64, "T": 1, "drafting_share": 0.01}]}
-    name = "drafting for all rows, share of a step"
+    name = "8B shape: share of drafting in the step, 64 rows"
     assert met({"drafting": {"passed": True, "results": [drafting]}})[name] is True
     assert met({"drafting": {"passed": False, "results": [drafting], "cut": ["decode"]}})[name] is None
 
@@ -172,7 +172,7 @@ def test_outputs_that_differ_are_counted_where_none_may() -> None:
     assert number(growth[1], passed=False) is None
     assert (
         met({"right": {"passed": False, "results": [exact], "cut": ["growth"]}})[
-            "right, outputs that differ where none may"
+            "part right: outputs that differ but must be equal"
         ]
         is False
     )

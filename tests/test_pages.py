@@ -158,8 +158,8 @@ def test_a_replay_is_read_at_each_cost_by_settings_of_that_cost() -> None:
         "parameters": {"tokenizers": ["t"], "max_output_tokens": 10, "draft": {"num_speculative_tokens": 64}},
     }  # fmt: skip
     page = curve_section(result, result)
-    assert "| paths | measured | 2.45x | 1.22x | 2.00x (a) ... 2.00x (b) | - |" in page
-    assert "| trees | flat 32 | 7.35x | 3.67x | 2.00x (a) ... 2.00x (b) | 50% ... 75% |" in page
+    assert "| chain | measured on a CPU | 2.45x | 1.22x | 2.00x (a) ... 2.00x (b) | - |" in page
+    assert "| tree | flat up to 32 tokens | 7.35x | 3.67x | 2.00x (a) ... 2.00x (b) | 50% ... 75% |" in page
     assert "2 traces" in page and "2026-01-01 at `abc`" in page
 
 

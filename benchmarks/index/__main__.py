@@ -126,20 +126,21 @@ def reopen(directory: str, static: str, capacity: str, stored: str) -> float:
 
 
 COLUMNS = (
-    (">tokens", "{tokens:,}"),
-    (">in static files", "{parameters[static]:,}"),
-    (">bytes a token", "{bytes_per_token:.1f}"),
-    (">propose 10, us p50", "{propose_us_p50:.0f}"),
-    (">p99", "{propose_us_p99:.0f}"),
-    (">a row of the engine's, us p50", "{row_us_p50:.0f}"),
-    (">fresh after, ms p99", "{freshness_ms_p99:.1f}"),
-    (">upkeep, of a core", "{maintenance_core_share:.1%}"),
-    (">reopened, s", "{reopen_s:.2f}"),
+    (">tokens in the ring buffer", "{tokens:,}"),
+    (">tokens in prebuilt segments", "{parameters[static]:,}"),
+    (">memory, bytes per token", "{bytes_per_token:.1f}"),
+    (">lookup and 10 draft tokens for a new request, median µs", "{propose_us_p50:.0f}"),
+    (">lookup and 10 draft tokens for a new request, 99th percentile, µs", "{propose_us_p99:.0f}"),
+    (">lookup and 10 draft tokens for a running request, median µs", "{row_us_p50:.0f}"),
+    (">time until new text is searchable, 99th percentile, ms", "{freshness_ms_p99:.1f}"),
+    (">background indexing, share of one core", "{maintenance_core_share:.1%}"),
+    (">restart: time to the first draft, s", "{reopen_s:.2f}"),
 )
 NOTE = (
-    "`python -m benchmarks.index`, {measured}; made text of {parameters[vocab]:,} ids, one thread; contexts of 64 "
-    "tokens never asked before, half of them present, of the other half only the last 1 to 10 tokens. Bytes: all that "
-    "a process grew by. Upkeep at 10,000 new tokens a second."
+    "The text is synthetic, with {parameters[vocab]:,} different tokens. The contexts have 64 tokens. Half of the "
+    "searched contexts occur in the index completely. Of the other half, only the last 1 to 10 tokens occur. Memory is "
+    "the growth of the process. Background indexing was measured at 10,000 new tokens per second. The command is "
+    "`python -m benchmarks.index`, with one thread. Measured on {measured}."
 )
 OPTIONS: dict[str, Any] = {
     "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),

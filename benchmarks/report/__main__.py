@@ -37,6 +37,7 @@ SECTIONS: Final = {
         "engine": ("decode", "decode decode-gemma"),
         "overhead": ("contenders", "overhead overhead-gemma"),
         "sources": ("contenders", "sources sources-gemma"),
+        "mechanisms": ("contenders", "mechanisms"),
         "evaluate": ("evaluate", "evaluate evaluate-gemma"),
         "http": ("http", "http"),
         "soak": ("soak", "soak"),
@@ -45,7 +46,6 @@ SECTIONS: Final = {
     "docs/guides/clients.md": {"clients": ("clients", "clients")},
     "docs/concepts/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
     "docs/guides/vllm.md": {"vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
-    "docs/reference/defaults.md": {"mechanisms": ("contenders", "mechanisms")},
     "docs/concepts/bit-identical.md": {
         "exact": ("exact", "exact exact-gemma"),
         "vllm-changes": ("vllm.changes", "vllm-changes"),
@@ -56,7 +56,7 @@ SECTIONS: Final = {
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
-    ("docs/operations/gpus.md", "gpu"): (gpu_check.section, "gpu_check"),
+    ("docs/benchmarks.md", "gpu"): (gpu_check.section, "gpu_check"),
 }  # fmt: skip
 """What is put together of many rows; all results must be there."""
 
@@ -125,13 +125,19 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
 def section(program: Any, results: Sequence[Result]) -> str:
     """The rows of all results in the columns of their program, what it says of each result, and its note.
 
-    A program may declare ``is_shown``, which rows are, ``EACH``, what is said of each result, and ``RUN``, what is said
-    of each behind its date. A result without rows is one itself. ``shown_rows`` of a program returns a result's rows.
+    A program may declare ``is_shown``, which rows are, ``EACH``, what is said of each result, ``RUN``, what is said of
+    each behind its date, and ``WORDS``, the words for stored values by field. A result without rows is one itself.
+    ``shown_rows`` of a program returns a result's rows.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     shown_rows = getattr(program, "shown_rows", lambda result: result.get("rows", [result]))
+    words: Mapping[str, Mapping[Any, str]] = getattr(program, "WORDS", {})
     rows = [
-        {"model": result.get("model", "bundled").split()[0], **row}
+        {
+            "model": result.get("model", "bundled model"),
+            **row,
+            **{field: names.get(row[field], row[field]) for field, names in words.items() if field in row},
+        }
         for result in results
         for row in shown_rows(result)
         if is_shown(row)
@@ -146,12 +152,13 @@ def section(program: Any, results: Sequence[Result]) -> str:
 
 
 def _measured(results: Sequence[Result], run: str) -> str:
-    """What was run when, and on which machines."""
+    """Return the machines with the dates, and with the models and the settings of ``run`` if there are any."""
     on: dict[str, dict[str, None]] = {}
     for each in results:
-        said = " ".join(filter(None, (each.get("model"), each["date"], run and f"({run.format_map(each)})")))
-        on.setdefault("{environment[cpu]}, {environment[cores]} cores".format_map(each), {})[said] = None
-    return "; ".join(f"{machine}: {', '.join(those)}" for machine, those in on.items())
+        said = " ".join(filter(None, (each.get("model"), f"on {each['date']}", run and f"({run.format_map(each)})")))
+        colon = ":" if "model" in each else ""
+        on.setdefault(f"{each['environment']['cpu']} with {each['environment']['cores']} cores{colon}", {})[said] = None
+    return "; ".join(f"{machine} {', '.join(those)}" for machine, those in on.items())
 
 
 def spliced(text: str, name: str, section: str) -> str:

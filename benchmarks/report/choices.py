@@ -21,52 +21,59 @@ class Choice:
 CHOICES: Final = (
     Choice(
         {"DraftConfig.num_speculative_tokens": 64},
-        "longest draft",
-        "a text of 400 tokens seen five times takes 24 passes at 16, 7 at 64; a pass of 65 positions takes 2.1 plain "
-        "ones (`ssd-cache evaluate --measure`)",
+        "maximum number of draft tokens",
+        "A text of 400 tokens that the cache contains takes 24 forward passes with a limit of 16, and 7 with 64. A "
+        "pass of 65 tokens takes 2.1 times as long as a pass of one token.",
     ),
     Choice(
         {"DraftConfig.draft_shape": "auto"},
-        "trees for one sequence, chains for a batch",
-        "trees over chains: alone 1.07x, 1.04x without repeats; in sampled batches of 4 0.99x and 0.95x",
+        "`auto`: draft trees for a single sequence, draft chains for a batch",
+        "For a single sequence, trees are 1.04 to 1.07 times as fast as chains. In sampled batches of 4, trees are "
+        "0.95 to 0.99 times as fast.",
     ),
     Choice(
         {"DraftConfig.max_match_length": 32, "DraftConfig.min_match_length": 1},
-        "tail that is looked up",
-        "one search answers for all lengths, the acceptance model judges them",
+        "longest and shortest matched context, in tokens",
+        "One search finds matches of all lengths, and the acceptance model rates them.",
     ),
     Choice(
         {"IndexConfig.capacity_tokens": 1 << 22},
-        "text kept",
-        "memory, 8 to 9 bytes a token: a draft takes up to twice as long among 16M as among 1M (`benchmarks.index`)",
+        "number of tokens in the cache (`--cache-tokens`)",
+        "The cache takes 8 to 9 bytes of memory per token. Drafting from 16 million tokens takes up to twice as long "
+        "as from 1 million.",
     ),
     Choice(
         {"IndexConfig.flush_tokens": 4096},
-        "length of a sealed tail",
-        "a seal took 2.7 ms; a backlog of 16M tokens sorts each 5.5 times, with 16,000 4.2 times",
+        "number of new tokens that are flushed to a segment",
+        "A flush took 2.7 ms.",
     ),
     Choice(
         {"IndexConfig.merge_fanout": 4},
-        "neighbours merged into one",
-        "16M tokens at a steady rate: each sorted 4.0 times, 14 segments; no other value tried",
+        "number of neighbouring segments that are merged into one",
+        "With 16 million tokens, each token was sorted 4.0 times, and 14 segments were left. No other value was tried.",
     ),
-    Choice({"IndexConfig.rebuild_interval_s": 1.0}, "age at which a tail is sealed", "bounds only what a kill loses"),
+    Choice(
+        {"IndexConfig.rebuild_interval_s": 1.0},
+        "age in seconds at which new text is flushed",
+        "If the server crashes, only the text of the last second is lost.",
+    ),
     Choice(
         {"IndexConfig.dedup_block_tokens": 64, "IndexConfig.lead_in_tokens": 32},
-        "prompts stored once",
-        "a block takes about 100 bytes, a lead-in holds the longest match",
+        "block size for the deduplication of prompts, and tokens stored before each new block",
+        "A block takes about 100 bytes. The stored tokens before it are as long as the longest match.",
     ),
     Choice(
         {"EngineConfig.enable_prefix_caching": True},
-        "keys and values reused",
-        "conversations 2.2x, four choices of a prompt 1.7x, unrelated prompts 1.0x",
+        "reuse of the KV cache for common beginnings of prompts",
+        "Conversations are 2.2 times as fast, four outputs of one prompt 1.7 times. Unrelated prompts do not change.",
     ),
     Choice(
         {"EngineConfig.coupled_window": 8},
-        "tokens that coupled noise depends on",
-        "[agreement of near-variants](../concepts/coupled-sampling.md#measured)",
+        "number of preceding tokens that determine the noise of coupled sampling",
+        "[Measured](../concepts/coupled-sampling.md#measured) with prompts in which one name is changed.",
     ),
     Choice(
-        {"EngineConfig.max_num_seqs": 16, "EngineConfig.prefill_chunk_tokens": 512}, "rows and prompt tokens of a step"
+        {"EngineConfig.max_num_seqs": 16, "EngineConfig.prefill_chunk_tokens": 512},
+        "maximum number of running sequences, and prompt tokens per prefill chunk",
     ),
 )

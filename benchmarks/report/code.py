@@ -133,7 +133,7 @@ def constants_section(choices: Sequence[Choice] = CHOICES) -> str:
 
     Raises SystemExit where a default is not what its choice speaks of: who changes one says what chose the new value.
     """
-    lines = ["| setting | default | decides | chosen by |", "|---|---|---|---|"]
+    lines = ["| setting | default | meaning | reason for the default |", "|---|---|---|---|"]
     for choice in choices:
         for name, value in choice.values.items():
             owner, _, field = name.partition(".")

