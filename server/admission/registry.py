@@ -103,15 +103,15 @@ class Generations:
     def advance(self, name: str) -> tuple[int, bool]:
         """Increment a cache's deletion count. Returns it, and whether the replicas received it. Raises OSError."""
         with self._counting:
-            number, is_told = self.of(name) + 1, self._shared is None
+            number, is_notified = self.of(name) + 1, self._shared is None
             if self._shared is not None:
                 try:
-                    number = max(number, self._told(name, self._shared.add(name, 1), number))
-                    is_told = True
+                    number = max(number, self._record_count(name, self._shared.add(name, 1), number))
+                    is_notified = True
                 except Exception as error:  # `absorb` sends the count later
                     self._complain(error)
             self._set({name: number})
-            return number, is_told
+            return number, is_notified
 
     def adopt(self, name: str, number: int) -> None:
         """Restore a cache's deletion count from its directory's name when the file was lost. Raises OSError."""
@@ -128,7 +128,7 @@ class Generations:
                 found = dict(zip(asked, self._shared.read(asked), strict=True))
                 for name, number in found.items():
                     if number < self.of(name):
-                        self._told(name, number, self.of(name))
+                        self._record_count(name, number, self.of(name))
                 newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST_DELETIONS}
                 if newer:  # read twice, so that a corrupted reply deletes no cache
                     again = zip(newer, self._shared.read(list(newer)), strict=True)
@@ -142,7 +142,7 @@ class Generations:
                 self._set(newer)
             return former
 
-    def _told(self, name: str, counted: int, number: int) -> int:
+    def _record_count(self, name: str, counted: int, number: int) -> int:
         assert self._shared is not None
         return self._shared.raise_to(name, number) if counted < number else counted
 
@@ -367,7 +367,7 @@ class Tenants:
         try:
             unknown = self._unknown()
             counters = [self._names.counter(base, account.tenant.seed) for base in self._bases]
-            told = [self._generations.advance(counter)[1] for counter in counters]
+            notified = [self._generations.advance(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
                 500, f"nothing was deleted, because the deletion cannot be recorded: {error}", kind="server_error"
@@ -383,7 +383,7 @@ class Tenants:
         log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
         if failures:
             raise ApiError(500, failures[0], kind="server_error", code="cache_left_over")
-        return {"object": "cache", "tenant": name, "deleted": True, "replicas_told": all(told)}
+        return {"object": "cache", "tenant": name, "deleted": True, "replicas_notified": all(notified)}
 
     def recover_counts(self) -> list[str]:
         """Recover lost deletion counts from the names of cache directories, and remove directories of deleted caches.

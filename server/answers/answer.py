@@ -208,9 +208,9 @@ class Answer(ABC):
 
     def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
         """Return whether new output needs a chunk even if its text is empty, e.g. for token ids."""
-        is_told = self._options.include_drafts and output.draft is not None
+        shows_draft = self._options.include_drafts and output.draft is not None
         has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
-        return bool(has_tokens or is_told or self.pad)
+        return bool(has_tokens or shows_draft or self.pad)
 
     def shown_tokens(self, index: int, part: RequestOutput | ChoiceState) -> ShownTokens | None:
         """Return the tokens whose log-probabilities are reported with an output; None if not requested."""
@@ -249,8 +249,8 @@ class Answer(ABC):
     def _events(self, choices: list[dict[str, Any]], usage: Usage | None) -> bytes:
         chunks = [self._chunk([choice]) for choice in choices]
         if self._options.include_usage:
-            is_told = self._options.continuous_usage_stats
-            so_far = (usage or self.generation.usage).body() if is_told else None
+            has_usage = self._options.continuous_usage_stats
+            so_far = (usage or self.generation.usage).body() if has_usage else None
             chunks = [{**chunk, "usage": so_far} for chunk in chunks]
         return encode_events([("", chunk) for chunk in chunks], pad=self.pad)
 

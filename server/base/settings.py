@@ -95,7 +95,7 @@ class ObfuscationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageOptions:
+class WebUIOptions:
     """Options for the web UI and for draft details in streams."""
 
     no_web_ui: bool = False
@@ -127,7 +127,7 @@ class ToolOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, PageOptions, ToolOptions):
+class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptions, ToolOptions):
     """The settings of the running server, which never change."""
 
     model_names: tuple[str, ...]

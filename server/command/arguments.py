@@ -12,7 +12,7 @@ from typing import Annotated
 from cyclopts import App, Group, Parameter
 
 from server.base.limits import Limits
-from server.base.settings import VERSION, CorsOptions, ObfuscationOptions, PageOptions, RequestOptions, ToolOptions
+from server.base.settings import VERSION, CorsOptions, ObfuscationOptions, RequestOptions, ToolOptions, WebUIOptions
 from server.command.flags import CONFIG_OPTION, DEFAULTS, check_range, group, read_values, run_app, show_help
 from server.command.listen import check_tls
 from server.command.options import (
@@ -90,7 +90,9 @@ def _check_vllm_options(found: object) -> None:
 _GROUPS = {
     title: group(title)
     for title in (
-        *"model network service engine streams page tools speculation cache limits".split(),
+        *"model network service engine streams".split(),
+        "web UI",
+        *"tools speculation cache limits".split(),
         "logs and traces",
     )
 }
@@ -109,7 +111,7 @@ class Options:
     requests: Annotated[RequestOptions, _GROUPS["service"]] = field(default_factory=RequestOptions)
     engine: Annotated[EngineOptions, _GROUPS["engine"]] = field(default_factory=EngineOptions)
     streams: Annotated[ObfuscationOptions, _GROUPS["streams"]] = field(default_factory=ObfuscationOptions)
-    page: Annotated[PageOptions, _GROUPS["page"]] = field(default_factory=PageOptions)
+    web_ui: Annotated[WebUIOptions, _GROUPS["web UI"]] = field(default_factory=WebUIOptions)
     tools: Annotated[ToolOptions, _GROUPS["tools"]] = field(default_factory=ToolOptions)
     speculation: Annotated[SpeculationOptions, _GROUPS["speculation"]] = field(default_factory=SpeculationOptions)
     cache: Annotated[CacheOptions, _GROUPS["cache"]] = field(default_factory=CacheOptions)

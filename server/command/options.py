@@ -144,7 +144,7 @@ class NetworkOptions:
         check_range("--port: a port", self.port, 0, 65535)
         check_range("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs: who signs the clients' certificates")
+            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign client certificates")
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
             if path is not None and self.ssl_certfile is None:
                 raise ConfigError(f"{option} needs --ssl-certfile, the server's own certificate")

@@ -96,7 +96,7 @@ _LONGEST_LOOK_S = 4.0
 
 
 def make_settings(options: Options) -> ServerSettings:
-    groups = (options.requests, options.cors, options.streams, options.page, options.tools)
+    groups = (options.requests, options.cors, options.streams, options.web_ui, options.tools)
     return ServerSettings(
         **{each.name: getattr(group, each.name) for group in groups for each in fields(group)},
         model_names=options.service.model_names or (options.model.name,),
@@ -223,7 +223,7 @@ class EngineLoader:
                 options.config.redis_url,
                 fingerprint=codec.fingerprint,
                 vocab_size=codec.vocab_size,
-                max_tokens=max(DEFAULT_MAX_TOKENS, options.cache_tokens),  # who joins begins with all a cache holds
+                max_tokens=max(DEFAULT_MAX_TOKENS, options.cache_tokens),  # a new replica reads all of it
             )
             resources.callback(self.log.close)
         caches = CacheManager(
@@ -378,8 +378,8 @@ def serve(
         log.info("stopped while loading")
     elif (drained := server.drained) is not None:
         log.info(
-            "stopped: %d requests in flight ended, %d were cut after %.1f s; what was learned is %s",
-            drained.num_ended, drained.num_cut, drained.seconds, "sealed" if stopped else "still being sealed",
+            "stopped: %d requests in flight ended, %d were cut after %.1f s; the cache is %s",
+            drained.num_ended, drained.num_cut, drained.seconds, "flushed" if stopped else "still being flushed",
         )  # fmt: skip
     if not stopped or any(thread.name == "ssd-compile" for thread in threading.enumerate()):
         # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that

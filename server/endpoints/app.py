@@ -231,7 +231,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
     async def delete_own_cache(request: Request) -> dict[str, Any]:
         account = account_of(request.scope)
         if not tenants.is_closed:
-            raise ApiError(403, "without API keys there is one cache for all, which nobody may delete here")
+            raise ApiError(403, "without API keys all clients share one cache, which cannot be deleted by a request")
         account.enter()
         return await lane.run(tenants.delete_cache, account.name)
 

@@ -66,7 +66,7 @@ class QueuedLogHandler(QueueHandler):
         self._target = target
         self.is_json = isinstance(target.formatter, JsonFormatter)
         self._most = most_waiting
-        self._num_told = 0
+        self._num_reported = 0
         self._no_files_s = -math.inf
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
@@ -114,8 +114,8 @@ class QueuedLogHandler(QueueHandler):
                 item.set()
                 continue
             self._target.handle(item)
-            if self._num_told < self.num_dropped and self._waiting.qsize() < self._most // 2:
-                dropped, self._num_told = self.num_dropped - self._num_told, self.num_dropped
+            if self._num_reported < self.num_dropped and self._waiting.qsize() < self._most // 2:
+                dropped, self._num_reported = self.num_dropped - self._num_reported, self.num_dropped
                 self._target.handle(_record(f"{dropped} log lines were dropped: the log is not read fast enough"))
 
 

@@ -106,12 +106,12 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
     """Wrap an exporter so that it logs once when its collector becomes unreachable, and once when it is back."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
-    export, num_lost = exporter.export, 0
+    export_once, num_lost = exporter.export, 0
 
-    def told(spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def export(spans: Sequence[ReadableSpan]) -> SpanExportResult:
         nonlocal num_lost
         try:
-            result = export(spans)
+            result = export_once(spans)
         except Exception:  # no error of the library may end the thread
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
@@ -124,7 +124,7 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
             num_lost += len(spans)
         return result
 
-    exporter.export = told  # type: ignore[method-assign]
+    exporter.export = export  # type: ignore[method-assign]
     return exporter
 
 

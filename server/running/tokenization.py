@@ -147,12 +147,12 @@ class Tokenization:
         contents = [str(message.get("content")) for message in body.messages]
         contents += [text for document in body.documents for text in document.values()]
         contents += [str(calls) for message in body.messages if (calls := message.get("tool_calls"))]
-        contents += [str(function.told()) for function in (tool.function for tool in body.tools)]
+        contents += [str(function.for_template()) for function in (tool.function for tool in body.tools)]
         num_characters = sum(map(len, contents))
         _require_plausible_length(engine, num_characters, "messages")
-        beside = [message[name] for message in body.messages for name in message.keys() - {"content", "tool_calls"}]
-        beside += body.chat_template_kwargs.values()  # a template may or may not print these
-        num_beside = sum(len(each if isinstance(each, str) else str(each)) for each in beside)
+        others = [message[name] for message in body.messages for name in message.keys() - {"content", "tool_calls"}]
+        others += body.chat_template_kwargs.values()  # a template may or may not print these
+        num_other = sum(len(each if isinstance(each, str) else str(each)) for each in others)
         codec = codec_of(engine)
         arguments = {
             **body.template_arguments(),
@@ -166,7 +166,7 @@ class Tokenization:
                 check_token_count(codec, "\n".join(contents), engine.max_model_len, "messages")
             return codec.encode_chat(body.messages, **arguments)
 
-        return call, num_characters + num_beside + _CHARACTERS_A_TEXT * len(contents)
+        return call, num_characters + num_other + _CHARACTERS_A_TEXT * len(contents)
 
     def _require_few_values(self, messages: Sequence[dict[str, Any]]) -> None:
         """Raise RequestError if the JSON arguments of earlier tool calls contain too many values to be parsed."""

@@ -30,7 +30,7 @@ class Function(RequestObject):
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments. Default: any.")
     strict: bool | None = None
 
-    def told(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Return the function for the chat template, with its fields in the order that models were trained on."""
         said = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {key: value for key, value in said.items() if value is not None}
@@ -106,8 +106,8 @@ class ToolUse:
     mode: ToolMode
     parallel: bool
 
-    def told(self) -> list[dict[str, Any]]:
-        return [{"type": "function", "function": function.told()} for function in self.functions]
+    def for_template(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": function.for_template()} for function in self.functions]
 
 
 def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -> tuple[Function, ...]:
@@ -178,13 +178,13 @@ class ChatTemplateFields(BaseModel):
                 param="add_special_tokens",
             )
         use = self.tool_use()
-        told: dict[str, Any] = {} if use is None else {"tools": use.told()}
+        variables: dict[str, Any] = {} if use is None else {"tools": use.for_template()}
         if self.documents:
-            told["documents"] = self.documents
+            variables["documents"] = self.documents
         return {
             "add_generation_prompt": not self.continue_final_message and self.add_generation_prompt is not False,
             "continue_final_message": self.continue_final_message,
-            "template_kwargs": {**self.chat_template_kwargs, **told},
+            "template_kwargs": {**self.chat_template_kwargs, **variables},
         }
 
 

@@ -450,8 +450,10 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
     formats that the template mentions and then all others. Without it, the first format that the template mentions is
     used.
     """
-    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_told(row.mentions, chat_template)]
-    reasoning = next((name for name, row in REASONING_FORMATS.items() if _is_told(row.mentions, chat_template)), None)
+    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentions, chat_template)]
+    reasoning = next(
+        (name for name, row in REASONING_FORMATS.items() if _is_mentioned(row.mentions, chat_template)), None
+    )
     if sample is None:
         return (mentioned[0] if mentioned else None), reasoning
     names = (name for name in (*mentioned, *TOOL_FORMATS) if name != JSON and _reads_back(name, sample))
@@ -473,8 +475,8 @@ def _reads_back(name: str, sample: CallSample) -> bool:
     return False
 
 
-def _is_told(told_by: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
-    return any(all(string in chat_template for string in strings) for strings in told_by)
+def _is_mentioned(mentions: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
+    return any(all(string in chat_template for string in strings) for strings in mentions)
 
 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:

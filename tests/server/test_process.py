@@ -152,7 +152,7 @@ def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0 and time.monotonic() - ended < 10
         assert stopped_line(log.decode()).startswith("2 requests in flight ended, 0 were cut after ")
-        assert stopped_line(log.decode()).endswith("what was learned is sealed")
+        assert stopped_line(log.decode()).endswith("the cache is flushed")
 
     # What was learned is there again after a restart.
     with running(*SMALL, "--cache-dir", directory) as (process, port):
@@ -220,7 +220,7 @@ def test_a_signal_while_the_kernels_of_drafts_compile_ends_with_status_0(
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
-        assert "what was learned is sealed" in stopped_line(log.decode())
+        assert "the cache is flushed" in stopped_line(log.decode())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -249,7 +249,7 @@ def test_a_deleted_cache_is_drafted_from_no_more(cached_server: RunningServer) -
         drafts_soon(cached_server, "bobs-key", **fields)
         drafts_soon(cached_server, "bobs-key", **fields, cache_salt="s")
         answer = ask(cached_server.port, "DELETE", path, headers=bearer(key))
-        assert (answer.status, answer.json["deleted"], answer.json["replicas_told"]) == (200, True, True)
+        assert (answer.status, answer.json["deleted"], answer.json["replicas_notified"]) == (200, True, True)
         assert metric(cached_server.port, "ssd:cache_tokens", namespace="bob") == 0
         assert drafted(cached_server, "bobs-key", **fields) == drafted(
             cached_server, "bobs-key", **fields, cache_salt="s"
@@ -293,7 +293,7 @@ def test_replicas_share_tenant_by_tenant_and_forget_together(tmp_path: Path, red
         assert tokens(two, "alice") == before[1]
         assert len(redis_keys(redis_server)) == 2
         deleted = ask(one, "DELETE", "/admin/tenants/bob/cache", headers=bearer("ops-key"))
-        assert deleted.json["replicas_told"]
+        assert deleted.json["replicas_notified"]
         assert tokens(one, "bob") == 0
         wait_until(lambda: tokens(two, "bob") == 0)
         wait_until(lambda: len(redis_keys(redis_server)) == 1)
