@@ -96,8 +96,8 @@ def results(name: str) -> dict[str, Any]:
 def readme_figures() -> dict[str, list[float]]:
     """The figures of each row of the README's table of speed-ups, from the results, by the beginning of the row."""
     pretrained, bundled = results("growth-gemma"), results("growth")
-    last = {
-        (name, row["stream"], row["sampling"]): row["speedup_last"][0]
+    rows = {
+        (name, row["stream"], row["sampling"]): [row["speedup_last_anew"][0], row["speedup_last"][0]]
         for name, result in (("gemma", pretrained), ("bundled", bundled))
         for row in result["rows"]
     }
@@ -106,18 +106,14 @@ def readme_figures() -> dict[str, list[float]]:
     inside = {row["batch"]: row["against_suffix"][0] for row in results("vllm")["rows"] if row["method"] == "ssd"}
     (synthetic,) = results("gpu_check")["repeats"]["results"]
     return {
-        "requests that never recur": [
-            pretrained["parameters"]["requests"],
-            *(last["gemma", "no repeats", sampling] for sampling in ("sampled", "greedy")),
-        ],
+        "59 % new requests": [*shares, bundled["parameters"]["requests"], *rows["bundled", "mixed", "greedy"]],
+        "the same requests, sampled |": rows["bundled", "mixed", "sampled"],
+        "requests that never recur": [pretrained["parameters"]["requests"], *rows["gemma", "no repeats", "greedy"]],
+        "the same requests, sampled at": rows["gemma", "no repeats", "sampled"],
         "greedy requests, sent a second time |": [pretrained["repeated_requests"]["speedup_second"]],
-        "59 % new requests": [
-            *(shares[0], shares[1], shares[2], bundled["parameters"]["requests"]),
-            *(last["bundled", "mixed", sampling] for sampling in ("sampled", "greedy")),
-        ],
         "unpredictable text": [min(idle), max(idle)],
         "greedy requests, sent a second time (synthetic": [synthetic["repeated_requests"]["speedup_second"]],
-        "[inside vLLM]": [inside[1], inside[4], inside[8]],
+        "inside vLLM (V1 runner) against": [inside[1], inside[4], inside[8]],
     }
 
 
@@ -129,9 +125,7 @@ def test_every_figure_in_the_readme_is_that_of_its_result() -> None:
     assert len(rows) == len(figures)
     for row in rows:
         (name,) = (name for name in figures if row.startswith(name))
-        workload, _, gains = row.removesuffix(" |").split(" | ")
-        shown = re.findall(r"(\d+) %|after (\d+) requests", workload)
-        written = [next(filter(None, each)) for each in shown] + re.findall(r"([\d.]+)x", gains)
+        written = [number.rstrip("x %") for number in re.findall(r"[\d.]+x|\d+ %|(?<=after )\d+", row)]
         assert len(written) == len(figures[name]), row
         for text, figure in zip(written, figures[name], strict=True):
             digits = len(text.partition(".")[2])
