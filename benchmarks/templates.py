@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.run import Option, Run
 from server.running.chat_preparation import MessageFormat, message_format
 from server.tools.formats import AUTO, detect, make_parser, write_calls
-from server.tools.messages import Messages, with_numbered_call_ids, with_short_call_ids
+from server.tools.message_parser import Messages, with_numbered_call_ids, with_short_call_ids
 from ssd.bundled import MODEL_PATH
 from ssd.errors import RequestError
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, ChatTemplate

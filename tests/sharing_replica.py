@@ -15,8 +15,8 @@ import numpy as np
 from ssd.config import CacheConfig, IndexConfig
 from ssd.replication.connection import connect
 from ssd.replication.entry import Entry, pack_entry, stream_key
+from ssd.replication.redis_stream import FIELD
 from ssd.replication.replication_log import ReplicationLog
-from ssd.replication.stream import FIELD
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.segment import SEPARATOR
 from tests.waiting import PATIENCE_S, wait_until

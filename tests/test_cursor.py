@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssd.replication.entry import Entry
 from ssd.replication.offsets import ReplicaOffset, position_of, sequence_id_of
-from ssd.replication.stream import id_key
+from ssd.replication.redis_stream import id_key
 from ssd.retrieval.cache_state import Checkpoint
 
 ONE, TWO, THREE = b"one.....", b"two.....", b"three..."

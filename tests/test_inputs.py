@@ -24,11 +24,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_builder.inputs import lines, streams
+from cache_builder.inputs import input_streams, lines
+from cache_builder.inputs.input_streams import file_system
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import encode_record, encode_usable_record, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, split_source
-from cache_builder.inputs.streams import file_system
 from ssd.text.codec import TextCodec
 from tests.reference.text import chat_examples
 
@@ -545,4 +545,4 @@ def test_what_cannot_be_cut_stays_whole(tmp_path: Path) -> None:
     counts = {Path(s.name).name: len(split_source(s, 10)) for s in find_sources([str(tmp_path)])}
     assert counts["array.json"] == counts["packed.jsonl"] == 1 < counts["lines.jsonl"]
     assert split_source(Source("-", "auto", None, ""), 10)[0][0].stop is None
-    assert streams.is_url("s3://a/b") and not streams.is_url("a/b") and not streams.is_url("C:/b")
+    assert input_streams.is_url("s3://a/b") and not input_streams.is_url("a/b") and not input_streams.is_url("C:/b")

@@ -18,7 +18,7 @@ from ssd.errors import StoreUnavailable
 from ssd.replication.connection import connect
 from ssd.replication.entry import stream_key
 from ssd.replication.noise_secret import KEY as NOISE
-from ssd.replication.stream import FIELD
+from ssd.replication.redis_stream import FIELD
 from tests.cache_files import write_cache
 from tests.redis_server import RedisServer, redis_server
 from tests.sharing_replica import FINGERPRINT, KEY, entry, eventually, replica

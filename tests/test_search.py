@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from benchmarks.index.longest_match import longest_match
 from ssd.errors import CacheError
 from ssd.jit.addresses import address, dtype_of
-from ssd.retrieval.batched_search import (
+from ssd.retrieval.segment import SEPARATOR, SPARSE_INDEX_STEP
+from ssd.retrieval.snapshot import SegmentTable, Snapshot
+from ssd.retrieval.suffix_array import build_segment, build_suffix_array
+from ssd.retrieval.suffix_array_search import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,
     RangeExpander,
@@ -26,9 +29,6 @@ from ssd.retrieval.batched_search import (
     request_range,
     start_searches,
 )
-from ssd.retrieval.segment import SEPARATOR, SPARSE_INDEX_STEP
-from ssd.retrieval.snapshot import SegmentTable, Snapshot
-from ssd.retrieval.suffix_array import build_order, build_segment
 from tests.reference.drafting import make_snapshot
 from tests.reference.retrieval import longest_agreement, naive_order, num_agreeing
 
@@ -270,7 +270,7 @@ def test_what_is_no_sequence_of_integers_is_refused(bad: np.ndarray[Any, Any]) -
 
 @given(st.lists(st.one_of(st.integers(-1, 3), st.integers(-1, 70_000), st.integers(-1, 2**31 - 1)), max_size=60))
 def test_equals_sorting_the_order(tokens: list[int]) -> None:
-    assert build_order(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
+    assert build_suffix_array(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -279,17 +279,17 @@ def test_every_width_of_the_sort_orders_alike(width: int, tokens: list[int]) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ssd.retrieval.suffix_array._narrowest", lambda _: np.uint16 if width == 2 else np.uint32)
         patch.setattr("ssd.retrieval.suffix_array._sorted_width", lambda _: width)
-        assert build_order(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
+        assert build_suffix_array(np.array(tokens, np.int32)).tolist() == naive_order(tokens)
 
 
 def test_a_text_too_long_for_the_sorter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssd.retrieval.suffix_array._MAX_SORTED_BYTES", 3)
     with pytest.raises(CacheError, match=r"at most 3"):
-        build_order(np.arange(4, dtype=np.int32))
+        build_suffix_array(np.arange(4, dtype=np.int32))
 
 
 def test_a_million_equal_tokens_are_no_worst_case() -> None:
-    assert np.array_equal(build_order(np.zeros(1_000_000, np.int32)), np.arange(1, 1_000_001))
+    assert np.array_equal(build_suffix_array(np.zeros(1_000_000, np.int32)), np.arange(1, 1_000_001))
 
 
 @pytest.mark.parametrize("text", [[SEPARATOR], [0, SEPARATOR], [2**31 - 1, SEPARATOR], [SEPARATOR] * 3])

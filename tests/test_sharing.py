@@ -29,8 +29,8 @@ from ssd.replication.entry import (
     unpack_entry,
     unverified_num_tokens,
 )
+from ssd.replication.redis_stream import FIELD
 from ssd.replication.replication_log import ReplicationLog
-from ssd.replication.stream import FIELD
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.namespace import NamespacePolicy
 from tests.cache_files import read_cache, write_cache

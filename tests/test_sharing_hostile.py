@@ -21,8 +21,8 @@ from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
 from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
 from ssd.replication import clients as bounded_parser
 from ssd.replication.background import Backoff
+from ssd.replication.redis_stream import BEGINNING, FIELD
 from ssd.replication.replication_log import RedisCounters
-from ssd.replication.stream import BEGINNING, FIELD
 from tests.redis_server import RedisServer, client, redis_server, started
 from tests.sharing_replica import KEY, Replica, entry, eventually, foreign, replica, stored
 

@@ -18,7 +18,7 @@ import ssd
 from ssd.bundled import MODEL_PATH
 from ssd.errors import ModelError, RequestError
 from ssd.text.codec import TextCodec, TokenTexts, encode_bad_words
-from ssd.text.stream import TextStream
+from ssd.text.detokenizer import TextStream
 from tests.reference.text import decoded_text, stopped_text
 from tests.tokenizers_for_tests import (
     byte_level_tokenizer,

@@ -25,8 +25,8 @@ from cache_builder.commands.redis_status import read_status
 from ssd.errors import ConfigError
 from ssd.replication.connection import connect, masters_of, parse_redis_url, redact_password, redacted_address
 from ssd.replication.entry import stream_key
+from ssd.replication.redis_stream import FIELD
 from ssd.replication.replication_log import RedisCounters
-from ssd.replication.stream import FIELD
 from tests.redis_server import RedisServer, started
 from tests.sharing_replica import FINGERPRINT, eventually, replica, stored
 from tests.waiting import wait_until

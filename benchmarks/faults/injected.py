@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from benchmarks.faults.fleet import Fleet, Member, SkippedError
 from benchmarks.faults.proxy import CLEAR, Weather
-from ssd.replication.stream import FIELD
+from ssd.replication.redis_stream import FIELD
 
 SERVER, NETWORK, STORE = KINDS = ("server", "network", "store")
 FAULTS: Final[dict[str, tuple[str, Callable[[Fleet], None]]]] = {}

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.jit.addresses import Int64s, address, dtype_of, int32_array, kernel
-from ssd.retrieval.batched_search import (
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.snapshot import Snapshot, segments_at, snapshot_at
+from ssd.retrieval.suffix_array_search import (
     MAX_MATCH_LENGTH,
     PATTERNS_BYTES,
     RangeExpander,
@@ -24,8 +26,6 @@ from ssd.retrieval.batched_search import (
     searches_at,
     start_searches,
 )
-from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
-from ssd.retrieval.snapshot import Snapshot, segments_at, snapshot_at
 
 _ALL: Final = 1 << 62  # more ranks than any segment has
 

@@ -17,10 +17,10 @@ import numpy as np
 import xxhash
 
 from cache_builder.building.resumable import check_output, replace_directory, working_directory
+from cache_builder.inputs.input_streams import is_regular
 from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import EncodedRecord, encode_usable_record, read_part
 from cache_builder.inputs.sources import Source, estimate_text_bytes, find_sources, split_source
-from cache_builder.inputs.streams import is_regular
 from cache_builder.workers import Progress, map_items
 from ssd import __version__
 from ssd.config import IndexConfig

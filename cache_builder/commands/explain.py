@@ -12,8 +12,8 @@ import numpy as np
 
 from cache_builder.commands.options import CACHE_DIRECTORY, add_chat_template, codec_from_options
 from cache_builder.inputs.conversations import chat_encoder
+from cache_builder.inputs.input_streams import input_errors, open_raw
 from cache_builder.inputs.record import InputError
-from cache_builder.inputs.streams import input_errors, open_raw
 from cache_builder.opened_cache import (
     Decode,
     OpenedCache,

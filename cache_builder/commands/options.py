@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cache_builder.inputs.input_streams import input_errors
 from cache_builder.inputs.record import FORMATS, FieldNames
-from cache_builder.inputs.streams import input_errors
 from ssd.bundled import MODEL_PATH
 from ssd.errors import SSDError, StoreUnavailable
 from ssd.numbers import parse_number

@@ -17,7 +17,7 @@ from cache_builder.commands.options import (
 from cache_builder.commands.redis_status import decode_any_entry
 from ssd.errors import SSDError
 from ssd.replication.entry import stream_key
-from ssd.replication.stream import BEGINNING, all_entries, entries_after
+from ssd.replication.redis_stream import BEGINNING, all_entries, entries_after
 from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:

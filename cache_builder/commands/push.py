@@ -22,8 +22,8 @@ from cache_builder.opened_cache import open_caches
 from ssd.errors import ConfigError
 from ssd.numbers import format_number
 from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
+from ssd.replication.redis_stream import append_entries
 from ssd.replication.replication_log import DEFAULT_MAX_TOKENS
-from ssd.replication.stream import append_entries
 from ssd.retrieval.dedup import split_sequence
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.ring import iter_sequences

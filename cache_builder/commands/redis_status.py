@@ -24,8 +24,8 @@ from ssd.replication.entry import (
     unverified_num_tokens,
 )
 from ssd.replication.noise_secret import KEY as NOISE
+from ssd.replication.redis_stream import BEGINNING, RawEntry, entries_after, id_key, newest_entries, value_of
 from ssd.replication.replication_log import COUNTERS_KEY as GENERATIONS
-from ssd.replication.stream import BEGINNING, RawEntry, entries_after, id_key, newest_entries, value_of
 
 if TYPE_CHECKING:
     import redis

@@ -9,7 +9,7 @@ import numpy as np
 
 from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.segment import SEPARATOR
-from ssd.retrieval.suffix_array import build_order
+from ssd.retrieval.suffix_array import build_suffix_array
 
 _MOST_TOKENS: Final = 1 << 26
 """The maximum size of a log in tokens; the computation requires 24 bytes per token."""
@@ -78,6 +78,6 @@ def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: in
     text = np.concatenate([piece for each in texts for piece in (each, gap)] or [gap])
     lengths = np.array([len(each) for each in texts], np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths + 1)])[:-1]
-    order = len(text) - build_order(text[::-1].copy())  # it sorts positions by the reversed text before them
+    order = len(text) - build_suffix_array(text[::-1].copy())  # it sorts positions by the reversed text before them
     runs = _longest_before(text, order.astype(np.int32))
     return _count_steps(runs, starts + np.maximum(prompt_lengths, 1), starts + lengths, limit)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from cache_builder.inputs.otel_records import find_spans, is_openinference, parse_model_call
 from cache_builder.inputs.recorded_responses import STATUSES, as_mapping, find_chunks, is_error, join_chunks
-from cache_builder.inputs.spans import find_spans, is_openinference, parse_model_call
 from ssd.errors import RequestError
 
 Message = Mapping[str, Any]

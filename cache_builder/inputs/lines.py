@@ -11,8 +11,8 @@ from itertools import chain
 from typing import IO, Any, Literal, TypeAlias, cast
 
 from cache_builder.inputs.detect import detect_delimiter, is_line_by_line
+from cache_builder.inputs.input_streams import input_errors, open_stream
 from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputError, InputRecord, display_name
-from cache_builder.inputs.streams import input_errors, open_stream
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"

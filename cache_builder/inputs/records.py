@@ -12,6 +12,7 @@ import numpy as np
 from cache_builder.inputs.chat_formats import UNDERSTOOD, Exchange, find_nested_records, parse_exchanges
 from cache_builder.inputs.conversations import EncodedAnswer, encode_answer, encode_answers
 from cache_builder.inputs.detect import detect_format
+from cache_builder.inputs.input_streams import input_errors, open_stream
 from cache_builder.inputs.lines import csv_rows, documents, join_requests, json_lines
 from cache_builder.inputs.record import (
     AS_WE_CALL_THEM,
@@ -23,7 +24,6 @@ from cache_builder.inputs.record import (
 )
 from cache_builder.inputs.sessions import read_sessions
 from cache_builder.inputs.sources import Source
-from cache_builder.inputs.streams import input_errors, open_stream
 from cache_builder.inputs.tables import arrow_rows, parquet_rows
 from ssd.errors import RequestError, quote_value
 from ssd.text.codec import Example, TextCodec

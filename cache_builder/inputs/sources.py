@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_builder.inputs.detect import detect_format, is_line_by_line
-from cache_builder.inputs.lines import Side, batch_side
-from cache_builder.inputs.record import LONGEST_RECORD, STANDARD_INPUT, Format, InputError
-from cache_builder.inputs.sessions import is_session
-from cache_builder.inputs.streams import (
+from cache_builder.inputs.input_streams import (
     COMPRESSED,
     file_system,
     input_errors,
@@ -24,6 +21,9 @@ from cache_builder.inputs.streams import (
     open_raw,
     open_stream,
 )
+from cache_builder.inputs.lines import Side, batch_side
+from cache_builder.inputs.record import LONGEST_RECORD, STANDARD_INPUT, Format, InputError
+from cache_builder.inputs.sessions import is_session
 from cache_builder.inputs.tables import row_group_bytes
 from ssd.errors import first_line, quote_value
 

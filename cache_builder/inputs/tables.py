@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from cache_builder.inputs.input_streams import open_raw
 from cache_builder.inputs.record import InputError, InputRecord, Progress
-from cache_builder.inputs.streams import open_raw
 from ssd.errors import first_line
 
 _BATCH_ROWS = 1024

@@ -10,7 +10,7 @@ from server.answers.parts import AnswerPart, Event, PartsAnswer, Status
 from server.answers.wire import encode_events
 from server.base.errors import anthropic_error_body
 from server.running.generation import ChoiceState
-from server.tools.messages import ToolCall
+from server.tools.message_parser import ToolCall
 from server.tools.values import is_json
 
 

@@ -21,7 +21,7 @@ from server.running.generation import Generation, Usage
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, TokenLogprobs
-    from ssd.text.stream import TextStream
+    from ssd.text.detokenizer import TextStream
 
 _LOOKS_S = 0.25
 """The interval in seconds at which an obfuscated stream that waits for its next tick checks for a shutdown."""

@@ -12,7 +12,7 @@ from server.answers.wire import encode_events, filler
 from server.base.settings import ServerSettings
 from server.running.generation import ChoiceState, Usage
 from server.schema.body import Body
-from server.tools.messages import Messages, ToolCall, ToolCallDelta
+from server.tools.message_parser import Messages, ToolCall, ToolCallDelta
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput

@@ -13,7 +13,7 @@ from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.schema.body import Body
 from server.schema.responses import ResponsesBody
-from server.tools.messages import ToolCall
+from server.tools.message_parser import ToolCall
 
 
 class _Item(AnswerPart):

@@ -23,7 +23,7 @@ from server.running.engine_thread import Worker
 from server.running.generation import Generation
 from server.running.tokenization import codec_of
 from server.schema.generate import StreamOptions
-from ssd.text.stream import TextStream
+from ssd.text.detokenizer import TextStream
 
 log = logging.getLogger(__name__)
 

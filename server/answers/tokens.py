@@ -13,7 +13,7 @@ from ssd.text.codec import TokenTexts
 
 if TYPE_CHECKING:
     from ssd.engine import RequestOutput, TokenLogprobs
-    from ssd.text.stream import TextStream
+    from ssd.text.detokenizer import TextStream
 
 
 class ShownTokens(NamedTuple):

@@ -24,7 +24,7 @@ from server.tools.formats import (
     write_calls,
 )
 from server.tools.grammars import call_grammar, count_reasoning_tokens, reasoning_rule
-from server.tools.messages import Messages, call_id, short_call_id, with_numbered_call_ids, with_short_call_ids
+from server.tools.message_parser import Messages, call_id, short_call_id, with_numbered_call_ids, with_short_call_ids
 from server.tools.reasoning import ends_within_reasoning
 from server.tools.values import Functions
 from ssd.config import StructuredOutput

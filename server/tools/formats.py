@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from server.tools.messages import MessageParser, Messages, Reader
-from server.tools.readers import CALL_ID, CallFormat, Calls, CallTemplate
+from server.tools.message_parser import MessageParser, Messages, Reader
 from server.tools.reasoning import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, ReasoningFormat, channels
 from server.tools.reasoning import reasoning as reasoning_reader
+from server.tools.tool_call_parser import CALL_ID, CallFormat, CallTemplate, ToolCallParser
 from server.tools.values import Functions
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
@@ -543,7 +543,7 @@ def make_parser(
     elif thinking is not None:
         readers.append(reasoning_reader(thinking, prompt, () if form is None else form.in_reasoning))
     if form is not None:
-        readers.append(lambda scanner, pieces: Calls(form, functions, scanner, pieces).read())
+        readers.append(lambda scanner, pieces: ToolCallParser(form, functions, scanner, pieces).read())
     return MessageParser(*readers)
 
 

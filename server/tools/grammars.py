@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from server.tools.readers import CallTemplate
 from server.tools.reasoning import begins_inside
+from server.tools.tool_call_parser import CallTemplate
 from server.tools.values import Functions
 from ssd.errors import RequestError
 from ssd.text.grammar_compiler import JSON_OPTIONS

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from server.tools.messages import DeltaBuffer, Reader
-from server.tools.readers import CallFormat, Calls
+from server.tools.message_parser import DeltaBuffer, Reader
 from server.tools.scanner import Markers, Scanner, Sink, Steps
+from server.tools.tool_call_parser import CallFormat, ToolCallParser
 from server.tools.values import Functions
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -173,7 +173,7 @@ class _Channels:
         yield from scanner.space()
         if form is not None and form.arguments == "tags":
             if marker := (yield from scanner.literal(*form.section, *form.call)):
-                yield from Calls(form, self._functions, scanner, pieces).read_group(marker)
+                yield from ToolCallParser(form, self._functions, scanner, pieces).read_group(marker)
             pieces.content(scanner.trail())
             return (yield from self._read_body(pieces.content))
         scanner.forget()

@@ -29,7 +29,9 @@ from ssd.jit.addresses import (
     prefetch,
     view_of,
 )
-from ssd.retrieval.batched_search import (
+from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
+from ssd.retrieval.snapshot import SnapshotRecord, segments_at
+from ssd.retrieval.suffix_array_search import (
     MAX_MATCH_LENGTH,
     RangeExpanders,
     SegmentSearches,
@@ -45,8 +47,6 @@ from ssd.retrieval.batched_search import (
     searches_at,
     start_searches,
 )
-from ssd.retrieval.scan import MAX_SCAN_HITS, pattern_length, scan
-from ssd.retrieval.snapshot import SnapshotRecord, segments_at
 
 NO_TOKEN: Final = -1
 """The value in place of a token after the end of a sequence. It equals SEPARATOR and is never a token id."""

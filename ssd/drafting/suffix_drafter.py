@@ -39,9 +39,9 @@ from ssd.drafting.token_recycling import NamespaceRecyclingTables
 from ssd.errors import ConfigError
 from ssd.jit.addresses import Int64s, Records, address, kernel
 from ssd.jit.code_cache import CHECKED, register_memory
-from ssd.retrieval.batched_search import MAX_MATCH_LENGTH, PATTERNS_BYTES, RangeExpander, SegmentSearch, as_context
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import SegmentTable, Snapshot
+from ssd.retrieval.suffix_array_search import MAX_MATCH_LENGTH, PATTERNS_BYTES, RangeExpander, SegmentSearch, as_context
 
 _MAX_REQUESTS: Final = 4096  # the state of all requests is dropped if there are more
 _MAX_SPARE: Final = 64

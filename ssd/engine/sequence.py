@@ -27,9 +27,9 @@ from ssd.model.sampling.target_tokens import depends_on_prefix, has_only_tempera
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.namespace import NamespaceLease
 from ssd.text.codec import TextCodec
+from ssd.text.detokenizer import TextStream
 from ssd.text.grammar import GrammarState
 from ssd.text.grammar_compiler import GrammarCompiler
-from ssd.text.stream import TextStream
 
 
 class Coupling:

@@ -32,7 +32,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.utils import SENTINEL
 
-from ssd.replication.stream import MAX_REPLY_BYTES, OversizedReplyError
+from ssd.replication.redis_stream import MAX_REPLY_BYTES, OversizedReplyError
 
 _ELEMENT_BYTES = 64  # Python's overhead per element, so that many small elements are bounded as well
 

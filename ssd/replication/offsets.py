@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ssd.replication.entry import Entry
-from ssd.replication.stream import id_key, is_entry_id
+from ssd.replication.redis_stream import id_key, is_entry_id
 from ssd.retrieval.cache_state import Checkpoint
 
 _MAX_INCARNATIONS = 64

@@ -15,7 +15,7 @@ from ssd.replication.background import BackgroundLoop, Backoff
 from ssd.replication.connection import connect
 from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
 from ssd.replication.offsets import ReplicaOffset, sequence_id_of
-from ssd.replication.stream import append_entries, is_cluster
+from ssd.replication.redis_stream import append_entries, is_cluster
 from ssd.replication.subscriber import Subscriber
 from ssd.retrieval.dedup import split_sequence
 from ssd.retrieval.files import check_fingerprint

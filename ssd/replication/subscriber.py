@@ -22,7 +22,7 @@ from ssd.replication.entry import (
     unverified_num_tokens,
 )
 from ssd.replication.offsets import ReplicaOffset
-from ssd.replication.stream import (
+from ssd.replication.redis_stream import (
     BEGINNING,
     OversizedReplyError,
     RawEntry,

@@ -23,7 +23,7 @@ from ssd.retrieval.prebuilt import load_prebuilt_directory
 from ssd.retrieval.reuse import hot_texts
 from ssd.retrieval.segment import Segment, Tokens, concatenate
 from ssd.retrieval.snapshot import Snapshot
-from ssd.retrieval.suffix_array import build_order, build_segment
+from ssd.retrieval.suffix_array import build_segment, build_suffix_array
 
 log = logging.getLogger(__name__)
 
@@ -416,7 +416,7 @@ class NamespaceCache:
                 if self._sorter is None or len(tokens) <= _MAX_INLINE_SORT:
                     self._install_merged(inputs, tokens)
                     continue
-                self._running = _RunningMerge(inputs, tokens, self._sorter.submit(build_order, tokens))
+                self._running = _RunningMerge(inputs, tokens, self._sorter.submit(build_suffix_array, tokens))
                 if (wake := self._wake) is not None:
                     self._running.order.add_done_callback(lambda _: wake())
             except Exception as error:  # probably out of memory

@@ -107,7 +107,7 @@ def _narrowest(num_distinct: int) -> type[np.unsignedinteger]:
     return np.uint16 if num_distinct <= 1 << 16 else np.uint32
 
 
-def build_order(tokens: Tokens) -> Tokens:
+def build_suffix_array(tokens: Tokens) -> Tokens:
     """Return the suffix array of the reversed text: the positions 1..n ordered by the text before them, read backwards.
 
     ``SEPARATOR`` is an ordinary symbol, the smallest one; a text that ends sorts before its continuations. The sorter
@@ -185,11 +185,11 @@ def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str, order: Tokens | None = None) -> Segment:
     """Sort whole sequences into a segment in memory, with read-only arrays.
 
-    ``order`` is the result of ``build_order`` if it was called already.
+    ``order`` is the result of ``build_suffix_array`` if it was called already.
     """
     assert len(tokens) > 0 and tokens[-1] == SEPARATOR
     width = width_for(int(tokens.max()))
-    order = build_order(tokens) if order is None else order
+    order = build_suffix_array(tokens) if order is None else order
     text = pack(tokens, width)
     sparse_index = build_sparse_index(text, order, width)
     for array in (text, order, sparse_index):

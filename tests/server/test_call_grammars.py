@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from server.tools.formats import TOOL_FORMATS, make_parser, special_tokens
 from server.tools.grammars import call_grammar
-from server.tools.messages import ToolCallDelta
+from server.tools.message_parser import ToolCallDelta
 from ssd.errors import RequestError
 from tests.tokenizers_for_tests import byte_level_tokenizer
 

@@ -14,7 +14,7 @@ from server.base.limits import Limits
 from server.running.chat_preparation import AnswerPlan, MessageFormat, message_format, plan_answer
 from server.schema.chat import ChatBody
 from server.tools.formats import REASONING_FORMATS
-from server.tools.messages import with_numbered_call_ids, with_short_call_ids
+from server.tools.message_parser import with_numbered_call_ids, with_short_call_ids
 from ssd.errors import RequestError
 from ssd.text.chat_template import ChatTemplate
 from ssd.text.codec import TextCodec

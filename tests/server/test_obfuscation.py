@@ -17,7 +17,7 @@ from server.base.settings import ObfuscationOptions
 from ssd.bundled import MODEL_PATH
 from ssd.engine import FinishReason, RequestOutput, RequestStats
 from ssd.text.codec import TextCodec
-from ssd.text.stream import TextStream
+from ssd.text.detokenizer import TextStream
 from tests.server.apis import CHAT, COMPLETIONS, INPUT, RESPONSES, Api
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import metric, post

@@ -17,7 +17,7 @@ from canitoolcall.fixtures import Fixture, load_families, load_fixtures
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult
 
 from server.tools.formats import make_parser
-from server.tools.messages import Message, Messages
+from server.tools.message_parser import Message, Messages
 
 FORMATS: dict[str, tuple[str, str | None]] = {
     "DeepSeek-V3-0324": ("deepseek_v3", None),

@@ -13,7 +13,7 @@ from server.answers.responses import ResponseAnswer
 from server.base.settings import ServerSettings
 from server.schema.responses import ResponsesBody
 from server.tools.formats import make_parser
-from server.tools.messages import Messages
+from server.tools.message_parser import Messages
 from tests.server.apis import RESPONSES
 
 PIECES = [

@@ -21,7 +21,7 @@ from server.tools.formats import (
     write_calls,
 )
 from server.tools.grammars import count_reasoning_tokens
-from server.tools.messages import Messages, ToolCallDelta
+from server.tools.message_parser import Messages, ToolCallDelta
 from server.tools.reasoning import ends_within_reasoning
 from ssd.text.chat_template import ChatTemplate
 from tests.reference.messages import Hermes

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from server.tools.formats import REASONING_FORMATS, TOOL_FORMATS
-from server.tools.readers import CallFormat, CallTemplate
 from server.tools.reasoning import ReasoningFormat
+from server.tools.tool_call_parser import CallFormat, CallTemplate
 from tests.server.test_tool_formats import CUTS, cut, message
 
 THINKS = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3"}

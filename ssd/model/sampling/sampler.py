@@ -17,7 +17,7 @@ from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
 from ssd.drafting.token_recycling import TOP_K
 from ssd.errors import first_line
 from ssd.jit.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE, choose_rows
+from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE, choose_rows
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
 from ssd.drafting.token_recycling import TOP_K
 from ssd.model.kv.triton_attention import num_splits
-from ssd.model.sampling.row_choice import LOWEST_TEMPERATURE
+from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE
 
 _BLOCK = 1024
 _MOST_SPLITS = 128

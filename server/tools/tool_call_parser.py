@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from server.tools.messages import DeltaBuffer
+from server.tools.message_parser import DeltaBuffer
 from server.tools.scanner import Markers, Scanner, Steps
 from server.tools.values import (
     GEMMA,
@@ -169,7 +169,7 @@ class CallFormat:
         return tuple(f"\n{begin}{after}" for begin in self.section or self.call if begin.startswith("<"))
 
 
-class Calls:
+class ToolCallParser:
     """Parses the tool calls of one message incrementally.
 
     A call is reported from its first argument on, because its beginning may still turn out to be ordinary text. In
