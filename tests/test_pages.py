@@ -104,6 +104,12 @@ def readme_figures() -> dict[str, list[float]]:
     shares = [float(share) for share in re.findall(r"\d+", bundled["rows"][0]["shares"])]
     idle = [row["over_off"][0] for row in results("overhead")["rows"] if row["traffic"] == "cold"]
     inside = {row["batch"]: row["against_suffix"][0] for row in results("vllm")["rows"] if row["method"] == "ssd"}
+    memory, again = results("vllm-memory")["parameters"], "A, after a restart"
+    after = {
+        (row["drafter"], row["memory"]): row["against_none"][0]
+        for row in results("vllm-memory")["rows"]
+        if row["half"] == "A"
+    }
     (synthetic,) = results("gpu_check")["repeats"]["results"]
     return {
         "59 % new requests": [*shares, bundled["parameters"]["requests"], *rows["bundled", "mixed", "greedy"]],
@@ -113,7 +119,13 @@ def readme_figures() -> dict[str, list[float]]:
         "greedy requests, sent a second time |": [pretrained["repeated_requests"]["speedup_second"]],
         "unpredictable text": [min(idle), max(idle)],
         "greedy requests, sent a second time (synthetic": [synthetic["repeated_requests"]["speedup_second"]],
-        "inside vLLM (V1 runner) against": [inside[1], inside[4], inside[8]],
+        "inside vLLM (V1 runner), the same": [
+            memory["batch"],
+            after["SSD in vLLM", "empty"],
+            after["SSD in vLLM", again],
+        ],
+        "the same with vLLM's suffix decoding": [after["vLLM suffix", "empty"]],
+        "inside vLLM in one process": [inside[1], inside[4], inside[8]],
     }
 
 
@@ -125,7 +137,9 @@ def test_every_figure_in_the_readme_is_that_of_its_result() -> None:
     assert len(rows) == len(figures)
     for row in rows:
         (name,) = (name for name in figures if row.startswith(name))
-        written = [number.rstrip("x %") for number in re.findall(r"[\d.]+x|\d+ %|(?<=after )\d+", row)]
+        written = [
+            number.rstrip("x %") for number in re.findall(r"[\d.]+x|\d+ %|(?<=after )\d+|(?<=restart, batch )\d+", row)
+        ]
         assert len(written) == len(figures[name]), row
         for text, figure in zip(written, figures[name], strict=True):
             digits = len(text.partition(".")[2])
