@@ -58,9 +58,9 @@ SOURCES: Final = (
     "recycling",
     "coupled",
 )
-"""The names of the sources that the first token of a draft may come from; a draft record holds the index.
+"""The names of the sources of a draft's first token; a draft record holds the index of the name.
 
-The first three belong to the retrieval cache, in the order of `lookup.index_source_of`; proposals of other drafters
+The first three are parts of the retrieval cache, in the order of `lookup.index_source_of`; proposals of other drafters
 follow in the order of `HEAD`, `MODEL`, `LOOKAHEAD`.
 """
 
@@ -69,9 +69,9 @@ _names = [*SOURCES, "none"]
 
 
 def source_number(name: str) -> int:
-    """Return the index for a draft's source name.
+    """Return the index in SOURCES of the name of a draft's source.
 
-    An unknown name gets the next free index, or that of "none" if no index is left.
+    An unknown name gets the next free index, or the index of "none" if no index is left.
     """
     if name not in _names:
         if len(_names) == NUM_SOURCES:
