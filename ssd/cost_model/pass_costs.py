@@ -21,10 +21,7 @@ drafts.
 """
 
 _SINGULAR: Final = 1e-9
-"""The relative size of a pivot below which a regression feature counts as a linear combination of the others.
-
-The features describe a forward pass, see NUM_FEATURES.
-"""
+"""The relative pivot size below which a regression feature of pass times counts as a combination of the others."""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 

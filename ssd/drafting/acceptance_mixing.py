@@ -450,7 +450,6 @@ def _log_odds(probability: Floats) -> Floats:
 
 
 def _other_token(probability: Floats) -> Floats:
-    """Return the log odds that a candidate token is next, given the probability that a different token is."""
     return _log_odds(0.4 * (1.0 - probability))
 
 

@@ -121,10 +121,7 @@ Publishing a copy takes 0.1 to 1.5 ms, so 256 busy namespaces spend at most 4 % 
 
 
 class NamespaceModels:
-    """The acceptance models of all namespaces. Not thread-safe: only the drafter's thread may use this object.
-
-    When a request ends and the namespace's last published copy is PUBLISH_S old, a new copy is published.
-    """
+    """The acceptance models of all namespaces. Not thread-safe: only the drafter's thread may use this object."""
 
     def __init__(self) -> None:
         self._own = self._last_model = AcceptanceModel()

@@ -123,13 +123,9 @@ _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
     """Append a step's tokens to each row's text, and return the number of texts that could not be extended.
 
-    Args:
-        texts_at: The address of int64[rows]: for each row, the address of its `RowTextRecord`; 0 for none.
-        words_at: The address of int32[rows, width]: for each row, the new length of its text, the number of new tokens,
-            and these tokens.
-        lost_at: The address of int64[rows], which receives 1 for each text that misses tokens.
-        num_rows: The number of rows.
-        width: The number of words per row.
+    ``texts_at`` is the address of int64[rows], the addresses of the rows' `RowTextRecord` (0 for none). ``words_at`` is
+    that of int32[rows, width]: for each row, the new length of its text, the number of new tokens, and these tokens.
+    ``lost_at`` is that of int64[rows], which receives 1 for each text that misses tokens.
     """
     texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
     words, num_lost = int32_array(words_at, num_rows * width), 0
@@ -186,14 +182,9 @@ def _draft_rows_of_batch(
 ) -> None:
     """Draft for the selected rows of a batch, cut the drafts to the best total length, and write them to an array.
 
-    Args:
-        batch_address: The address of the `DraftBatchRecord`.
-        snapshot: The address of the snapshot of the retrieval cache.
-        num_rows: The number of rows.
-        seconds: The time since the last call returned; 0 if it says nothing about the cost of a step.
-        words_at: The address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of
-            its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32.
-        longest: The maximum number of draft tokens per row.
+    ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
+    of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
+    the time since the last call returned; 0 if it says nothing about the cost of a step.
     """
     batch = _batch_at(batch_address)
     num_drafting = _fill_params(batch, snapshot, num_rows)

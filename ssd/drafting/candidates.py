@@ -267,10 +267,6 @@ class Position(NamedTuple):
 
 @inlined
 def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> int:
-    """Return the index of a candidate token's table entry for the acceptance model's feature ``NOISE``.
-
-    ``rank`` is the token's rank in the target's earlier top k, and ``coarse`` the bucket of match length and share.
-    """
     verdict = noise_verdict(candidates.position_noise, candidates.recycled, rank)
     key = verdict * NOISE_BUCKETS + noise_bucket(candidates.position_noise, token)
     return int(OFFSETS[NOISE] + key * COARSE_LENGTHS * COARSE_SHARES + coarse)

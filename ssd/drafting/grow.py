@@ -318,7 +318,6 @@ def _samples_of(further: FurtherLookups, samples: MatchSamples, lookup: int) -> 
 def _look_up_again(
     scratch: TreeScratch, number: int, texts: SearchedTexts, node: int, further: FurtherLookups, out: DraftRecord
 ) -> None:
-    """Look up the context followed by the tokens on the path to a node of the draft tree."""
     text, depth = scratch.texts[number], scratch.nodes[node].depth
     kept = copy_context_end(texts.context, text)
     for place in range(depth, -1, -1):

@@ -138,10 +138,7 @@ def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
 
 
 def _proposals_of(step: _RequestStep) -> ExternalProposals:
-    """Combine the drafts of secondary drafters for a request into one forest of at most MAX_PROPOSED_TOKENS tokens.
-
-    The tokens of a draft without estimates get its drafter's recent acceptance rate.
-    """
+    """Combine the drafts of secondary drafters for a request into one forest of at most MAX_PROPOSED_TOKENS tokens."""
     tokens, parents, probabilities, kinds = list[int](), list[int](), list[float](), list[int]()
     for each in step.proposer_drafts:
         begin, draft = len(tokens), each.draft

@@ -146,10 +146,7 @@ The acceptance model learns the actual probability.
 """
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
-"""The initial acceptance probability of a lookahead token that differs from the draft token at its position.
-
-The acceptance model learns the actual probability.
-"""
+"""The initial acceptance probability of a lookahead token that differs from the draft token at its position."""
 
 
 class Lookahead(Record):
@@ -170,10 +167,7 @@ class Lookahead(Record):
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the position of the draft token that follows ``node`` in a pass's input; NO_TOKEN at the end of the draft.
-
-    In a tree it is the child that equals ``token``, else the first child.
-    """
+    """Return the position of the draft token after ``node``; in a tree, of the child ``token`` or the first child."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN

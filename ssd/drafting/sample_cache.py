@@ -129,7 +129,6 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
 
 @inlined
 def _enter(table: SampleTable, key: UInt, token: int) -> None:
-    """Store in the sample cache that ``token`` was sampled with a Gumbel noise key; ignore ids of more than 24 bits."""
     if token < 0 or token >= 1 << _TOKEN_BITS:
         return
     known_by = _known_by(key)

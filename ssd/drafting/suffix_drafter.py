@@ -270,7 +270,6 @@ class SuffixDrafter:
             row.params.sample_cache = self._sample_cache_of(request)
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
-        """Write the parameters of a request's draft; return arrays to be kept alive until the kernel returns."""
         params, context, token_costs = row.params, as_kernel_array(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.reserve(snapshot)
@@ -291,11 +290,7 @@ class SuffixDrafter:
         return context, snapshot, token_costs, held
 
     def _write_constant_params(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
-        """Write the draft parameters that stay the same in all steps of a request, and reset the others.
-
-        Returns:
-            The arrays that the parameters point to, which must be kept alive.
-        """
+        """Write the draft parameters that stay the same in all steps of a request; return arrays to be kept alive."""
         params.num_token_costs = params.prediction_length = params.num_proposed = 0
         params.recycling_table = params.sample_cache = 0
         params.prompt_length, params.allow_caching = request.prompt_length, request.allow_caching
@@ -385,7 +380,6 @@ class SuffixDrafter:
 
 
 def _write_proposals(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
-    """Write the tokens that other drafters propose to the draft parameters; return arrays to be kept alive."""
     tokens, parents, kinds = (
         as_kernel_array(each[:MAX_PROPOSED_TOKENS])
         for each in (proposals.token_ids, proposals.parents, proposals.kinds)

@@ -236,10 +236,7 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens that other drafters propose at a draft position to the candidates; return the number of these.
-
-    ``size`` is the number of candidates before.
-    """
+    """Add the tokens that other drafters propose here to the ``size`` candidates; return the number of candidates."""
     child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)

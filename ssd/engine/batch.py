@@ -324,7 +324,6 @@ class Batch:
         return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in groups]
 
     def _caches(self) -> tuple[list[NamespaceCache | None], bool]:
-        """Return the retrieval cache of each sequence, and whether all caches have been opened in the background."""
         caches = [None if s.namespace is None else s.namespace.cache for s in self.sequences]
         is_open = [s.namespace is None or cache is not None for s, cache in zip(self.sequences, caches, strict=True)]
         return caches, all(is_open)

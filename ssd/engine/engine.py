@@ -460,7 +460,6 @@ class Engine:
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _admit_and_cancel(self) -> list[Sequence]:
-        """Admit waiting requests to free slots, remove cancelled sequences, and return the cancelled ones."""
         with self._lock:
             self._scheduler.enqueue(self._inbox)
             self._inbox.clear()

@@ -1,7 +1,4 @@
-"""Fault isolation: an exception in a step ends only the request that caused the exception.
-
-This module also checks the state of slots and requests between two steps.
-"""
+"""Fault isolation: an exception in a step ends only the request that caused it. Also checks the state of slots."""
 
 from __future__ import annotations
 

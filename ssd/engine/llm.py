@@ -389,12 +389,9 @@ _VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
 
 
 def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the keyword arguments of ``LLM`` to those of `Engine.from_pretrained`.
+    """Convert the keyword arguments of ``LLM`` to those of `Engine.from_pretrained`, and check them.
 
-    Fields of `EngineConfig` become its argument ``config``.
-
-    Raises:
-        ConfigError: An argument is unknown, or has a value that is not supported.
+    Fields of `EngineConfig` become its argument ``config``. Raises ConfigError for unknown or unsupported arguments.
     """
     known = inspect.signature(Engine.from_pretrained).parameters.keys() - {"model", "caches"}
     found, settings = dict[str, Any](), dict[str, Any]()
@@ -455,7 +452,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_list(given: object) -> bool:
-    """Return whether an argument can be a list of prompts: an iterable that is not a mapping or bytes."""
     return isinstance(given, Iterable) and not isinstance(given, Mapping | bytes | bytearray | memoryview)
 
 

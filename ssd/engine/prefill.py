@@ -31,10 +31,7 @@ class Prefill:
         chunk_tokens: int,
         on_fault: Callable[[Sequence, BaseException], None],
     ) -> None:
-        """Create the part of an engine that computes prompts.
-
-        If the forward pass of a sequence fails, ``on_fault`` is called and must remove the sequence from its slot.
-        """
+        """Create the part of an engine that computes prompts; ``on_fault`` must free the slot of a failed sequence."""
         self._target = target
         self._on_fault = on_fault
         self._prefix_cache = prefix_cache

@@ -77,10 +77,7 @@ class Coupling:
 
 
 def namespace_secret(root: bytes, namespace: str) -> int:
-    """Derive a 64-bit secret for a namespace that reveals neither ``root`` nor the secrets of other namespaces.
-
-    The secret is an HMAC (RFC 2104).
-    """
+    """Derive a namespace's 64-bit secret by HMAC (RFC 2104); it does not reveal ``root`` or other secrets."""
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 

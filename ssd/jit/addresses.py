@@ -208,10 +208,7 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
-"""The type of a record field that holds the memory address of an array or record.
-
-The caller must keep that array or record alive while kernels use the address.
-"""
+"""The type of a record field that holds the address of an array or record, which must be kept alive during calls."""
 
 
 class Record:

@@ -196,10 +196,7 @@ _BASELINES: Final = {
 features that this code requires.
 """
 _SIMD: Final = Path(__file__).with_name("simd.py")
-"""The source file of the SIMD code generator. Kernels that import it are never prebuilt.
-
-Their code depends on the size of the processor's SIMD registers.
-"""
+"""The source file of the SIMD code generator. Kernels that import it depend on the processor and are never prebuilt."""
 _is_prebuilding = False
 
 
@@ -222,10 +219,7 @@ def prebuild() -> bool:
 
 
 def _baseline() -> str | None:
-    """Return LLVM's name of the processor for which prebuilt machine code is compiled.
-
-    None if this processor lacks a feature of that processor, or if numba is set to another processor.
-    """
+    """Return LLVM's name of the processor for prebuilt code; None if this processor (or numba's setting) differs."""
     baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
     features = binding.get_host_cpu_features()
     return baseline if config.CPU_NAME is None and all(features.get(name) for name in required) else None
@@ -328,10 +322,7 @@ class KernelCache:
 
 
 def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
-    """Return numba's own cache of a function, with ``stamp`` in place of the stamp of the function's source file.
-
-    It raises an unknown exception if numba has no directory to write to or is of an unknown version.
-    """
+    """Return numba's own cache of a function, with ``stamp`` as its source stamp. May raise any exception."""
     from numba.core.caching import (
         FunctionCache,
         IndexDataCacheFile,

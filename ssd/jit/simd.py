@@ -21,10 +21,7 @@ from numba.extending import intrinsic
 
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
-"""The numbers ("kinds") by which SIMD kernels identify the dtypes of their inputs and outputs, by torch's dtype names.
-
-The kernels compute in float32.
-"""
+"""The numbers ("kinds") of the dtypes that SIMD kernels read and write. The keys are torch's names of the dtypes."""
 _BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 

@@ -1,6 +1,4 @@
-"""Redis clients based on redis-py that bound the size of replies.
-
-Only ``connect`` imports this module, because redis-py is an optional dependency.
+"""redis-py clients that bound the size of replies. Only ``connect`` imports this module, because redis-py is optional.
 
 Anyone who can write to a Redis server chooses the size of the values that other clients read, up to 512 MB each. A
 reply states the size of each element in advance, so that a reply that is too large is aborted before it takes memory.

@@ -103,10 +103,7 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse a stored position in a replication stream; any other JSON gives an empty position.
-
-    Former versions stored more than one position.
-    """
+    """Parse a stored stream position of this or a former version; any other JSON gives an empty position."""
     if checkpoint is None:
         return (), None
     try:

@@ -1,7 +1,4 @@
-"""Replication of the cache's text between replicas through Redis streams.
-
-While Redis is unreachable, each replica works alone.
-"""
+"""Replication of the cache's text between replicas through Redis streams. Without Redis, each replica works alone."""
 
 from __future__ import annotations
 

@@ -95,10 +95,7 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 @inlined
 def num_matching_tokens(text: int, pattern: int, num_bytes: int, width: int) -> int:
-    """Count the whole tokens, going backwards, that are equal in the packed text before ``text`` and in the context.
-
-    The packed context ends at the address ``pattern``.
-    """
+    """Return how many whole tokens before ``text`` (packed text) and before ``pattern`` (packed context) are equal."""
     agreeing = 0
     while agreeing < num_bytes:
         different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)

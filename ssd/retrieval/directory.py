@@ -266,7 +266,6 @@ class SegmentDirectory:
             raise CacheLocked(f"{self.path / MANIFEST_NAME} was written by another process and is not replaced")
 
     def _manifest_stamp(self) -> tuple[int, int] | None:
-        """Return the inode and time of the manifest, which change when it is replaced; None if there is no manifest."""
         with contextlib.suppress(OSError):
             status = (self.path / MANIFEST_NAME).stat()
             return status.st_ino, status.st_mtime_ns
@@ -306,10 +305,7 @@ class SegmentDirectory:
             return False
 
     def _header_of(self, file: Path) -> SegmentHeader | None:
-        """Return the header of a segment file; None if it is of another tokenizer or namespace, or was just removed.
-
-        Raises CacheError.
-        """
+        """Return a segment file's header; None if it has another tokenizer or namespace, or was just removed."""
         try:
             with open_file(file) as content:
                 header = SegmentHeader.from_bytes(file, content.read(HEADER_LENGTH))
@@ -319,10 +315,7 @@ class SegmentDirectory:
 
 
 def _sort_key(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest segment first.
-
-    The fields of an entry may be any JSON.
-    """
+    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest segment first."""
     start, num_tokens = entry.get("start"), entry.get("num_tokens")
     return (start, -num_tokens) if type(start) is type(num_tokens) is int else (-1, 0)
 
@@ -487,10 +480,7 @@ class DurableSegments:
             )
 
     def save_learned(self, newest: PublishedState | None, *, now: bool = False) -> None:
-        """Save the newest copy of the acceptance model, unless it was saved in the last SAVE_LEARNED_S seconds.
-
-        With ``now``, the copy is saved in any case.
-        """
+        """Save the newest copy of the acceptance model, at most every SAVE_LEARNED_S seconds unless ``now`` is set."""
         if not now and time.monotonic() < self._save_learned_at:
             return
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S

@@ -336,7 +336,6 @@ def read_manifest(
 
 
 def _from_json(content: Any) -> Manifest:
-    """Build a manifest from JSON. Raises ValueError, KeyError, TypeError for invalid content."""
     manifest = Manifest(
         fingerprint=content["fingerprint"],
         namespace=content["namespace"],
@@ -376,10 +375,7 @@ def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
 
 
 def parse_checked_json(name: str, text: bytes) -> Any:
-    """Parse the JSON that ``dump_checked_json`` of this or a former version wrote, and verify its checksum.
-
-    Raises ValueError, KeyError, TypeError.
-    """
+    """Parse the output of ``dump_checked_json`` of this or an older version. Raises ValueError, KeyError, TypeError."""
     outer = json.loads(text)
     content, version = outer[name], outer["format"]
     if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):

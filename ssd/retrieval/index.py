@@ -53,10 +53,7 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
 
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
-    """Return the two to ``fanout`` neighbouring segments that are cheapest to merge, and the cost of their merge.
-
-    The merged segment has at most ``max_tokens`` tokens.
-    """
+    """Return the cheapest merge of 2 to ``fanout`` neighbours with at most ``max_tokens`` tokens, and its cost."""
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
@@ -323,10 +320,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Evict the oldest segments until ``num_new_tokens`` more tokens fit.
-
-        Segments that were retained because outputs repeated their text are evicted only if no others exist.
-        """
+        """Evict the oldest segments to make room; evict retained segments only if there are no others."""
         capacity, before = self.config.capacity_tokens, len(self.ring_segments)
         while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)

@@ -392,10 +392,7 @@ class NamespaceCache:
     # Merging
 
     def _merge(self, *, wait: bool) -> None:
-        """Run the merges of segments that are due.
-
-        With ``wait``, also wait for the sorter; otherwise a later call installs its results.
-        """
+        """Start the merges of segments that are due; with ``wait``, wait until the sorter has finished them."""
         while not self._is_closing:
             if self._running is not None:
                 if not wait and not self._running.order.done():
@@ -424,10 +421,7 @@ class NamespaceCache:
                 self._back_off_merge(inputs, error)
 
     def _merges_in_backoff(self) -> set[str]:
-        """Return the ids of segments whose merge failed recently and must not be retried yet.
-
-        It also forgets failed merges of segments that no longer exist.
-        """
+        """Return the ids of segments whose merge failed recently and must not be retried yet."""
         there, now = {segment.segment_id for segment in self._index.ring_segments}, time.monotonic()
         self._failed_merges = {ids: when for ids, when in self._failed_merges.items() if there.issuperset(ids)}
         return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
@@ -447,10 +441,7 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer the retry of a failed merge of segments, twice as long after each failure.
-
-        Without an ``error``, disk space was missing, which does not count as a failure.
-        """
+        """Defer the retry of a failed merge, twice as long each time. Without ``error``, it is not a failure."""
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2
@@ -480,7 +471,6 @@ class NamespaceCache:
                 self._index.install_merged((segment,), written)
 
     def _commit(self) -> None:
-        """Update the manifest, including the newest durable position in the replication log."""
         if self._files is None:
             return
         with self._lock:

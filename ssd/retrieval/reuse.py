@@ -36,10 +36,7 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """The positions in the ring buffer of outputs, as opposed to prompts, oldest first. For one writing thread.
-
-    An output takes 24 bytes.
-    """
+    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
