@@ -123,7 +123,8 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 _SHARE = 0.005
 """The maximum share of a step's time that may be spent on drafting for requests whose drafts are not accepted."""
 _TELLING_SHARE = 0.005
-"""The maximum share of a forward pass's time that drafters may take to learn from its logits if it had no draft."""
+"""The maximum share of a forward pass's time that drafters may take to learn from its logits, if no draft was verified.
+"""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
 """The minimum acceptance probability at which a draft is verified in the pass that produces a request's first token.
 

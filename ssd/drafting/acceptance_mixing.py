@@ -61,12 +61,17 @@ Its value also contains coarse buckets of the longest match's length and of the 
 candidate token.
 """
 TOKEN: Final = 7
-"""A feature of the acceptance model: a hash of the candidate token, combined with the longest match's length (coarse).
-"""
+"""A feature of the acceptance model: a hash of the candidate token, with coarse buckets of match length and share."""
 BEFORE: Final = 8
-"""A feature of the acceptance model: a hash of the token before the candidate token, combined with the match length."""
+"""A feature of the acceptance model: a hash of the token before the candidate token.
+
+Its value also contains coarse buckets of match length and share.
+"""
 PAIR: Final = 9
-"""A feature of the acceptance model: a hash of the candidate token and the token before it, with the match length."""
+"""A feature of the acceptance model: a hash of the candidate token and the token before it.
+
+Its value also contains coarse buckets of match length and share.
+"""
 PROPOSAL: Final = 10
 """A feature of the acceptance model: the token that another drafter, such as a draft model, proposes at this position.
 
@@ -396,7 +401,7 @@ def prior_model() -> npt.NDArray[np.float64]:
 
 
 def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
-    """Return initial log odds of acceptance, which grow with match length, match count and the agreeing share."""
+    """Return initial log odds of acceptance, which grow with match length, match count and the token's share."""
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3

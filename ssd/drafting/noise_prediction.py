@@ -222,7 +222,7 @@ def noise_bucket(position_noise: PositionNoise, token: int) -> int:
 
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for the number of consecutive tokens before a position that equal their cached sample."""
+"""The number of buckets for how many tokens in a row, before a position, equal those in the sample cache."""
 
 _RUN_BUCKET_OF: Final = np.searchsorted([1, 2, 4, 8, 16], np.arange(17), side="right")
 

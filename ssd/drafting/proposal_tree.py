@@ -167,7 +167,7 @@ class Lookahead(Record):
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the position of the draft token after ``node``; in a tree, of the child ``token`` or the first child."""
+    """Return the position where a draft continues after ``node``: in a tree, the child ``token`` or the first one."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN

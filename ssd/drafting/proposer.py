@@ -36,7 +36,7 @@ class FaultIsolatingDrafter:
         return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
     def forget(self, request_id: str) -> None:
-        """Draft again for a request that once made the drafter fail, because the request has ended or restarts."""
+        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
         self._failing.discard(request_id)
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -147,7 +147,7 @@ class ProposerState:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether a costly drafter should read a request's context, as the gains missed so far cover the cost.
+        """Return whether a costly drafter should read a request's context, because the gains missed exceed the cost.
 
         If they do not cover ``cost``, ``gain`` is added to the missed gains. Both arguments are in tokens.
         """
@@ -168,7 +168,7 @@ class ProposerState:
             self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
-        """Draft again for a request that once made the drafter fail, because the request has ended or restarts."""
+        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
         self._isolated.forget(request_id)
 
     def finish(self, request_id: str) -> None:

@@ -220,7 +220,7 @@ class NamespaceTables(Generic[T]):
         return self.get(learned)
 
     def _has_room(self) -> bool:
-        """Return whether another table may be created; if necessary, delete the least recently used table first."""
+        """Return whether a table for another namespace may be created, after deleting the least recently used one."""
         if len(self._tables) < MAX_TABLES:
             return True
         if self._num_passes < self._full_until:

@@ -77,7 +77,7 @@ class Coupling:
 
 
 def namespace_secret(root: bytes, namespace: str) -> int:
-    """Derive a namespace's 64-bit secret by HMAC (RFC 2104); it does not reveal ``root`` or other secrets."""
+    """Derive a namespace's 64-bit secret by HMAC (RFC 2104), which hides ``root`` and other namespaces' secrets."""
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 
@@ -320,7 +320,7 @@ def open_sequence(
         RequestError: The request is invalid; the message names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
-        raise RequestError(f"there is no adapter {quote_value(request.adapter)} here", param="model")
+        raise RequestError(f"there is no LoRA adapter {quote_value(request.adapter)} here", param="model")
     _check(
         request,
         vocab_size=vocab_size,
@@ -394,7 +394,7 @@ def _check(
             param="num_speculative_tokens",
         )
     if sampling.stop and not has_tokenizer:
-        raise RequestError("stop strings need a tokenizer", param="stop")
+        raise RequestError("stop strings need a tokenizer: use stop_token_ids", param="stop")
 
 
 def _namespace_of(request: Request, caches: CacheManager | None) -> NamespaceLease | None:

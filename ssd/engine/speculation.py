@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""The number of steps after which a warning is logged that promising drafts are not verified because of their cost."""
+"""A warning is logged if promising drafts were not verified for this many steps, because of their estimated cost."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -59,7 +59,7 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
     if target.can_verify_trees:
         return shape
     if shape == "tree":
-        log.warning("the model runs %s, which verifies only chains: drafts are chains", target.backend)
+        log.warning("the model runner %s verifies only chains, no draft trees: drafts are chains", target.backend)
     return "chain"
 
 
@@ -410,7 +410,7 @@ class SpeculationManager:
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                log.warning("likely drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+                log.warning("promising drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:

@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Backoff:
-    """Growing delays between attempts, from 0.1 to 3 seconds, randomized so that replicas do not retry at once."""
+    """Growing delays between connection attempts, 0.1 to 3 s, randomized so that replicas do not retry at once."""
 
     def __init__(self) -> None:
         self.reset()
@@ -35,7 +35,7 @@ class Backoff:
         return delay_s * random.uniform(0.75, 1.0)
 
     def pause(self) -> None:
-        """Start the delay before the next attempt, during which ``is_paused`` is True."""
+        """Start the delay before the next attempt to connect or read, during which ``is_paused`` is True."""
         self._until = time.monotonic() + self.next_delay_s()
 
     @property

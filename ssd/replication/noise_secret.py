@@ -93,7 +93,7 @@ class NoiseSecret:
                 try:
                     write_file(self._path, [secret.hex().encode()], durable=True)
                 except OSError as error:
-                    log.warning("%s still has the former noise secret: %s", self._path, error.strerror)
+                    log.warning("the new noise secret could not be written to %s: %s", self._path, error.strerror)
         self.source = "replicas"
 
 

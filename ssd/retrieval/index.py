@@ -306,7 +306,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Search ``segments`` of another namespace, in place of those attached before. They have no position."""
+        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()

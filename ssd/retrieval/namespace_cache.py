@@ -242,7 +242,7 @@ class NamespaceCache:
         return self._index.shared_segments
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Search ``segments`` of another namespace, in place of those attached before. They have no position."""
+        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
         with self._lock:
             if not self._is_discarded:
                 self._index.attach_shared(segments)
@@ -355,7 +355,7 @@ class NamespaceCache:
     # Flushing, and retaining reused text
 
     def _flush_memtable(self, min_tokens: int) -> None:
-        """Turn the memtable into segments while it has at least ``min_tokens`` tokens. Later text waits."""
+        """Turn the memtable into segments while it has at least ``min_tokens`` tokens; text appended later waits."""
         stop = self._index.next_position
         while True:
             with self._lock:
@@ -441,7 +441,7 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer the retry of a failed merge, twice as long each time. Without ``error``, it is not a failure."""
+        """Defer the retry of a failed merge, twice as long each time; without ``error``, no failure is counted."""
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2

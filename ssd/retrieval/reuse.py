@@ -85,7 +85,7 @@ class Windows(NamedTuple):
 
 
 def windows(tokens: TokenIds, start: int = 0) -> Windows:
-    """Return the positions and hashes of about a quarter of a text's windows of WINDOW_TOKENS tokens.
+    """Sample about a quarter of a text's windows (runs of WINDOW_TOKENS tokens); return their positions and hashes.
 
     No window contains a separator. ``start`` is the position of the first token.
     """
@@ -168,7 +168,7 @@ def _spans_after(outputs: Int64s, ends: Int64s) -> Int64s:
 
 
 def _iter_windows(segment: Segment) -> Iterator[Windows]:
-    """Yield the windows of a segment's text a block at a time, so that other threads get the GIL in between."""
+    """Yield the sampled windows of a segment's text a block at a time, so that other threads get the GIL in between."""
     position, before = segment.start or 0, np.empty(0, np.int32)
     for block in iter_blocks(segment):
         text = np.concatenate([before, block])

@@ -17,7 +17,7 @@ def power_of_two_at_least(n: int) -> int:
 
 
 class TokenRing:
-    """The ring buffer of the memtable: the last ``limit`` appended tokens in no segment. For one writing thread.
+    """The ring buffer of the memtable: the last ``limit`` tokens that are in no segment yet. For one writing thread.
 
     ``Snapshot`` describes concurrent reads. Position p, which is absolute and only grows, is in
     ``tokens[p & (len(tokens) - 1)]``::
