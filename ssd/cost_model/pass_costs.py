@@ -21,7 +21,7 @@ drafts.
 """
 
 _SINGULAR: Final = 1e-9
-"""The relative pivot size below which a regression feature of pass times counts as a combination of the others."""
+"""The minimum relative pivot in the fit of pass times; below it, the fitted features are linearly dependent."""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 

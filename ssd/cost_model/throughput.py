@@ -60,7 +60,7 @@ def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, mo
 
 @inlined
 def combined_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
-    """Return the tokens per second of a forward pass and an average recent pass together; drafts maximise it.
+    """Return the tokens per second of a forward pass and an average recent pass together; draft lengths maximise it.
 
     With the expected output G and time C of this pass, and the recent averages T and K, the result is (G + T) / (C +
     K). An accepted token saves the time that the token would have taken later. That time depends on recent passes, but

@@ -199,7 +199,7 @@ _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 class AcceptanceTables(Record):
-    """The parameters of an acceptance model, as numba kernels read and update them.
+    """The parameters of an acceptance model, in the form that numba kernels read and update.
 
     Attributes:
         probabilities: The acceptance probability of each table entry.

@@ -54,7 +54,7 @@ _DEFAULT_TOKEN_COST: Final = 0.1
 
 
 class RowTextRecord(Record):
-    """The drafter's copy of the prompt and output of one row of the batch, as numba kernels read it.
+    """The drafter's copy of the prompt and output of one row of the batch, in the form that numba kernels read.
 
     Attributes:
         tokens: The address of int32[room]; the first ``length`` tokens are valid.
@@ -70,7 +70,7 @@ class RowTextRecord(Record):
 
 
 class DraftBatchRecord(Record):
-    """The rows of a batch and the settings of its drafter, as numba kernels read them.
+    """The rows of a batch and the settings of its drafter, in the form that numba kernels read.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.

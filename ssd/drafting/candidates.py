@@ -387,7 +387,7 @@ def score_candidates(
 
 
 SURE_LENGTH: Final = 9
-"""The minimum match length at which token recycling adds no candidates, provided that all matches continue alike."""
+"""The minimum match length at which token recycling adds no candidates, if all matches continue with the same token."""
 
 
 @inlined

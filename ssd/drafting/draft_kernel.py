@@ -263,7 +263,7 @@ def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length:
 
 @kernel
 def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
-    """Draft for several rows one after another, each with the snapshot and the acceptance model in its parameters.
+    """Draft for several rows one after another, using the snapshot and acceptance model in each row's parameters.
 
     The acceptance model learns from a row's last draft before the next row is drafted for. ``workspace`` is the address
     of a `DraftScratch`, and ``rows`` (int64[n]) are the addresses of the `DraftRow` records, which are updated.

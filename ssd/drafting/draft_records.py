@@ -9,11 +9,11 @@ import numpy as np
 from ssd.jit.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
 
 MAX_DRAFT: Final = 128
-"""The maximum number of draft tokens per draft. Greater limits are reduced to it."""
+"""The maximum number of draft tokens per draft. A greater configured limit is reduced to this number."""
 
 
 class DraftRecord(Record):
-    """A draft chain or tree, as numba kernels write it.
+    """A draft chain or tree, in the form that numba kernels write.
 
     Attributes:
         size: The number of draft tokens.
@@ -86,7 +86,7 @@ def source_name(number: int) -> str:
 
 
 class DraftParams(Record):
-    """The parameters of one draft, as numba kernels read them: a ``DraftRequest`` without Python objects.
+    """The parameters of one draft, in the form that numba kernels read: a ``DraftRequest`` without Python objects.
 
     Attributes:
         context: The address of the prompt and the output so far, int32[context_length].

@@ -118,7 +118,7 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return a draft's expected accepted tokens and the acceptance probability of its best first token, or (0, 0)."""
+    """Return a draft's expected accepted tokens and its best first token's acceptance probability; 0, 0 if unknown."""
     estimates = draft.probabilities
     if estimates is None or not len(estimates):
         return 0.0, 0.0
@@ -157,7 +157,7 @@ def _proposals_of(step: _RequestStep) -> ExternalProposals:
 
 
 class HybridDrafter:
-    """Combines several drafters: uses the cheapest always, and a costly one only if its expected gain exceeds its cost.
+    """Combines drafters: always uses the cheapest one, and a costly one only if its expected gain exceeds its cost.
 
     The first drafter is the primary drafter, which is used in every step. The tokens of the other drafters become
     external proposals, which the primary drafter scores together with its own candidates in one tree or chain.
@@ -214,7 +214,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Return the primary drafter's drafts; those improved with a secondary drafter's tokens are replaced."""
+        """Replace the primary drafter's drafts where secondary drafters contribute tokens, and return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[ProposerState, float, int, int]] = []
         started, self._has_used_others = self._clock(), False

@@ -111,8 +111,7 @@ NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""For each bucket of `share_level`, a typical share of the top-k probability; it stands for the probability in scores.
-"""
+"""For each bucket of `share_level`, a typical probability share, to which a stored bucket is converted."""
 
 assert len(TYPICAL_SHARE) == SHARES
 _LOG_SHARE: Final = np.log(TYPICAL_SHARE)

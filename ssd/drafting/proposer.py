@@ -77,7 +77,7 @@ _RECENT: Final = 0.1
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter that estimates its latency, so that its gain can be compared with it. Other drafters count as free."""
+    """A drafter that estimates its latency, which is weighed against its gain. Other drafters count as free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""

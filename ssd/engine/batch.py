@@ -277,7 +277,7 @@ class Batch:
         return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))
 
     def can_continue(self, running: Rows[Sequence], lengths: Int64s) -> bool:
-        """Return whether another forward pass over the same sequences can be launched before this one has ended.
+        """Return whether another forward pass over the same sequences can be launched before the present pass ends.
 
         It can if ``running`` are exactly these sequences, none of them reaches its maximum length (``lengths`` are the
         numbers of tokens after this pass), and their next tokens depend on nothing that the CPU must compute, such as a

@@ -118,7 +118,7 @@ class ForwardPass:
         return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
 
     def verify(self) -> None:
-        """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that equal these.
+        """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that match them.
 
         Afterwards the KV cache may also hold rejected draft tokens of chains; the caller must roll it back. If the pass
         fails, its exception is raised, and the content of the KV cache is unknown.

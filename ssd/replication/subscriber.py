@@ -254,7 +254,7 @@ class Subscriber:
             stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
 
     def _begin(self, stream: SubscribedStream) -> None:
-        """Determine which entries of a stream are in the cache already, before it is read from its beginning."""
+        """Determine which entries of a stream are in the cache already, before reading the stream from the start."""
         from redis.exceptions import ResponseError
 
         try:

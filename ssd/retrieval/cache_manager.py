@@ -211,7 +211,7 @@ class CacheManager:
         return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
     def maintain(self) -> None:
-        """Flush memtables and merge segments where due, in every namespace. For managers created with ``inline``."""
+        """In every namespace, flush the memtable and merge segments if necessary. For managers with ``inline``."""
         for cache in self._open_caches():
             cache.maintain()
         self._attach_shared_to_all()

@@ -278,7 +278,7 @@ class NamespaceCache:
     # Maintenance
 
     def maintain(self, *, flush_all: bool = False, wait: bool = True) -> None:
-        """Flush the memtable and merge segments where due, and update the directory.
+        """Flush the memtable and merge segments if necessary, and update the directory.
 
         Args:
             flush_all: Flush the memtable whatever its size.
