@@ -18,7 +18,7 @@ _TEMPERATURE_BUCKETS: Final = 9
 
 
 class CalibrationRecord(Record):
-    """The expected and the accepted draft tokens per temperature bucket, as exponentially weighted sums."""
+    """For each temperature bucket, the sums of expected and of accepted draft tokens; old counts fade exponentially."""
 
     sums: Annotated[npt.NDArray[np.float64], np.float64, (_TEMPERATURE_BUCKETS, 2)]
 
@@ -28,7 +28,7 @@ calibration_at = view_of(CalibrationRecord)
 
 @inlined
 def accepted_share(shares: CalibrationRecord, bucket: int) -> float:
-    """Return the recent ratio of accepted to expected draft tokens in a temperature bucket, 0 to 1."""
+    """Return the recent ratio of accepted to expected draft tokens in a temperature bucket, between 0 and 1."""
     return float(min(1.0, (shares.sums[bucket, 1] + _PRIOR_TOKENS) / (shares.sums[bucket, 0] + _PRIOR_TOKENS)))
 
 
@@ -87,7 +87,7 @@ _SCALE_RANGE = (0.0, 3.0)
 
 
 class PlattScaling:
-    """Estimates the acceptance probability of a draft model's token from the draft model's own probability.
+    """Converts a draft model's own probability of a token to the probability that the target accepts the token.
 
     The log odds of acceptance are ``shift + scale * log_odds(probability)`` (Platt 1999, section 2); both numbers are
     updated while serving, by gradient steps on the log loss. Use one instance for greedy requests and another one for
@@ -99,15 +99,15 @@ class PlattScaling:
         self.scale = scale
 
     def estimate(self, probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Convert the draft model's probabilities of tokens, float64[n], to acceptance probabilities."""
+        """Convert a draft model's token probabilities, float64[n], to acceptance probabilities by Platt scaling."""
         estimates: npt.NDArray[np.float64] = 1.0 / (1.0 + np.exp(-self.shift - self.scale * _log_odds(probabilities)))
         return estimates
 
     def learn(self, probabilities: npt.NDArray[np.float64], accepted: npt.NDArray[np.bool_]) -> None:
-        """Update the fit from verified draft tokens, in one gradient step.
+        """Update the Platt scaling from verified draft tokens, in one gradient step.
 
-        ``probabilities`` (float64[n]) are the draft model's, and ``accepted`` (bool[n]) tells which tokens were
-        accepted. Tokens after the first rejected one must be left out.
+        ``probabilities`` (float64[n]) are the draft model's, and ``accepted`` (bool[n]) is whether the target accepted
+        each token. Tokens after the first rejected one must be left out.
         """
         log_odds = _log_odds(probabilities)
         error = accepted - self.estimate(probabilities)
@@ -121,15 +121,15 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The maximum share of a step's time that drafting may take for requests whose drafts are not accepted."""
+"""The maximum share of a step's time that may be spent on drafting for requests whose drafts are not accepted."""
 _TELLING_SHARE = 0.005
-"""The maximum share of a forward pass's time that ``observe_scores`` may take if the pass had no draft."""
+"""The maximum share of a forward pass's time that drafters may take to learn from its logits, if no draft was verified.
+"""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
-"""The minimum acceptance probability of the first draft token in the forward pass that produces a request's first
-token.
+"""The minimum acceptance probability at which a draft is verified in the pass that produces a request's first token.
 
-Below it, nothing is drafted in that pass, because a draft delays the first token, for which the client waits. Text that
-is repeated verbatim exceeds the threshold.
+It applies to the first draft token. If its probability is lower, nothing is drafted in that pass, because a draft
+delays the first output token. Text that is repeated verbatim exceeds the threshold.
 """
 
 BACKOFF_AFTER: Final = 4
@@ -137,8 +137,7 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The seconds from which a call is ignored when call times are averaged, because it has probably compiled its kernels.
-"""
+"""The seconds from which a call is left out of the mean call time, because it has probably compiled its kernels."""
 
 
 class DraftBackoff:
@@ -158,7 +157,7 @@ class DraftBackoff:
         self._num_unobserved = 0  # passes since drafters observed one
 
     def should_draft_all(self, num_rows: int) -> bool:
-        """Return whether to draft for all rows in this step, not only for those with recent useful drafts."""
+        """Return whether to draft for all rows in this step, including those whose recent drafts were not accepted."""
         return self._num_skipped + 1 >= self.period(num_rows)
 
     def period(self, num_rows: int) -> int:
@@ -170,26 +169,25 @@ class DraftBackoff:
     def record_drafting(self, num_asked: int, seconds: float, *, skips_some: bool) -> None:
         """Record that a call of the drafter for ``num_asked`` rows took ``seconds``.
 
-        ``skips_some`` is whether the call left out rows whose recent drafts were not accepted.
+        ``skips_some`` is whether the call skipped rows because their recent drafts were not accepted.
         """
         self._num_skipped = self._num_skipped + 1 if skips_some else 0
         if num_asked and seconds < _COMPILED_S:
             self._row_s = _recent(self._row_s, seconds / num_asked)
 
     def should_observe(self, *, has_drafts: bool) -> bool:
-        """Return whether to pass the logits of a forward pass to the drafters; always True with ``has_drafts``."""
+        """Return whether drafters should learn from the logits of a forward pass; always True with ``has_drafts``."""
         share = self._observe_s / self._pass_s / _TELLING_SHARE if self._pass_s else 1.0
         tells = has_drafts or self._num_unobserved + 1 >= min(_LONGEST_PAUSE, math.ceil(share))
         self._num_unobserved = 0 if tells else self._num_unobserved + 1
         return tells
 
     def record_observing(self, seconds: float) -> None:
-        """Record how long the drafters took to observe the logits of a forward pass."""
+        """Record how long the drafters took to learn from the logits of a forward pass."""
         if seconds < _COMPILED_S:
             self._observe_s = _recent(self._observe_s, seconds)
 
     def observe_pass(self, seconds: float) -> None:
-        """Record how long a forward pass took."""
         self._pass_s = _recent(self._pass_s, seconds)
 
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class PassTimeModel(NamedTuple):
-    """The estimated seconds of a forward pass: ``fixed + per_position * positions``, plus ``wide`` if it has drafts."""
+    """The coefficients of a forward pass's time: ``fixed + per_position * positions``, plus ``wide`` with drafts."""
 
     fixed: float
     per_position: float
@@ -67,7 +67,7 @@ class CostModel:
         calibrate_pass(self.address, num_positions, is_wide, seconds)
 
     def begin(self) -> None:
-        """End the warm-up: discard all measured passes except those recorded with ``calibrate``."""
+        """End the warm-up: discard the times of all forward passes except those recorded with ``calibrate``."""
         start_serving(self.address)
         # Compile it before the first request needs it.
         num_steps_to_verify(self.address, 1, 1, np.zeros(1))
@@ -99,17 +99,17 @@ class CostModel:
             num_rows: The number of rows of the forward pass.
 
         Returns:
-            The length; n until the time of passes is known.
+            The length; n until the time of forward passes has been measured.
         """
         return num_steps_to_verify(self.address, num_rows, num_rows, gains) if self._costs.is_known else len(gains)
 
     @property
     def num_withheld(self) -> int:
-        """Return for how many forward passes promising drafts have been withheld because of their estimated cost."""
+        """Return for how many forward passes promising drafts have been skipped because of their estimated cost."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:
-        """Return the estimated time of a forward pass over ``width`` tokens of one row, relative to one token.
+        """Return the estimated time of a forward pass over ``width`` tokens of one row, divided by that over one token.
 
         It is 0 until enough passes have been measured.
         """

@@ -21,7 +21,7 @@ drafts.
 """
 
 _SINGULAR: Final = 1e-9
-"""The relative size of a pivot below which a regression feature is treated as a linear combination of the others."""
+"""The minimum relative pivot in the fit of pass times; below it, the fitted features are linearly dependent."""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 
@@ -43,7 +43,7 @@ def add_observation(moments: Floats, keep: float, features: tuple[float, float, 
 
 @kernel
 def fit_nonnegative(moments: Floats) -> tuple[float, float, float]:
-    """Solve the least-squares problem of ``add_observation``, with all coefficients >= 0.
+    """Solve the least-squares fit of forward-pass times that ``add_observation`` collects, with all coefficients >= 0.
 
     The solution is exact: the problem is solved for every subset of the features, and the best solution without a
     negative coefficient is returned (Lawson & Hanson 1974, chapter 23). If features cannot be distinguished, the first
@@ -91,32 +91,32 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""The ratio of a forward pass's time to its estimate above which it was probably interrupted, and is ignored.
+"""The ratio of a forward pass's time to its estimate above which the pass was probably interrupted and is ignored.
 
 If the next passes are slow as well, the estimate is replaced instead.
 """
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""The relative variance of the number of positions below which forward passes do not reveal the time of one position.
+"""The relative variance of the number of positions that forward passes need, so that the time per position can be
+fitted.
 """
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight of the forward passes timed at start-up in the fit of the time estimate.
+"""The minimum weight of the forward passes timed at start-up, when the time estimate is fitted.
 
-With it they matter only where later passes do not determine the estimate.
+Passes with this weight matter only for coefficients that later passes do not determine.
 """
 _CONTRADICTION: Final = 2.0
-"""The ratio of a measured pass time to its estimate, in either direction, from which the estimate is considered wrong.
-"""
+"""The ratio of a forward pass's time to its estimate, or the inverse, from which the estimate is considered wrong."""
 _CONFIRMATIONS: Final = 3
 """The number of consecutive slow forward passes after which a time estimate is considered wrong.
 
 A single fast pass suffices, because no interruption makes a pass faster.
 """
 MIN_PROBE_GAIN: Final = 0.5
-"""The expected accepted tokens per row from which a draft may be verified although its estimated cost exceeds its gain.
+"""The minimum expected accepted tokens per row of a probe, i.e. a draft verified although its cost exceeds its gain.
 
-Such a verification is a probe, see `PassCostRecord`.
+A probe checks the cost estimate, see `PassCostRecord`.
 """
 _PROBE_WIDTH: Final = 16
 MIN_PROBE_PAUSE: Final = 64
@@ -126,10 +126,11 @@ _PROBE_SHARE: Final = 0.01
 
 
 class PassCostRecord(Record):
-    """The estimated seconds of a forward pass: ``fixed + per_position * positions``, plus ``wide`` if it has drafts.
+    """The data from which the seconds of a forward pass are estimated, fitted to measured passes.
 
-    The estimate is fitted to two kinds of passes, without drafts (kind 0) and with drafts (kind 1). A pass makes older
-    passes of its own kind fade, but not those of the other kind.
+    The estimate is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts. It is fitted to two
+    kinds of passes, without drafts (kind 0) and with drafts (kind 1). A pass makes older passes of its own kind fade,
+    but not those of the other kind.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected.
@@ -144,7 +145,7 @@ class PassCostRecord(Record):
         probe_pause: The number of passes from one probe to the next.
         probe_cost: The cost of the last probe, in average recent passes.
         is_probing: Whether a probe has been decided and not been measured yet.
-        num_withheld: The number of passes since promising drafts began to be withheld; 0 if none are.
+        num_withheld: The number of passes since promising drafts began to be withheld; 0 if no draft is withheld.
     """
 
     fixed: Float64
@@ -203,9 +204,9 @@ def calibrate_pass(address: int, num_positions: int, is_wide: bool, seconds: flo
 
 @kernel
 def start_serving(address: int) -> None:
-    """Discard all measured forward passes except those timed at start-up, because serving begins now.
+    """Discard the times of all forward passes except those measured at start-up, because serving begins now.
 
-    The cost estimate is to be checked with the first draft that it would withhold.
+    The first draft that the cost estimate would withhold is verified nevertheless, to check the estimate.
     """
     costs = costs_at(address)
     costs.recent[:, :, :] = 0.0
@@ -221,11 +222,11 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the time to learn from for a measured forward pass; -1 if the pass was probably interrupted.
+    """Return the time that a measured forward pass adds to the fit; -1 if the pass was probably interrupted.
 
-    One pass faster than the estimate by _CONTRADICTION, or _CONFIRMATIONS consecutive passes slower by it, prove the
-    estimate wrong. Then all earlier passes of the kind are forgotten, and the fastest of the contradicting times is
-    returned.
+    The estimate is considered wrong if one pass is faster than it by _CONTRADICTION, or if _CONFIRMATIONS consecutive
+    passes are slower by it. Then all earlier passes of the kind are forgotten, and the fastest of the contradicting
+    times is returned.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -247,8 +248,8 @@ def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected
 def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
     """Set the pause until the next probe, i.e. the next draft that is verified only to check the cost estimate.
 
-    Probes take at most about _PROBE_SHARE of the time. The pause follows from the cheaper of the last two, because one
-    may have been interrupted.
+    Probes take at most about _PROBE_SHARE of the time. The pause is computed from the cheaper of the last two probes,
+    because one may have been interrupted.
     """
     tokens, time = recent_pass(costs.rate)
     lost = 0.0
@@ -263,7 +264,7 @@ def _end_probe(costs: PassCostRecord, num_tokens: int, seconds: float) -> None:
 def observe_pass(address: int, num_positions: int, is_wide: bool, num_tokens: int, seconds: float) -> None:
     """Update the time estimate of forward passes from a pass that took ``seconds`` for ``num_tokens`` output tokens.
 
-    ``is_wide`` is whether it verified drafts.
+    ``is_wide`` is whether the pass verified drafts.
     """
     costs, kind = costs_at(address), 1 if is_wide else 0
     costs.since_probe += 1
@@ -302,7 +303,7 @@ def draft_token_cost(address: int, num_rows: int) -> float:
 
 @kernel
 def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length with the greatest expected throughput. O(n).
+    """Return the draft length with the greatest expected throughput, in units of ``step`` positions. O(n).
 
     Args:
         address: The address of the `PassCostRecord`.
@@ -324,11 +325,11 @@ def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int
 
 @kernel
 def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length to verify: that of ``best_num_steps``, or more if a probe is due.
+    """Return the draft length to verify: that with the greatest throughput, or more to check the cost estimate.
 
-    A probe checks the cost estimate. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length,
-    because a wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return
-    the same length.
+    Such a check is a probe. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length, because a
+    wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return the same
+    length. The arguments are those of ``best_num_steps``.
     """
     costs = costs_at(address)
     best = best_num_steps(address, num_rows, step, gains)

@@ -1,4 +1,4 @@
-"""Measure the output throughput, by which seconds are converted to output tokens when a draft's cost is estimated."""
+"""Measure the output throughput, which is used to convert seconds to output tokens when a draft's cost is estimated."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ssd.jit.addresses import Float64, Record, inlined
 Floats = npt.NDArray[np.float64]
 
 FORGETTING = 0.99
-"""The factor by which each forward pass lowers the weight of earlier ones in the measured throughput."""
+"""The factor by which each forward pass lowers the weight of earlier passes in the measured throughput."""
 _STEP_FORGETTING = 0.95
 _NO_TIME = 1e-9
 
 
 class ThroughputRecord(Record):
-    """The output tokens and seconds of recent forward passes, as exponentially weighted sums.
+    """The output tokens and seconds of recent forward passes, summed with exponentially decreasing weights.
 
-    ``forgetting`` is the factor by which each pass lowers the weight of earlier ones.
+    ``forgetting`` is the factor by which each pass lowers the weight of earlier passes.
     """
 
     forgetting: Float64
@@ -49,10 +49,10 @@ def recent_pass(rate: ThroughputRecord) -> tuple[float, float]:
 
 @inlined
 def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    """Convert ``more_seconds`` of a forward pass that produces ``num_tokens`` in ``seconds`` to output tokens.
+    """Convert ``more_seconds`` of a forward pass to output tokens, the unit of draft costs.
 
-    A draft token that needs this time is worth verifying only if its acceptance probability exceeds the result. The
-    conversion is that of `combined_rate`.
+    Without them, the pass produces ``num_tokens`` in ``seconds``. A draft token that needs ``more_seconds`` is worth
+    verifying only if its acceptance probability exceeds the result. `combined_rate` is the conversion rate.
     """
     tokens, time = recent_pass(rate)
     return float(more_seconds * (num_tokens + tokens) / max(seconds + time, _NO_TIME))
@@ -60,21 +60,21 @@ def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, mo
 
 @inlined
 def combined_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
-    """Return the tokens per second of a forward pass combined with an average recent one; drafts maximise it.
+    """Return the tokens per second of a forward pass and an average recent pass together; draft lengths maximise it.
 
     With the expected output G and time C of this pass, and the recent averages T and K, the result is (G + T) / (C +
-    K). An accepted token saves the time that it would have taken later. That time depends on recent passes, but also on
-    this one: text that is easy to draft now is easy to draft a little later too, and then a token saves little. In
-    replays of recorded outputs this objective was better than G / C, and better than a fixed exchange rate T / K
+    K). An accepted token saves the time that the token would have taken later. That time depends on recent passes, but
+    also on this one: text that is easy to draft now is easy to draft a little later too, and then a token saves little.
+    In replays of recorded outputs this objective was better than G / C, and better than a fixed exchange rate T / K
     (Dinkelbach 1967).
     """
     return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
 
 
 class Throughput:
-    """The tokens per second of recent forward passes, exponentially weighted.
+    """The tokens per second of recent forward passes, averaged with exponentially decreasing weights.
 
-    ``forgetting`` is the factor by which each pass lowers the weight of earlier ones.
+    ``forgetting`` is the factor by which each pass lowers the weight of earlier passes.
     """
 
     def __init__(self, forgetting: float) -> None:
@@ -96,7 +96,7 @@ class Throughput:
 
 
 class StepThroughput:
-    """The tokens per second of recent engine steps, each timed from its first draft to its last outcome."""
+    """The tokens per second of recent engine steps; a step is timed from its first draft to its last accepted token."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -112,7 +112,7 @@ class StepThroughput:
     def seconds_per_step(self) -> float:
         """Return the mean seconds of recent engine steps without costly drafters; 0 before the first step.
 
-        It is at most the time of an average step, because steps may have become faster since.
+        The result is at most the mean of all steps, because steps may have become faster since.
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
@@ -124,18 +124,17 @@ class StepThroughput:
         self._began, self._num_tokens, self._is_plain = self._clock(), 0, True
 
     def leave_out(self, seconds: float) -> None:
-        """Exclude some seconds from the time of the current engine step, because a costly drafter took them."""
+        """Subtract ``seconds`` from the time of the current engine step, because a costly drafter took this time."""
         self._began += seconds
         self._is_plain = False
 
     def count(self, num_tokens: int) -> None:
-        """Add ``num_tokens`` output tokens to the current engine step."""
         self._last = self._clock()
         self._num_tokens += num_tokens
 
 
 def cost_at(prices: Floats, i: int) -> float:
-    """Return the cost of the i-th draft token, in tokens; the last element of ``prices`` holds for all later tokens."""
+    """Return the cost of the i-th draft token, in tokens; the last element of ``prices`` applies to later tokens."""
     return float(prices[min(i, len(prices) - 1)])
 
 
@@ -147,9 +146,9 @@ _IDLE_FADING = 0.99
 
 
 class AcceptanceRates:
-    """The acceptance rate of draft tokens by request: the probability that a token is accepted if those before it are.
+    """The acceptance rate of draft tokens by request: how often a token is accepted if all tokens before it are.
 
-    The rate combines a request's own tested tokens with ``_PRIOR_WEIGHT`` tokens at the average rate of all requests.
+    The rate combines a request's own verified tokens with ``_PRIOR_WEIGHT`` tokens at the average rate of all requests.
     Counts beyond ``_MEMORY`` tokens fade because traffic changes, and the counts of a request fade with each step
     without a draft.
     """
@@ -197,9 +196,9 @@ class MarginalGain:
     """The mean number of accepted tokens that another drafter adds to the primary drafter's draft.
 
     The mean depends on two properties of the primary draft: its expected accepted tokens, and the acceptance
-    probability of its first token. Both are bucketed, and the mean of a bucket is combined with ``_GAIN_PRIOR_WEIGHT``
-    observations at the overall mean. Old counts fade because traffic changes. In replays of recorded requests, the last
-    tokens and the drafter's earlier gains in the request did not improve the prediction.
+    probability of its first token. These two numbers are bucketed, and the mean of a bucket is combined with
+    ``_GAIN_PRIOR_WEIGHT`` observations at the overall mean. Old counts fade because traffic changes. In replays of
+    recorded requests, the last tokens and the drafter's earlier gains in the request did not improve the prediction.
     """
 
     def __init__(self) -> None:
@@ -207,19 +206,19 @@ class MarginalGain:
         self._cells: dict[tuple[int, int], tuple[float, float]] = {}
 
     def expected(self, expected_accepted: float, first: float) -> float:
-        """Return the expected number of accepted tokens that another drafter adds to a draft, >= 0.
+        """Return the expected number of accepted tokens that another drafter adds to the primary drafter's draft.
 
-        ``expected_accepted`` is the expected number of accepted tokens of that draft, and ``first`` the acceptance
-        probability of its first token.
+        ``expected_accepted`` is the expected number of accepted tokens of the primary draft, and ``first`` the
+        acceptance probability of its first token.
         """
         total, count = self._cells.get(_cell(expected_accepted, first), (0.0, 0.0))
         return (total + _GAIN_PRIOR_WEIGHT * self._sum / self._count) / (count + _GAIN_PRIOR_WEIGHT)
 
     def learn(self, expected_accepted: float, first: float, gain: int) -> None:
-        """Record that another drafter added ``gain`` accepted tokens to a draft.
+        """Record that another drafter added ``gain`` accepted tokens to the primary drafter's draft.
 
-        ``expected_accepted`` is the expected number of accepted tokens of that draft, and ``first`` the acceptance
-        probability of its first token.
+        ``expected_accepted`` is the expected number of accepted tokens of the primary draft, and ``first`` the
+        acceptance probability of its first token.
         """
         self._sum, self._count = _faded(self._sum, self._count, gain, _GAIN_MEMORY)
         cell = _cell(expected_accepted, first)

@@ -40,33 +40,37 @@ INDEX: Final = 1
 """A feature of the acceptance model: the longest match in the retrieval cache.
 
 Its value combines the match length, the number of matches, the share of them that continue with the candidate token,
-whether the newest match does, and the source of that match.
+whether the newest match does, and the part of the cache that contains that match.
 """
 PREDICTION: Final = 2
 """A feature of the acceptance model: the client's predicted output.
 
-Its value combines the number of consecutive tokens that matched the prediction, whether it never differed, and whether
-it continues with the candidate token.
+Its value combines the number of consecutive output tokens that equal the prediction, whether the output has ever
+differed from it, and whether the prediction continues with the candidate token.
 """
 LEVEL: Final = 3
-"""The first of three features of the acceptance model, one per match length that is looked up.
+"""The index of the first of three features of the acceptance model, one for each match length that is looked up.
 
-The value combines the match length, the number of matches of at least this length, and the share of them that continue
-with the candidate token.
+The feature value combines the match length, the number of matches of at least this length, and the share of these
+matches that continue with the candidate token.
 """
 REQUEST: Final = 6
-"""A feature of the acceptance model: the error of its recent estimates in the same request.
+"""A feature of the acceptance model: the error of the model's recent estimates in the same request.
 
-Like the next features, it is combined with coarse buckets of the longest match's length and of the share of matches
-that continue with the candidate token.
+Its value also contains coarse buckets of the longest match's length and of the share of matches that continue with the
+candidate token.
 """
 TOKEN: Final = 7
-"""A feature of the acceptance model: a hash of the candidate token, combined with coarse buckets of the text match."""
+"""A feature of the acceptance model: a hash of the candidate token, with coarse buckets of match length and share."""
 BEFORE: Final = 8
-"""A feature of the acceptance model: a hash of the token before the candidate, with coarse buckets of the text match.
+"""A feature of the acceptance model: a hash of the token before the candidate token.
+
+Its value also contains coarse buckets of match length and share.
 """
 PAIR: Final = 9
-"""A feature of the acceptance model: a hash of the candidate and the token before it, with coarse buckets of the match.
+"""A feature of the acceptance model: a hash of the candidate token and the token before it.
+
+Its value also contains coarse buckets of match length and share.
 """
 PROPOSAL: Final = 10
 """A feature of the acceptance model: the token that another drafter, such as a draft model, proposes at this position.
@@ -75,14 +79,16 @@ Its value combines the kind of drafter, whether it proposes the candidate token,
 draft.
 """
 RECYCLED: Final = 11
-"""A feature of the acceptance model: the target's earlier top-k tokens after the same token or pair (token recycling).
+"""A feature of the acceptance model: the candidate's rank among the target's earlier top-k tokens (token recycling).
 
-Its value combines the temperature, whether a pair of tokens matched, and the candidate's rank and share in the top k.
+The top-k tokens were stored when the target last processed the same token or pair of tokens. The value also combines
+the temperature, whether a pair of tokens matched, and the candidate's share of the probability in the top k.
 """
 NOISE: Final = 12
-"""A feature of the acceptance model: the Gumbel noise with which the target will sample, if it is known.
+"""A feature of the acceptance model: the Gumbel noise with which the target will sample, if the noise is known.
 
-Its value combines a verdict (see `VERDICTS`), the noise of the candidate token, and coarse buckets of the text match.
+Its value combines a verdict on the candidate token (see `VERDICTS`), the token's noise, and coarse buckets of the
+match.
 """
 CACHED_SAMPLE: Final = 13
 """A feature of the acceptance model: the token that was sampled before with the same Gumbel noise ("cached sample").
@@ -97,9 +103,10 @@ SUPPORTS: Final = 6
 SHARES: Final = 9
 
 ORIGINS: Final = 4
-"""The number of kinds of stored text (prebuilt, recent, ...) that the stored acceptance model can distinguish.
+"""The number of places in the retrieval cache (prebuilt, cache, recent) that the acceptance model's table
+distinguishes.
 
-`lookup.index_source_of` returns three kinds.
+The table has room for one more than the three kinds that `lookup.index_source_of` returns.
 """
 
 ERROR_BUCKETS: Final = 8
@@ -111,9 +118,10 @@ PROPOSED_PROBABILITIES: Final = 8
 TEMPERATURE_BUCKETS: Final = 3
 
 AGREEMENTS: Final = 3
-"""The number of relations between the text matches and the token sampled before with the same Gumbel noise.
+"""The number of values that tell whether the text matches agree with the token sampled before with the same Gumbel
+noise.
 
-Either there is no match, or the newest matches continue with that token, or with another one.
+The values mean: there is no match; the newest matches continue with that token; they continue with a different token.
 """
 
 DEPTH_BUCKETS: Final = 3
@@ -145,7 +153,7 @@ _NUM_WEIGHTS: Final = NUM_WEIGHT_SETS * (NUM_FEATURES + 1)
 KNOTS: Final = 33
 """The number of knots of the piecewise linear curves that correct acceptance estimates.
 
-They lie at log odds from -8 to 8, 1 / KNOTS_PER_UNIT apart.
+The knots lie at log odds from -8 to 8, 1 / KNOTS_PER_UNIT apart.
 """
 
 KNOTS_PER_UNIT: Final = 2.0
@@ -169,9 +177,10 @@ _MAX_COUNT: Final = 1.0 / _MIN_RATE  # greater counts would not change the learn
 _MIN_PROBABILITY: Final = 1e-4
 
 _MAX_WEIGHT: Final = 4.0
-"""The maximum weight of a feature in the acceptance model, four times the greatest weight in replays of outputs.
+"""The maximum weight of a feature in the acceptance model.
 
-About 87 candidates with a surprising outcome move a weight from one end of its range to the other.
+It is four times the greatest weight learned in replays of recorded outputs. About 87 candidates with a surprising
+outcome move a weight from its minimum to its maximum.
 """
 
 # The bounds of the buckets, and the values that they stand for.
@@ -190,7 +199,7 @@ _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 class AcceptanceTables(Record):
-    """The parameters of an acceptance model, as numba kernels read and update them.
+    """The parameters of an acceptance model, in the form that numba kernels read and update.
 
     Attributes:
         probabilities: The acceptance probability of each table entry.
@@ -298,7 +307,6 @@ def depth_bucket(depth: int) -> int:
 
 @inlined
 def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
-    """Return the log odds that a candidate token is accepted: the weighted sum of the log odds of all features."""
     total = model.weights[weights_number, NUM_FEATURES]
     for i in range(NUM_FEATURES):
         if inputs[i] >= 0:
@@ -308,7 +316,6 @@ def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> floa
 
 @inlined
 def _curve_position(log_odds: float) -> tuple[int, float]:
-    """Return the knot of the correction curve before the given log odds, and the relative distance to it, 0 to 1."""
     place = min(max(KNOTS_PER_UNIT * log_odds + (KNOTS - 1) // 2, 0.0), KNOTS - 1.0)
     knot = min(int(place), KNOTS - 2)
     return knot, place - knot
@@ -316,7 +323,7 @@ def _curve_position(log_odds: float) -> tuple[int, float]:
 
 @inlined
 def acceptance_probability(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
-    """Estimate the probability that a candidate token is accepted, given that the draft tokens before it are.
+    """Estimate the probability that the target accepts a candidate token, if it accepts the draft tokens before it.
 
     ``inputs`` holds for each feature the index of its table entry, or -1 if the feature is absent. ``weights_number``
     is the index of the weight vector, see `weight_set`.
@@ -335,12 +342,12 @@ def _bounded_weight(weight: float) -> float:
 def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, label: float) -> float:
     """Update the acceptance model from the outcome of a candidate token; ``label`` is 1.0 if it was accepted, else 0.0.
 
-    The weight vector makes a gradient step on the log loss, and the correction curve one on the squared error. The
-    table entry of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay within
-    the bounds of `clip_to_learnable`. ``inputs`` and ``weights_number`` are as in `acceptance_probability`.
+    The weight vector makes a gradient step on the log loss, and the correction curve makes one on the squared error.
+    The table entry of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay
+    within the bounds of `clip_to_learnable`. ``inputs`` and ``weights_number`` are those of `acceptance_probability`.
 
     Returns:
-        The error of the estimate before the correction curve: label minus probability.
+        ``label`` minus the estimated probability before the correction curve was applied.
     """
     log_odds = _mixed(model, inputs, weights_number)
     knot, part = _curve_position(log_odds)
@@ -368,7 +375,7 @@ def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, 
 
 
 def clip_to_learnable(probabilities: Floats, counts: Floats, weights: Floats, knots: Floats) -> tuple[Floats, ...]:
-    """Clip the parameters of a restored acceptance model to the range that learning can reach."""
+    """Clip the parameters of a restored acceptance model to the ranges that its update rule can produce."""
     return (
         np.clip(probabilities, _MIN_PROBABILITY, 1.0 - _MIN_PROBABILITY),
         np.clip(counts, _PRIOR_COUNT, _MAX_COUNT),
@@ -394,7 +401,7 @@ def prior_model() -> npt.NDArray[np.float64]:
 
 
 def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
-    """Return rule-of-thumb log odds of acceptance, which grow with match length, match count and the token's share."""
+    """Return initial log odds of acceptance, which grow with match length, match count and the token's share."""
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3
@@ -405,7 +412,6 @@ def _expected(length: Floats, support: Floats | float, share: Floats) -> Floats:
 
 
 def _prior(feature: int) -> Floats:
-    """Return the initial log odds of a feature's table entries, in a shape that broadcasts to that of the table."""
     length: Floats
     support: Floats
     share: Floats
@@ -449,15 +455,14 @@ def _log_odds(probability: Floats) -> Floats:
 
 
 def _other_token(probability: Floats) -> Floats:
-    """Return the log odds that a candidate token is next, given the probability that a different token is."""
     return _log_odds(0.4 * (1.0 - probability))
 
 
 def _prior_weights() -> Floats:
     """Return the initial feature weights of an acceptance model.
 
-    They add up to one over the features that are present. Features of the same evidence share its weight. Proposals and
-    recycled tokens get less weight if text matches exist.
+    They add up to one over the features that are present. Features that are computed from the same matches share one
+    weight. Proposals of other drafters and recycled tokens get less weight if there are text matches.
     """
     weights = np.zeros((NUM_WEIGHT_SETS, NUM_FEATURES + 1))
     for weights_number in range(NUM_WEIGHT_SETS):

@@ -40,11 +40,11 @@ _prior: npt.NDArray[np.float64] | None = None
 class AcceptanceModel:
     """The parameters of one namespace's acceptance model, which numba kernels read and update at ``address``.
 
-    Its size is constant. It is owned by one drafter; other threads get copies.
+    Its size is constant. One drafter owns the model; other threads get copies.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64] | None = None) -> None:
-        """Copy the parameters of another model (float64[MODEL_FLOATS]), or create a model that has learned nothing."""
+        """Copy the parameters ``numbers`` of another model (float64[MODEL_FLOATS]), or create an untrained model."""
         global _prior
         if _prior is None:
             _prior = prior_model()
@@ -54,7 +54,7 @@ class AcceptanceModel:
 
     @classmethod
     def of(cls, learned: LearnedState) -> Self:
-        """Return a namespace's model: its last published copy, else the copy on disk, else an untrained model."""
+        """Load a namespace's acceptance model: the last published copy, else that on disk, else an untrained model."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
         try:
@@ -66,18 +66,18 @@ class AcceptanceModel:
             return cls()
 
     def copy(self) -> Self:
-        """Return a copy in read-only memory. Do not pass its address to numba kernels that update a model."""
+        """Return a copy in read-only memory. Do not pass the copy's address to numba kernels that update a model."""
         copied = type(self)(self._buffer)
         copied._buffer.setflags(write=False)
         return copied
 
     @property
     def num_learned(self) -> int:
-        """Return the number of candidate tokens that the model has learned from."""
+        """Return the number of candidate tokens whose outcomes the acceptance model has learned from."""
         return int(self._buffer[-1])
 
     def to_bytes(self) -> bytes:
-        """Serialize the model: a header, all parameters as little-endian float32, and an xxh3 checksum."""
+        """Serialize the acceptance model: a header, all parameters as little-endian float32, and an xxh3 checksum."""
         header = _HEADER.pack(_MAGIC, _VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES, self._buffer[-1])
         kept = np.concatenate([self._buffer[: 2 * ENTRIES], self._buffer[3 * ENTRIES : -1]])
         body = header + kept.astype("<f4").tobytes()
@@ -85,13 +85,13 @@ class AcceptanceModel:
 
     @classmethod
     def from_bytes(cls, stored: bytes) -> Self:
-        """Restore a model that ``to_bytes`` serialized.
+        """Restore an acceptance model that ``to_bytes`` serialized.
 
         A correct checksum does not prove the origin of the bytes. Parameters out of the range that learning can reach
         are therefore clipped, so that every restored model can learn again.
 
         Raises:
-            ValueError: If the bytes are damaged or of another version.
+            ValueError: If the bytes are damaged or were written by an incompatible version.
         """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
             raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
@@ -116,15 +116,12 @@ class AcceptanceModel:
 PUBLISH_S: Final = 10.0
 """The minimum number of seconds between two published copies of an acceptance model.
 
-A copy takes 0.1 to 1.5 ms, so 256 busy namespaces spend at most 4 % of the time on it.
+Publishing a copy takes 0.1 to 1.5 ms, so 256 busy namespaces spend at most 4 % of the time on it.
 """
 
 
 class NamespaceModels:
-    """The acceptance models of all namespaces. Not thread-safe: owned by the drafter's thread.
-
-    When a request ends and the namespace's last published copy is PUBLISH_S old, a new copy is published.
-    """
+    """The acceptance models of all namespaces. Not thread-safe: only the drafter's thread may use this object."""
 
     def __init__(self) -> None:
         self._own = self._last_model = AcceptanceModel()
@@ -145,13 +142,13 @@ class NamespaceModels:
         return self._last_model
 
     def ended(self, learned: LearnedState | None) -> None:
-        """Publish a copy of a namespace's acceptance model if one is due, because a request has ended."""
+        """After a request has ended, publish a copy of its namespace's acceptance model if PUBLISH_S have passed."""
         published = None if learned is None else self._published.get(learned)  # None if nothing was drafted for it
         if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)
 
     def publish(self) -> None:
-        """Publish copies of all acceptance models that have learned since their last copy."""
+        """Publish copies of all acceptance models that have learned since their last published copy."""
         for learned in list(self._models):
             self._publish(learned)
 

@@ -1,8 +1,8 @@
 """The suffix drafter for an engine that keeps its sequences as rows of a batch, such as vLLM.
 
 One kernel call drafts for all rows of a step. A forward pass evicts the CPU caches, so a line of Python after it costs
-several times what it costs in a loop. So all work per row and step is done in kernels, and Python code runs only when
-a row gets another sequence.
+several times as much as in a tight loop. So all work per row and step is done in kernels, and Python code runs only
+when a row gets another sequence.
 
 The engine's device may be ahead of the host. So the drafter extends its copy of each text when the results of a step
 arrive, and a draft chain covers the tokens that the device is about to sample and further tokens after them.
@@ -42,17 +42,19 @@ from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 NUM_HEADER_WORDS: Final = 2
-"""The number of int32 words before the tokens of a row, in the arrays exchanged with the batch drafter.
+"""The number of int32 header words before the tokens of each row, in the arrays that the engine and the drafter
+exchange.
 
-The first word is the length of the row's text, and the second one the number of tokens that follow.
+The first word is the length of the row's text, and the second word is the number of tokens that follow.
 """
 
 _DEFAULT_TOKEN_COST: Final = 0.1
-"""The cost of verifying a draft token, in expected accepted tokens, until the time of steps has been measured."""
+"""The default cost of verifying a draft token, in expected accepted tokens; used until the time of steps is measured.
+"""
 
 
 class RowTextRecord(Record):
-    """The drafter's copy of one row's text, as numba kernels read it.
+    """The drafter's copy of the prompt and output of one row of the batch, in the form that numba kernels read.
 
     Attributes:
         tokens: The address of int32[room]; the first ``length`` tokens are valid.
@@ -68,7 +70,7 @@ class RowTextRecord(Record):
 
 
 class DraftBatchRecord(Record):
-    """The rows of a batch and the settings of its drafter, as numba kernels read them.
+    """The rows of a batch and the settings of its drafter, in the form that numba kernels read.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
@@ -119,15 +121,11 @@ _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 
 @kernel
 def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
-    """Append a step's tokens to each row's text, and return the number of texts for which that is impossible.
+    """Append a step's tokens to each row's text, and return the number of texts that could not be extended.
 
-    Args:
-        texts_at: The address of int64[rows]: for each row, the address of its `RowTextRecord`; 0 for none.
-        words_at: The address of int32[rows, width]: for each row, the new length of its text, the number of new tokens,
-            and these tokens.
-        lost_at: The address of int64[rows], which receives 1 for each text that misses tokens.
-        num_rows: The number of rows.
-        width: The number of words per row.
+    ``texts_at`` is the address of int64[rows], the addresses of the rows' `RowTextRecord` (0 for none). ``words_at`` is
+    that of int32[rows, width]: for each row, the new length of its text, the number of new tokens, and these tokens.
+    ``lost_at`` is that of int64[rows], which receives 1 for each text that misses tokens.
     """
     texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
     words, num_lost = int32_array(words_at, num_rows * width), 0
@@ -149,7 +147,7 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 @kernel
 def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
-    """Return how many draft tokens to use: up to the first end-of-text token; 0 if a token is out of vocabulary."""
+    """Return the length to which to cut a draft: up to its first end-of-text token; 0 if an id is out of vocabulary."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
     for i in range(size):
         if tokens[i] < 0 or tokens[i] >= batch.vocab_size:
@@ -163,7 +161,6 @@ def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
 
 @kernel
 def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
-    """Fill in the draft parameters of each row to draft for, and return the number of these rows."""
     texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
     selected, drafting, num_drafting = int64_array(batch.selected, num_rows), int64_array(batch.drafting, num_rows), 0
     for row in range(num_rows):
@@ -183,16 +180,11 @@ def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
 def _draft_rows_of_batch(
     batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
 ) -> None:
-    """Draft for the selected rows of a batch, shorten the drafts to the best total length, and write them to an array.
+    """Draft for the selected rows of a batch, cut the drafts to the best total length, and write them to an array.
 
-    Args:
-        batch_address: The address of the `DraftBatchRecord`.
-        snapshot: The address of the snapshot of the retrieval cache.
-        num_rows: The number of rows.
-        seconds: The time since the last call returned; 0 if it says nothing about the cost of a step.
-        words_at: The address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length of
-            its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32.
-        longest: The maximum number of draft tokens per row.
+    ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
+    of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
+    the time since the last call returned; 0 if it says nothing about the cost of a step.
     """
     batch = _batch_at(batch_address)
     num_drafting = _fill_params(batch, snapshot, num_rows)
@@ -233,7 +225,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 class RowText:
-    """The drafter's own copy of a row's text, because the engine may move or overwrite its array.
+    """The drafter's own copy of a row's prompt and output, needed because the engine may move or overwrite its array.
 
     ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``room`` tokens.
     """
@@ -267,14 +259,14 @@ class RowText:
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the whole text of a row by ``tokens``, the last ``num_new`` of which are new in this step."""
+        """Replace the whole text of a row by ``tokens``; the last ``num_new`` of them were produced in this step."""
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
 
 
 class _BatchArrays:
-    """The arrays of a batch with ``count`` rows, under the names of their fields in `DraftBatchRecord`."""
+    """The arrays of a batch with ``count`` rows; each has the name of its field in `DraftBatchRecord`."""
 
     def __init__(self, count: int) -> None:
         self.texts, self.wanted, self.selected, self.drafting, self.sizes = np.zeros((5, count), np.int64)
@@ -282,11 +274,11 @@ class _BatchArrays:
 
 
 class BatchDrafter:
-    """Drafts as ``SuffixDrafter`` does, but for all rows of a batch in one kernel call.
+    """Drafts with the same method as ``SuffixDrafter``, but for all rows of a batch in one kernel call.
 
-    The drafts are shortened together, to the total length with the greatest throughput. ``assign`` sets the text of
-    each row, and ``append`` extends the texts. Owned by one thread; deterministic given its calls and the times passed
-    to it.
+    The draft lengths of all rows are chosen together, so that throughput is greatest. ``assign`` sets the text of each
+    row, and ``append`` extends the texts. One thread owns the drafter. It is deterministic given its calls and the
+    times passed to it.
     """
 
     def __init__(
@@ -349,7 +341,7 @@ class BatchDrafter:
         self._batch.last_num_drafting = -1
 
     def append(self, texts: Sequence[RowText | None], words: Tokens) -> list[int]:
-        """Append a step's tokens to the rows' texts, and return the indices of texts that cannot be extended correctly.
+        """Append a step's tokens to the rows' texts, and return the indices of the texts that could not be extended.
 
         ``words`` is int32[n, width]: for each text its new length, the number of new tokens, and these tokens.
         """
@@ -362,7 +354,7 @@ class BatchDrafter:
     def draft(
         self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
     ) -> None:
-        """Draft for the assigned rows that are ``wanted``, and write the drafts to ``words``.
+        """Draft for the assigned rows that are marked in ``wanted``, and write the drafts to ``words``.
 
         Args:
             wanted: Whether to draft for each row, bool[rows].

@@ -94,14 +94,15 @@ from ssd.drafting.votes import (
 from ssd.jit.addresses import Address, Float64s, Int64, Int64s, Record, TokenIds, inlined, kernel
 
 MAX_SCORED: Final = 48
-"""The maximum number of candidates per draft that are stored to learn from their outcome."""
+"""The maximum number of candidate tokens per draft that are stored until the acceptance model can learn their outcome.
+"""
 
 _ERROR_ONE: Final = 1 << 20
 _ERROR_RATE: Final = 0.1
 
 
 class ScoredCandidate(Record):
-    """A candidate token with the features of its acceptance estimate, stored to learn from its outcome.
+    """A candidate token and its features, stored until it is known whether the target produced the token.
 
     Attributes:
         parent: The index of the candidate before it; -1 for the end of the context.
@@ -120,7 +121,7 @@ class ScoredCandidate(Record):
 
 
 class ScoredDraft(Record):
-    """The candidate tokens of a request's last draft: the draft tokens in order, then candidates that were not drafted.
+    """The candidate tokens of a request's last draft: first the draft tokens in order, then the tokens not drafted.
 
     Attributes:
         start: The length of the context at the time of the draft.
@@ -147,7 +148,7 @@ def start_scored(scored: ScoredDraft, context_length: int) -> None:
 
 @inlined
 def error_bucket(scored: ScoredDraft) -> int:
-    """Return the bucket of the acceptance model's recent error in a request; the middle one means no error."""
+    """Return the bucket of the acceptance model's mean error in a request; the middle bucket means no error."""
     error = scored.mean_error / _ERROR_ONE
     return int(min(ERROR_BUCKETS - 1, max(0, int((error + 0.4) * 10.0))))
 
@@ -156,7 +157,7 @@ def error_bucket(scored: ScoredDraft) -> int:
 def record_candidate(
     scored: ScoredDraft, token: int, parent: int, depth: int, weight_set: int, inputs: Int64s, drafted: bool
 ) -> None:
-    """Store a candidate token with its features, if there is room, so that its outcome can be learned later.
+    """Store a candidate token and its features until its outcome can be learned. Do nothing if there is no room.
 
     ``parent`` is the index of the stored candidate before it (-1 for the end of the context), and ``drafted`` is
     whether it is in the draft.
@@ -181,7 +182,7 @@ def _learn_one(scored: ScoredDraft, candidate: ScoredCandidate, outcome: bool, m
 
 @kernel
 def learn_from_context(scored: ScoredDraft, context: TokenIds, model: AcceptanceTables) -> None:
-    """Update the acceptance model from the tokens that followed the drafted context.
+    """Update the acceptance model from the target's tokens that followed the last draft's context.
 
     Candidates after a wrong token are skipped, because their outcome is unknown.
     """
@@ -199,7 +200,7 @@ def learn_from_path(scored: ScoredDraft, num_verified: int, path: TokenIds, mode
     """Update the acceptance model from the accepted draft tokens of a request that has ended.
 
     Only the first ``num_verified`` draft tokens were verified. ``path`` holds the indices of the accepted tokens, 0, 1,
-    2, ... for a chain; a token was tested if all tokens before it are in the path.
+    2, ... for a chain. A token was tested if all tokens before it are in the path.
     """
     for i in range(min(scored.num_drafted, num_verified)):
         candidate = scored.candidates[i]
@@ -266,10 +267,6 @@ class Position(NamedTuple):
 
 @inlined
 def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> int:
-    """Return the index of a candidate token's table entry for the acceptance model's feature ``NOISE``.
-
-    ``rank`` is the token's rank in the target's earlier top k, and ``coarse`` its bucket of match length and share.
-    """
     verdict = noise_verdict(candidates.position_noise, candidates.recycled, rank)
     key = verdict * NOISE_BUCKETS + noise_bucket(candidates.position_noise, token)
     return int(OFFSETS[NOISE] + key * COARSE_LENGTHS * COARSE_SHARES + coarse)
@@ -277,7 +274,6 @@ def _noise_entry(candidates: Candidates, token: int, rank: int, coarse: int) -> 
 
 @inlined
 def _cached_sample_key(candidates: Candidates, has_places: bool, temperature_bucket: int) -> int:
-    """Return the part of the feature ``CACHED_SAMPLE`` that is the same for all candidate tokens of a position."""
     cached_sample, votes, agreement = candidates.cached_sample, candidates.votes, 0
     if has_places:
         agreement = (
@@ -295,7 +291,7 @@ def score_candidates(
 ) -> None:
     """Compute the features and the acceptance probability of the first ``size`` candidate tokens of a draft position.
 
-    ``samples`` are the text matches that voted for the candidates.
+    ``samples`` are the text matches from which the candidates come.
     """
     votes = candidates.votes
     index_top, context_top = votes.index_top, votes.context_top
@@ -391,7 +387,7 @@ def score_candidates(
 
 
 SURE_LENGTH: Final = 9
-"""The match length from which token recycling adds no candidates to a position, if all matches continue alike."""
+"""The minimum match length at which token recycling adds no candidates, if all matches continue with the same token."""
 
 
 @inlined
@@ -414,8 +410,8 @@ def collect_candidates(
     """Collect the candidate tokens of a draft position from all sources, and return their number.
 
     ``matching`` holds the indices of the sampled matches that agree with the draft so far. At most ``most`` candidates
-    come from matches and proposals, the client's prediction and the cached sample included, and ``most_recycled``
-    further ones from token recycling.
+    come from matches, proposals of other drafters, the client's prediction and the cached sample together. At most
+    ``most_recycled`` further candidates come from token recycling.
     """
     votes, recycled = candidates.votes, candidates.recycled
     size = count_votes(texts, samples, matching, num_matching, at.since_lookup, at.predicted, votes)
@@ -446,11 +442,11 @@ _BY_NOISE: Final = 9
 
 @inlined
 def set_source(candidates: Candidates, i: int, samples: MatchSamples, predicted: int, out: DraftRecord) -> None:
-    """Write where the first token of a draft was found, and the match length, for candidate ``i`` as its first token.
+    """Write the source of a draft's first token, and the match length, to the draft record.
 
-    The source is the kind of text in which most matches continue with the token (context or cache; for the cache, the
-    kind of the longest such match). If no match does, the source is the drafter that proposed the token, or token
-    recycling. The client's prediction and the sample cache take precedence.
+    Candidate ``i`` is the first token. Its source is the kind of text in which most matches continue with the token
+    (context or cache; for the cache, the kind of the longest such match). If no match does, the source is the drafter
+    that proposed the token, or token recycling. The client's prediction and the sample cache take precedence.
     """
     token = candidates.votes.tokens[i]
     index, own = votes_by_source(candidates.votes, i)

@@ -69,9 +69,9 @@ class RowState(Record):
 
 
 class DraftRow(Record):
-    """One sequence as the drafting kernel sees it: parameters, last draft, and state that lasts from step to step.
+    """The drafting kernel's data of one sequence: parameters, last draft, and state that is kept between steps.
 
-    It must not move in memory until the sequence ends.
+    The record must not move in memory until the sequence ends.
     """
 
     params: DraftParams
@@ -86,7 +86,7 @@ class DraftScratch(Record):
         samples_of_lookups: The address of MatchSamples[1 + MAX_FURTHER_LOOKUPS]: the matches of the context, then those
             of a tree's further lookups.
         prediction_hits: Scratch for the search in a client's predicted output.
-        continued: The text of a chain's further lookups: the end of the context and the draft.
+        continued: The text of a chain's further lookups: the end of the context followed by the draft.
     """
 
     samples_of_lookups: Address
@@ -103,7 +103,7 @@ draft_scratch_at, row_at = view_of(DraftScratch), view_of(DraftRow)
 
 @inlined
 def reset_row(row: DraftRow, prompt_length: int) -> None:
-    """Clear the state of a row's previous request."""
+    """Clear the drafting state that the previous request left in a row of the batch."""
     row.params.prompt_length, state = prompt_length, row.state
     state.match_cursor.table = NO_SEGMENT_TABLE
     reset_scored(state.scored)
@@ -138,8 +138,9 @@ def save_all_lookahead(
 
 
 _MAX_CONTINUATIONS: Final = 4
-"""The maximum number of times that the last tokens of a draft chain are looked up to continue it, after its matches
-ended.
+"""The maximum number of lookups that continue a draft chain after its text matches have ended.
+
+Each lookup searches for the last tokens of the chain.
 """
 
 
@@ -153,7 +154,6 @@ def _search(
     min_length: int,
     samples: MatchSamples,
 ) -> None:
-    """Sample the text matches of the end of the context, unless lookups are disabled."""
     if params.no_lookup == 1:
         samples.num_levels = 0
     else:
@@ -162,7 +162,6 @@ def _search(
 
 @inlined
 def _continued(scratch: DraftScratch, context: TokenIds, out: DraftRecord) -> TokenIds:
-    """Return the end of the context followed by the draft, as one text whose end is looked up to continue the draft."""
     kept, drafted = copy_context_end(context, scratch.continued), out.size
     scratch.continued[kept : kept + drafted] = out.tokens[:drafted]
     return scratch.continued[: kept + drafted]
@@ -264,7 +263,7 @@ def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length:
 
 @kernel
 def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
-    """Draft for rows one after another, each from the snapshot and the acceptance model named in its parameters.
+    """Draft for several rows one after another, using the snapshot and acceptance model in each row's parameters.
 
     The acceptance model learns from a row's last draft before the next row is drafted for. ``workspace`` is the address
     of a `DraftScratch`, and ``rows`` (int64[n]) are the addresses of the `DraftRow` records, which are updated.
@@ -278,6 +277,6 @@ def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) 
 def finish_row(row: int, num_verified: int, path: TokenIds, model: int) -> None:
     """Update the acceptance model from the last draft of a request that has ended.
 
-    ``num_verified`` draft tokens were verified, and ``path`` holds the indices of the accepted ones.
+    ``num_verified`` draft tokens were verified, and ``path`` holds the indices of the accepted draft tokens.
     """
     learn_from_path(row_at(row).state.scored, num_verified, path, acceptance_tables_at(model))

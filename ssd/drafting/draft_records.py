@@ -9,11 +9,11 @@ import numpy as np
 from ssd.jit.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
 
 MAX_DRAFT: Final = 128
-"""The maximum number of draft tokens per draft. Greater limits are reduced to it."""
+"""The maximum number of draft tokens per draft. A greater configured limit is reduced to this number."""
 
 
 class DraftRecord(Record):
-    """A draft chain or tree, as numba kernels write it.
+    """A draft chain or tree, in the form that numba kernels write.
 
     Attributes:
         size: The number of draft tokens.
@@ -58,9 +58,9 @@ SOURCES: Final = (
     "recycling",
     "coupled",
 )
-"""The names of the sources that the first token of a draft may come from; a draft record holds the index.
+"""The names of the sources of a draft's first token; a draft record holds the index of the name.
 
-The first three belong to the retrieval cache, in the order of `lookup.index_source_of`; proposals of other drafters
+The first three are parts of the retrieval cache, in the order of `lookup.index_source_of`; proposals of other drafters
 follow in the order of `HEAD`, `MODEL`, `LOOKAHEAD`.
 """
 
@@ -69,9 +69,9 @@ _names = [*SOURCES, "none"]
 
 
 def source_number(name: str) -> int:
-    """Return the index for a draft's source name.
+    """Return the index in SOURCES of the name of a draft's source.
 
-    An unknown name gets the next free index, or that of "none" if no index is left.
+    An unknown name gets the next free index, or the index of "none" if no index is left.
     """
     if name not in _names:
         if len(_names) == NUM_SOURCES:
@@ -86,7 +86,7 @@ def source_name(number: int) -> str:
 
 
 class DraftParams(Record):
-    """The parameters of one draft, as numba kernels read them: a ``DraftRequest`` without Python objects.
+    """The parameters of one draft, in the form that numba kernels read: a ``DraftRequest`` without Python objects.
 
     Attributes:
         context: The address of the prompt and the output so far, int32[context_length].

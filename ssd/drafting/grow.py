@@ -49,18 +49,18 @@ CONTINUED_CONTEXT: Final = 4096
 MIN_CONTINUED_MATCH: Final = 4
 """The minimum match length when the last tokens of a draft are looked up to continue it.
 
-Shorter matches mostly continue with something else.
+After a shorter match the text mostly continues differently.
 """
 
 _MIN_UNMATCHED: Final = 2
-"""The minimum number of draft tokens after the end of all matches before the last draft tokens are looked up."""
+"""The minimum number of draft tokens after the end of all text matches before the draft's last tokens are looked up."""
 
 
 @inlined
 def needs_lookup(
     texts: SearchedTexts, samples: MatchSamples, matching: Int64s, num_matching: int, since_lookup: int, predicted: int
 ) -> bool:
-    """Return whether to look up the last tokens of the draft, because all text matches that it follows have ended.
+    """Return whether to look up the last tokens of the draft, because all text matches that agree with it have ended.
 
     ``matching`` holds the indices of the matches that agree with the draft, and ``since_lookup`` is the number of draft
     tokens since the last lookup. No lookup is needed if the client's prediction continues with ``predicted``.
@@ -85,11 +85,11 @@ CHAIN_CANDIDATES: Final = 4
 """The maximum number of candidate tokens per position of a draft chain."""
 
 CHAIN_RECYCLED: Final = 2
-"""The maximum number of further candidate tokens per position of a draft chain that come from token recycling alone."""
+"""The maximum number of candidate tokens that token recycling adds at each position of a draft chain."""
 
 
 class ChainScratch(Record):
-    """The state at the end of a draft chain, so that the chain can be continued after another lookup.
+    """The state at the end of a draft chain, saved so that the chain can be continued after another lookup.
 
     Attributes:
         matching: The indices of the text matches that agree with the draft.
@@ -118,7 +118,7 @@ def grow_chain(
     scored: ScoredDraft,
     out: DraftRecord,
 ) -> bool:
-    """Append the most probable token while the chain's acceptance probability exceeds the cost of the next token.
+    """Append the most probable token to a draft chain while the chain's acceptance probability exceeds a token's cost.
 
     The draft ``out`` already has ``begin`` tokens. With ``may_look_up``, the chain also ends where its last tokens
     should be looked up again. ``scratch`` receives the state from which the chain can be continued.
@@ -188,11 +188,11 @@ _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
 _RECORDED: Final = -1
 
 MAX_FURTHER_LOOKUPS: Final = 2
-"""The maximum number of lookups per draft tree that continue paths whose text matches have ended."""
+"""The maximum number of lookups per draft tree that continue branches whose text matches have ended."""
 
 
 class TreeNode(Record):
-    """A token of a draft tree, with the state of the path that leads to it.
+    """A token of a draft tree, with the state of the path from the root to this token.
 
     Attributes:
         lookup: The index of the lookup that found the text matches of this path; 0 for that of the context.
@@ -251,7 +251,7 @@ class TreeScratch(Record):
 
 
 class FurtherLookups(NamedTuple):
-    """The arguments of the lookups that continue paths of a draft tree whose text matches have ended.
+    """The arguments of the lookups that continue branches of a draft tree whose text matches have ended.
 
     ``samples_at`` is the address of MatchSamples[MAX_FURTHER_LOOKUPS], which receive the matches.
     """
@@ -293,7 +293,6 @@ def _pop(scratch: TreeScratch, size: int) -> int:
 
 @inlined
 def _record_once(scratch: TreeScratch, number: int, scored: ScoredDraft, drafted: bool) -> None:
-    """Record a candidate token to learn from its outcome, unless it has been recorded."""
     candidate = scratch.opened[number]
     if candidate.weight_set != _RECORDED:
         parent = candidate.parent
@@ -319,7 +318,6 @@ def _samples_of(further: FurtherLookups, samples: MatchSamples, lookup: int) -> 
 def _look_up_again(
     scratch: TreeScratch, number: int, texts: SearchedTexts, node: int, further: FurtherLookups, out: DraftRecord
 ) -> None:
-    """Look up the context followed by the tokens on the path to a node of the draft tree."""
     text, depth = scratch.texts[number], scratch.nodes[node].depth
     kept = copy_context_end(texts.context, text)
     for place in range(depth, -1, -1):
@@ -349,7 +347,7 @@ def grow_tree(
     scored: ScoredDraft,
     out: DraftRecord,
 ) -> None:
-    """Add the most probable token to the draft tree while its acceptance probability exceeds a token's cost.
+    """Add the most probable candidate to a draft tree while its acceptance probability exceeds a draft token's cost.
 
     The probability of a node is the product of the probabilities on its path, so it never exceeds its parent's. Nodes
     are added in order of probability, so no other tree of the same size has more expected accepted tokens. O(limit *

@@ -1,4 +1,4 @@
-"""Combine several drafters: the primary one scores the tokens that the others propose.
+"""Combine several drafters: the first ("primary") drafter scores the tokens that the other drafters propose.
 
 A costly drafter is used only if its expected gain exceeds its cost.
 """
@@ -29,7 +29,7 @@ from ssd.errors import reraise_exits
 
 
 def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
-    """Return the indices of the draft tokens along which a draft chain or tree agrees with ``token_ids``."""
+    """Return the indices of the draft tokens on the path of a draft chain or tree that agrees with ``token_ids``."""
     path: list[int] = []
     last = -1
     for node, (token, parent) in enumerate(zip(draft.token_ids.tolist(), draft.parents_of_all(), strict=True)):
@@ -40,7 +40,7 @@ def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return the number of leading tokens of the draft ``own`` that the draft ``verified`` has at the same places."""
+    """Return the number of leading draft tokens that are the same in the drafts ``own`` and ``verified``."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -55,7 +55,7 @@ def num_shared_tokens(own: Draft, verified: Draft) -> int:
 
 
 def depth_of(draft: Draft) -> int:
-    """Return the number of tokens on the draft tree's longest branch."""
+    """Return the number of tokens on the longest branch of a draft."""
     depths: list[int] = []
     for parent in draft.parents_of_all():
         depths.append(depths[parent] + 1 if parent >= 0 else 1)
@@ -65,27 +65,28 @@ def depth_of(draft: Draft) -> int:
 _DEFAULT_TOKEN_COST: Final = np.array([0.1])
 
 _FORGETTING: Final = 0.8
-"""The factor by which each step lowers the weight of earlier ones in a request's mean of accepted draft tokens."""
+"""The factor by which each new step lowers the weight of earlier steps in a request's mean of accepted draft tokens."""
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of the current draft's estimate, as opposed to recent steps, when the next steps' accepted tokens are
-predicted.
+"""The weight of the current draft's expected accepted tokens in the prediction for the next steps.
+
+The remaining weight is that of the tokens accepted in recent steps.
 """
 
 _MOST_RECENT: Final = 20
 
 _IDLE_STEPS: Final = 32
 _LONGEST_PAUSE: Final = 8
-"""The maximum number of steps between two decisions whether to use other drafters than the primary one.
+"""The maximum number of steps between two decisions whether to use other drafters in addition to the primary drafter.
 
-The decision creates Python objects for every row, so the pause doubles after each _IDLE_STEPS consecutive steps in
-which no other drafter was worth its cost.
+Each decision creates Python objects for every row, so the pause doubles after _IDLE_STEPS consecutive steps in which no
+other drafter was worth its cost.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _ProposerDraft:
-    """A draft of another drafter than the primary one, with the estimates for the request without it."""
+    """A draft by a secondary drafter, with the expected accepted tokens of the request's draft without it."""
 
     proposer: ProposerState
     draft: Draft
@@ -95,7 +96,7 @@ class _ProposerDraft:
 
 @dataclass(slots=True, eq=False)
 class _RequestStep:
-    """The drafts of one request in one step, and their estimates.
+    """All drafts that were made for one request in one step, and their estimates.
 
     Attributes:
         own: The primary drafter's draft, made without proposals of other drafters.
@@ -117,10 +118,7 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return the expected accepted tokens of a draft, and the acceptance probability of its best first token.
-
-    Both are 0 if the draft has no estimates.
-    """
+    """Return a draft's expected accepted tokens and its best first token's acceptance probability; 0, 0 if unknown."""
     estimates = draft.probabilities
     if estimates is None or not len(estimates):
         return 0.0, 0.0
@@ -130,7 +128,6 @@ def _expectations(draft: Draft) -> tuple[float, float]:
 
 
 def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
-    """Add another drafter's draft to a request's step, and return the depth of that draft."""
     step.proposer_drafts.append(_ProposerDraft(proposer, draft, step.expected_accepted, step.first_probability))
     depth = depth_of(draft)
     proposer.record_depth(depth)
@@ -141,10 +138,7 @@ def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
 
 
 def _proposals_of(step: _RequestStep) -> ExternalProposals:
-    """Join the drafts that other drafters made for a request to one forest, cut to MAX_PROPOSED_TOKENS.
-
-    The tokens of a draft without estimates get its drafter's recent acceptance rate.
-    """
+    """Combine the drafts of secondary drafters for a request into one forest of at most MAX_PROPOSED_TOKENS tokens."""
     tokens, parents, probabilities, kinds = list[int](), list[int](), list[float](), list[int]()
     for each in step.proposer_drafts:
         begin, draft = len(tokens), each.draft
@@ -163,10 +157,10 @@ def _proposals_of(step: _RequestStep) -> ExternalProposals:
 
 
 class HybridDrafter:
-    """Uses drafters from the cheapest to the most costly, and a costly one only if its expected gain exceeds its cost.
+    """Combines drafters: always uses the cheapest one, and a costly one only if its expected gain exceeds its cost.
 
-    The first drafter, the primary one, is always used. The other drafters' tokens become its external proposals, which
-    it scores together with its own candidates in one tree or chain.
+    The first drafter is the primary drafter, which is used in every step. The tokens of the other drafters become
+    external proposals, which the primary drafter scores together with its own candidates in one tree or chain.
 
     The cost of drafting time is converted to output tokens by the tokens per second of this request, measured over
     steps without costly drafters, because other drafters gain tokens mostly where the primary draft has failed. The
@@ -174,12 +168,12 @@ class HybridDrafter:
     gains forgone without it have reached the same amount: as the output's length is unknown, this costs at most twice
     the optimum (the ski rental problem, Karlin et al. 1988).
 
-    A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. Owned
-    by one thread.
+    A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
+    thread owns the hybrid drafter.
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Combine ``drafters``, the cheapest first; that one must score ``DraftRequest.proposals``.
+        """Combine ``drafters``, from cheapest to most costly; the first one must score ``DraftRequest.proposals``.
 
         ``clock`` returns the time in seconds.
         """
@@ -193,7 +187,7 @@ class HybridDrafter:
 
     @property
     def num_failures(self) -> int:
-        """Return the number of failed calls of all drafters."""
+        """Return the total number of failed calls of all combined drafters."""
         return sum(proposer.num_failures for proposer in self._proposers)
 
     @property
@@ -206,11 +200,11 @@ class HybridDrafter:
         return self.extend_drafts(requests, self._proposers[0].propose(requests))
 
     def start_step(self) -> None:
-        """Start to time a step; call it before the primary drafter drafts."""
+        """Start the timer of a step; call this method before the primary drafter drafts."""
         self._step_rate.begin()
 
     def is_due(self, num_rows: int) -> bool:
-        """Return whether to decide in this step if other drafters than the primary one are worth their cost."""
+        """Return whether to evaluate in this step if secondary drafters are worth their cost."""
         if self._num_spared + 1 < min(_LONGEST_PAUSE, 1 << (self._num_idle // _IDLE_STEPS)):
             self._num_spared += 1
             for proposer in self._proposers[1:]:
@@ -220,7 +214,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Return the primary drafter's drafts, replaced for the requests for which another drafter was used as well."""
+        """Replace the primary drafter's drafts where secondary drafters contribute tokens, and return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[ProposerState, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
@@ -252,7 +246,7 @@ class HybridDrafter:
         return drafts
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Report to each drafter how many tokens of its own draft were accepted."""
+        """Report the outcome of a verified draft to each drafter: how many tokens of its own draft were accepted."""
         self._step_rate.count(num_accepted + 1)
         step = self._steps.pop(request_id, None)
         if step is None:
@@ -276,11 +270,10 @@ class HybridDrafter:
             reached = max(reached, len(own_path))
 
     def count_step(self, request_id: str, num_accepted: int) -> bool:
-        """Count the output tokens of a request's step.
+        """Count the output tokens of a request's step for the measured throughput.
 
         Returns:
-            Whether the outcome must be reported with ``observe`` too, because another drafter than the primary one was
-            used.
+            Whether the caller must also call ``observe``, because a drafter other than the primary one was used.
         """
         step = self._steps.get(request_id)
         if step is not None and step.proposer_drafts:
@@ -320,7 +313,7 @@ class HybridDrafter:
             getattr(proposer.drafter, "warm_up", lambda: None)()
 
     def publish(self) -> None:
-        """Make every drafter with an acceptance model publish a copy of it."""
+        """Publish a copy of the acceptance model of every drafter that has one."""
         for proposer in self._proposers:
             getattr(proposer.drafter, "publish", lambda: None)()
 
@@ -333,7 +326,7 @@ class HybridDrafter:
     def _select_requests(self, proposer: ProposerState, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
         """Return, by index, the requests for which a costly drafter's expected gain exceeds its cost.
 
-        The requests are copies whose token costs include the drafter's time per token.
+        The returned requests are copies whose token costs include the drafter's time per token.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {
@@ -372,9 +365,9 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Convert a second of a costly drafter to output tokens per request for which the drafter is used.
+        """Return how many output tokens per request a second of a costly drafter's time costs.
 
-        All ``num_rows`` rows wait meanwhile, so their lost tokens are divided among the ``num_used`` requests.
+        All ``num_rows`` rows wait during that time, so their lost tokens are divided among the ``num_used`` requests.
         """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:

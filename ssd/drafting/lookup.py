@@ -1,4 +1,4 @@
-"""Find where the end of a context occurred before, and sample a bounded number of these occurrences.
+"""Find earlier occurrences of the last tokens of a context, and sample a bounded number of these occurrences.
 
 The searched texts are the request's own context, the recent text in the ring buffer, and the segments of the retrieval
 cache. Longer matches are preferred.
@@ -49,22 +49,25 @@ from ssd.retrieval.suffix_array_search import (
 )
 
 NO_TOKEN: Final = -1
-"""The value in place of a token after the end of a sequence. It equals SEPARATOR and is never a token id."""
+"""The value that is used in place of a token if there is none. It equals SEPARATOR and is never a token id."""
 
 MAX_LEVELS: Final = 3
 """The maximum number of match lengths ("levels") at which one context is looked up.
 
-The first levels are the lengths of the longest match in the context and in the cache. Each further one is half as long.
+The first levels are the lengths of the longest match in the context and of the longest match in the cache. Each further
+level is half as long.
 """
 
 ENOUGH_SUPPORT: Final = 16.0
-"""The number of text matches from which no shorter matches are looked up, because those are less specific."""
+"""The number of text matches that suffices: if this many are found, shorter, less specific matches are not looked up.
+"""
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""The maximum number of matches used from one scanned text (the context or the recent text of the cache)."""
+"""The maximum number of matches that a lookup uses from the context, and also from the recent text of the cache."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
-"""The maximum number of matches used from all segments of the cache together, or one per segment if that is more."""
+"""The maximum number of matches that a lookup uses from all segments of the cache together (at least one per segment).
+"""
 
 MAX_SAMPLES: Final = 2 * MAX_SCANNED_SAMPLES + 2 * MAX_SEGMENT_SAMPLES
 _CONTEXT_RECENCY: Final = 1 << 62
@@ -77,7 +80,7 @@ _IN_CONTEXT: Final = 2
 
 
 class MatchSamples(Record):
-    """Sampled occurrences of the end of a context, MAX_SAMPLES at most, grouped by match length, longest first.
+    """Sampled occurrences of the last tokens of a context, at most MAX_SAMPLES, grouped by match length, longest first.
 
     A sample belongs to the greatest of up to MAX_LEVELS match lengths ("levels") that it reaches.
 
@@ -89,7 +92,7 @@ class MatchSamples(Record):
         weights: The number of occurrences that a sample stands for.
         num_levels: The number of match lengths.
         lengths: The match length of each level, in tokens.
-        ends: For each level, the number of samples down to and including it.
+        ends: For each level, the number of samples of this and all longer match lengths.
     """
 
     kind: Annotated[Int64s, np.int64, MAX_SAMPLES]
@@ -106,7 +109,7 @@ MATCH_SAMPLES_BYTES: Final = dtype_of(MatchSamples).itemsize
 
 
 class ScanHits(Record):
-    """The text matches that a scan of one text found: position and length of each, and how many have each length.
+    """The matches that a scan of one text found: the position and length of each, and the count of each length.
 
     A position is that of the token after the match.
     """
@@ -121,7 +124,7 @@ class SampledHits(Record):
 
     Attributes:
         positions: The position after each match.
-        ends: For each level, the number of samples down to and including it.
+        ends: For each level, the number of samples of this and all longer match lengths.
         weights: For each level, the number of occurrences that each of its samples stands for.
     """
 
@@ -183,7 +186,7 @@ def num_samples(samples: MatchSamples) -> int:
 
 @inlined
 def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTexts) -> int:
-    """Return the token ``depth`` tokens after a text match; NO_TOKEN if the matched sequence has ended.
+    """Return the token at offset ``depth`` after a text match; NO_TOKEN if the matched sequence has ended.
 
     Do not call it with a greater depth after it returned NO_TOKEN. A match in the context that reaches the context's
     end continues from the matched position, as in LZ77, because repetition probably continues.
@@ -203,22 +206,22 @@ def next_token(samples: MatchSamples, sample: int, depth: int, texts: SearchedTe
 
 @inlined
 def advance_sample(samples: MatchSamples, sample: int, tokens: int) -> None:
-    """Advance a text match by ``tokens`` tokens, because the context has continued as the matched text did."""
+    """Move a saved match forward by ``tokens`` tokens, because the new tokens of the context equal the matched text."""
     samples.at[sample] += tokens * (samples.width[sample] if samples.kind[sample] == IN_SEGMENT else 1)
 
 
 @inlined
 def index_source_of(recency: int) -> int:
-    """Return the kind of text of a match in the retrieval cache, which its ``recency`` in `MatchSamples` encodes.
+    """Return the part of the retrieval cache in which a match lies, decoded from its ``recency`` in `MatchSamples`.
 
-    The kind is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
+    The result is 0 for a prebuilt segment, 1 for another segment, and 2 for recent text.
     """
     return int(recency >= _RING_RECENCY) + int(recency >= _TAIL_RECENCY)
 
 
 @inlined
 def context_position(recency: int) -> int:
-    """Return the position of a match in the request's context, which its ``recency`` in `MatchSamples` encodes."""
+    """Return the position of a match in the request's context, decoded from its ``recency`` in `MatchSamples`."""
     return int(recency - _CONTEXT_RECENCY)
 
 
@@ -249,7 +252,7 @@ def _sample_hits(
 ) -> None:
     """Select the most recent occurrences of each match length ("level") in a scanned text.
 
-    An occurrence that belongs to a longer match length is not selected again.
+    An occurrence is selected only for the longest match length that it reaches.
     """
     taken, below = 0, longest + 1
     for level in range(num_possible):
@@ -279,7 +282,7 @@ def _scan_texts(
     scratch: LookupScratch,
     samples: MatchSamples,
 ) -> int:
-    """Scan the context and the recent text for matches, and choose the match lengths ("levels") of a lookup.
+    """Scan the context and the cache's recent text for matches, and choose the match lengths ("levels") of a lookup.
 
     ``in_segments`` is the length of the longest match in the segments. Returns the number of match lengths.
     """
@@ -304,7 +307,6 @@ def _scan_texts(
 
 @inlined
 def _add_hits(scanned: SampledHits, level: int, kind: int, recency: int, samples: MatchSamples, size: int) -> int:
-    """Append the matches of one length that were selected from a scanned text; return the new number of samples."""
     for i in range(scanned.ends[level - 1] if level > 0 else 0, scanned.ends[level]):
         samples.kind[size] = kind
         samples.at[size], samples.width[size] = scanned.positions[i], 1
@@ -353,7 +355,6 @@ def _add_segment_matches(
 def _locate_segment_matches(
     lanes: SegmentSearches, num_static: int, first: int, size: int, samples: MatchSamples
 ) -> None:
-    """Replace the suffix-array ranks of samples ``[first, size)`` by the addresses of the tokens after the matches."""
     for sample in range(first, size):
         number = samples.recency[sample]
         lane, base = lanes[number], np.int64(_RING_RECENCY if number >= num_static else 0)
@@ -372,10 +373,10 @@ def sample_matches(
     min_length: int,
     samples: MatchSamples,
 ) -> None:
-    """Sample the occurrences of the end of a context in itself and in the cache, at several match lengths.
+    """Find and sample earlier occurrences of the last tokens of a context, in the context and in the retrieval cache.
 
-    The match lengths are that of the longest match in the context, that of the longest match in the cache, and shorter
-    ones, each half as long, until one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
+    Several match lengths are looked up: that of the longest match in the context, that of the longest match in the
+    cache, and shorter ones, each half as long, until one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
 
     Up to MAX_SCANNED_SAMPLES occurrences come from the context, and as many from the recent text of the cache, the most
     recent ones of each match length. Up to MAX_SEGMENT_SAMPLES come from segments, at even distances. The weight of a
@@ -412,18 +413,17 @@ def sample_matches(
 
 
 MAX_SAVED: Final = 8
-"""The maximum number of matches that are saved for a request's next step: the first ones of the longest match length.
-"""
+"""The maximum number of matches of the longest match length that are saved for a request's next step."""
 
 _COMPARED: Final = 8  # the number of last tokens that identify a context
 _WEIGHT_ONE: Final = 65536.0
 
 NO_SEGMENT_TABLE: Final = -1
-"""The value of ``MatchCursor.table`` if no matches are saved."""
+"""The value of ``MatchCursor.table`` if no text matches are saved."""
 
 
 class SavedMatch(Record):
-    """A match that is saved for a request's next step, as in `MatchSamples`; ``weight`` is in units of 2^-16."""
+    """A text match that is saved for a request's next step; ``weight`` is in units of 2^-16, see `MatchSamples`."""
 
     kind: Int64
     at: Int64
@@ -436,7 +436,7 @@ class MatchCursor(Record):
     """The text matches that are saved from one step of a request to the next.
 
     Attributes:
-        table: The number of the segment table that the matches refer to; NO_SEGMENT_TABLE if none are saved.
+        table: The number of the segment table that the matches refer to; NO_SEGMENT_TABLE if no matches are saved.
         length: The length of the context for which the matches were found.
         ends_with: A hash of the last tokens of that context.
     """
@@ -461,7 +461,7 @@ def _end_of(context: TokenIds, length: int) -> int:
 def resume_matches(
     cursor: MatchCursor, table: int, texts: SearchedTexts, max_length: int, samples: MatchSamples
 ) -> None:
-    """Continue the saved matches that agree with the new tokens of the context, so that no search is needed.
+    """Continue the text matches saved in the last step that agree with the new tokens, so that no search is needed.
 
     ``samples`` receives these matches as one level, of at least ``max_length`` matching tokens. It receives no level if
     a search is needed: if the segment table has changed, if the context does not extend the searched one, or if no

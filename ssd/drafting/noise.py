@@ -49,12 +49,12 @@ GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 
 MIX_2 = 0x94D049BB133111EB
-"""The increment and the two multipliers of the SplitMix64 generator."""
+"""The second multiplier of the SplitMix64 generator, after its increment and its first multiplier."""
 
 UInt64 = npt.NDArray[np.uint64]
 
 UInt = Any
-"""The type of numba's uint64 in annotations, because Python has no such type."""
+"""The type of uint64 numbers in the annotations of numba kernels, because Python has no such type."""
 
 _TO_UNIT: Final = 2.0**-53
 _BITS: Final = 0xFFFFFFFFFFFFFFFF
@@ -81,7 +81,7 @@ def mixed(z: UInt) -> UInt:
 
 @inlined
 def key_at(request: UInt, place: UInt) -> UInt:
-    """Return the Gumbel noise key of one position of a sequence, which differs from those of all its other positions.
+    """Return the Gumbel noise key of one position of a sequence, which differs from the keys of its other positions.
 
     ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """
@@ -90,7 +90,7 @@ def key_at(request: UInt, place: UInt) -> UInt:
 
 @inlined
 def gumbel_at(key: UInt, token: int) -> float:
-    """Return the Gumbel noise of one vocabulary token at a noise key.
+    """Return the Gumbel noise of the vocabulary token ``token`` for a noise key.
 
     It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
@@ -99,7 +99,7 @@ def gumbel_at(key: UInt, token: int) -> float:
 
 
 WINDOW: Final = 8
-"""The default number of preceding tokens that a shared Gumbel noise key depends on."""
+"""The default number of preceding tokens from which the key of shared Gumbel noise (coupled sampling) is computed."""
 
 _FIRST_SLOTS: Final = 64
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -137,7 +137,7 @@ noise_at = view_of(NoiseRecord)
 
 @inlined
 def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, parents: TokenIds, node: int) -> UInt:
-    """Return a 64-bit hash, not 0, of the last ``window`` tokens before a node of a draft chain or tree.
+    """Return a nonzero 64-bit hash of the ``window`` tokens that end at a node of a draft chain or tree.
 
     ``parents`` are the parents of a tree, and empty for a chain. ``node`` is the last token to hash; -1 stands for the
     last one of the ``length`` tokens in ``context``.
@@ -161,7 +161,7 @@ def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
 
 @inlined
 def times_counted(noise: NoiseRecord, found: UInt) -> int:
-    """Return how often the last tokens of a text, given by their hash, have occurred in the text before."""
+    """Return how often the text's last ``window`` tokens, whose hash is ``found``, have occurred before in the text."""
     table = uint64_array(noise.table, 2 * noise.num_slots)
     return np.int64(table[2 * _slot_of(table, noise.num_slots, found) + 1])  # type: ignore[return-value]
 
@@ -170,26 +170,25 @@ def times_counted(noise: NoiseRecord, found: UInt) -> int:
 def coupled_place(found: UInt, times: int) -> UInt:
     """Combine the hash ``found`` of the last tokens of a text with the number of their earlier occurrences.
 
-    The result is the argument ``place`` of `key_at` if requests share their Gumbel noise.
+    If requests share their Gumbel noise, the result is the argument ``place`` of `key_at`.
     """
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
-    """Return how many tokens of the text so far were sampled, i.e. are not in the prompt."""
+    """Return the number of sampled tokens in a sequence, i.e. those after the prompt."""
     return max(0, noise.counted - noise.first)
 
 
 @inlined
 def drawn_tokens(noise: NoiseRecord) -> UInt64:
-    """Return the Gumbel noise key and the token of each sampled token, one after another: uint64[2 * num_drawn]."""
+    """Return the Gumbel noise key and id of each sampled token of a sequence, alternately: uint64[2 * num_drawn]."""
     return uint64_array(noise.drawn, 2 * num_drawn(noise))
 
 
 @kernel
 def _count(noise_address: int, context: TokenIds) -> None:
-    """Count the occurrences of the windows of preceding tokens, for the tokens that are new since the last call."""
     noise = noise_at(noise_address)
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
@@ -246,7 +245,7 @@ def _seeded_keys(requests: UInt64, lengths: Int64s, width: int) -> UInt64:
 
 
 class SequenceNoise:
-    """The Gumbel noise of one sequence. Create it with `seeded` or `coupled`.
+    """The Gumbel noise with which the tokens of one sequence are sampled. Create it with `seeded` or `coupled`.
 
     ``address`` is that of its `NoiseRecord`, for numba kernels.
     """
@@ -263,7 +262,7 @@ class SequenceNoise:
 
     @classmethod
     def seeded(cls, seed: int, choice_index: int = 0) -> SequenceNoise:
-        """Return Gumbel noise that is a function of the seed and the position, so that the seed reproduces the output.
+        """Create Gumbel noise that depends only on the seed and the position, so that the seed reproduces the output.
 
         ``choice_index`` (below 2^32) distinguishes the outputs of one request.
         """
@@ -271,12 +270,12 @@ class SequenceNoise:
 
     @classmethod
     def coupled(cls, secret: int, stream: int, window: int = WINDOW, *, prompt_length: int = 0) -> SequenceNoise:
-        """Return Gumbel noise that all sequences with the same secret and stream share where their texts agree.
+        """Create Gumbel noise for coupled sampling: sequences share it wherever their preceding tokens are the same.
 
         Args:
-            secret: Any 64 bits.
-            stream: The number of the stream, below 2^32.
-            window: The number of preceding tokens that must agree, >= 1.
+            secret: A 64-bit number; only sequences with the same secret and stream share noise.
+            stream: The number of a noise stream, below 2^32.
+            window: The number of preceding tokens that must be the same, >= 1.
             prompt_length: The number of prompt tokens, which are not sampled.
         """
         assert window >= 1
@@ -289,11 +288,11 @@ class SequenceNoise:
 
     @property
     def num_counted(self) -> int:
-        """Return the number of tokens on which later Gumbel noise keys already depend, see ``advance``."""
+        """Return the number of tokens that ``advance`` has counted for the keys of shared Gumbel noise."""
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:
-        """Update the state of shared noise with the new tokens of a sequence's text.
+        """Update the state of shared Gumbel noise with the new accepted tokens of a sequence.
 
         This cannot be undone, so pass only accepted tokens. ``context`` begins with the text of the last call. O(new
         tokens * window).
@@ -309,10 +308,10 @@ class SequenceNoise:
 
     @staticmethod
     def seeded_keys(noises: Sequence[SequenceNoise], lengths: Sequence[int], width: int) -> UInt64:
-        """Return the Gumbel noise keys of several sequences with seeded noise, uint64[B, width].
+        """Return the Gumbel noise keys of the next ``width`` tokens of sequences with seeded noise, uint64[B, width].
 
-        For each sequence these are the keys after its context of the given length, and after ``width - 1`` draft
-        tokens.
+        ``lengths`` are the lengths of the contexts. The first key of a row belongs to the token after the context, and
+        the other keys belong to the tokens after each of ``width - 1`` draft tokens.
         """
         requests = np.array([noise._record.request for noise in noises], np.uint64)
         keys: UInt64 = _seeded_keys(requests, np.array(lengths, np.int64), width)

@@ -6,7 +6,7 @@ seed and the position, or on the preceding text (see `noise`). So g is known bef
 Given g, a token with probability p is sampled with probability ``exp(-exp(-(log(p / (1 - p)) + g)))``, because the
 maximum of the other tokens' scores is Gumbel distributed (Maddison et al. 2014, section 3). If the recycling table has
 the target's earlier top-k tokens, their scores ``log p + g`` are compared directly. The acceptance model learns how
-reliable either prediction is.
+reliable the two predictions are.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RecycledTokens(Record):
 
 @inlined
 def look_up_recycled(recycling_table: int, token_before_last: int, last_token: int, recycled: RecycledTokens) -> None:
-    """Read the target's earlier top-k tokens after the last two tokens, or else those after the last token.
+    """Read the target's earlier top-k tokens after the last two tokens or, if unknown, after the last token alone.
 
     ``recycling_table`` is the address of the table.
     """
@@ -100,7 +100,7 @@ def rank_of(recycled: RecycledTokens, token: int) -> int:
 
 
 VERDICTS: Final = 7
-"""The number of verdicts that known Gumbel noise gives about a candidate token.
+"""The number of verdicts on whether a candidate token will be sampled, given the known Gumbel noise.
 
 A verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
 0: no top-k tokens are known. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the best.
@@ -111,7 +111,7 @@ NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""A typical share of the top-k probability for each bucket of `share_level`, by which a score is computed."""
+"""For each bucket of `share_level`, a typical probability share, to which a stored bucket is converted."""
 
 assert len(TYPICAL_SHARE) == SHARES
 _LOG_SHARE: Final = np.log(TYPICAL_SHARE)
@@ -121,7 +121,7 @@ _BY_FAR: Final = 1.5
 
 
 class PositionNoise(Record):
-    """The Gumbel noise at one position of a draft, and the scores of tokens with it.
+    """The Gumbel noise at one position of a draft, and the scores (log probability plus noise) of tokens there.
 
     Attributes:
         is_known: 1 if the target samples with known noise, else 0.
@@ -151,7 +151,7 @@ class PositionNoise(Record):
 
 @inlined
 def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, depth: int) -> None:
-    """Compute the Gumbel noise key of the position after a node of the draft; -1 is the end of the context.
+    """Compute the Gumbel noise key of the position after draft token ``node``; -1 stands for the end of the context.
 
     For noise that requests share, it takes O(window + depth), and the positions on the path must have been visited
     before.
@@ -177,9 +177,9 @@ def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int)
 
 @inlined
 def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> None:
-    """Compute the scores of the target's earlier top-k tokens with the noise of this position.
+    """Compute log probability plus Gumbel noise of the target's earlier top-k tokens at this draft position.
 
-    They are the target's scores if its probabilities have not changed.
+    The results equal the target's sampling scores if its probabilities have not changed.
     """
     position_noise.best = 0
     second = -math.inf
@@ -198,9 +198,9 @@ def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> N
 
 @inlined
 def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank: int) -> int:
-    """Return what known Gumbel noise says about a token of the target's earlier top k, see `VERDICTS`.
+    """Return the verdict (see `VERDICTS`) on whether a candidate token will be sampled, given the known Gumbel noise.
 
-    ``rank`` is the token's rank; TOP_K stands for any other token.
+    ``rank`` is the token's rank in the target's earlier top k; TOP_K stands for any other token.
     """
     if recycled.count <= 0:
         return 0
@@ -221,7 +221,7 @@ def noise_bucket(position_noise: PositionNoise, token: int) -> int:
 
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for how many consecutive tokens before a position equal their cached sample."""
+"""The number of buckets for how many tokens in a row, before a position, equal those in the sample cache."""
 
 _RUN_BUCKET_OF: Final = np.searchsorted([1, 2, 4, 8, 16], np.arange(17), side="right")
 
@@ -269,7 +269,7 @@ def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, 
 def enter_node(
     cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int, depth: int
 ) -> None:
-    """Set the Gumbel noise and the cached sample (`CachedSample`) of the draft position after a node.
+    """Set the Gumbel noise and the cached sample (`CachedSample`) for the draft position after draft token ``node``.
 
     ``node`` is -1 for the end of the context. The positions on the path to the node must have been visited before.
     O(depth) for noise that requests share, else O(1).
@@ -282,7 +282,7 @@ def enter_node(
 
 @inlined
 def start_noise(params: DraftParams, position_noise: PositionNoise, cached_sample: CachedSample) -> None:
-    """Set the Gumbel noise of a request at the start of a draft, and update the sample cache with its new tokens."""
+    """Prepare the Gumbel noise of a request before a draft, and add the request's new tokens to the sample cache."""
     position_noise.is_known = int(params.temperature > 0.0)
     cached_sample.sample_cache, cached_sample.token = 0, NO_TOKEN
     if params.temperature <= 0.0:

@@ -16,7 +16,9 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""The distance from the expected position in the client's prediction beyond which a one-token match is ignored."""
+"""The distance, in tokens, from the expected position in the client's prediction beyond which one-token matches are
+ignored.
+"""
 
 
 class PredictionCursor(Record):
@@ -44,8 +46,8 @@ def advance_prediction(state: PredictionCursor, prediction: TokenIds, context: T
     """Compare the new output tokens with the client's prediction, and find where the output continues in it.
 
     After a difference, the position advances by one token, as if one token was replaced, and the last tokens of the
-    context are searched in the whole prediction. The longest match wins; among equal ones the nearest to the old
-    position. O(new tokens), and O(prediction) more for each token that differs.
+    context are searched in the whole prediction. The longest match wins; among equally long matches, the nearest to the
+    old position wins. O(new tokens), and O(prediction) more for each token that differs.
     """
     position, match_length = state.position, state.match_length
     for i in range(state.num_compared, len(context)):

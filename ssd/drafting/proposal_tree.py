@@ -65,9 +65,9 @@ def clear_tree(proposals: ProposalTree) -> None:
 
 @inlined
 def child_of(proposals: ProposalTree, node: int, token: int) -> int:
-    """Return the child of a node of the proposal tree that holds ``token``; NO_TOKEN if there is none.
+    """Return the child of a node of the proposal tree whose token is ``token``; NO_TOKEN if there is none.
 
-    The node may be NO_TOKEN, which has no children.
+    If the node is NO_TOKEN, it has no children.
     """
     child = proposals.first[node] if node >= 0 else NO_TOKEN
     while child >= 0 and proposals.tokens[child] != token:
@@ -77,13 +77,13 @@ def child_of(proposals: ProposalTree, node: int, token: int) -> int:
 
 @inlined
 def has_children(proposals: ProposalTree, node: int) -> bool:
-    """Return whether any token is proposed after a node of the proposal tree; False for NO_TOKEN."""
+    """Return whether other drafters propose a token after a node of the proposal tree; False for NO_TOKEN."""
     return bool(node >= 0 and proposals.first[node] >= 0)
 
 
 @inlined
 def best_child(proposals: ProposalTree, node: int) -> int:
-    """Return the most probable of the tokens proposed after a node of the proposal tree, which must exist."""
+    """Return the most probable token that other drafters propose after a node of the proposal tree (not NO_TOKEN)."""
     best = proposals.first[node]
     child = proposals.next[best]
     while child >= 0:
@@ -95,10 +95,10 @@ def best_child(proposals: ProposalTree, node: int) -> int:
 
 @inlined
 def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: float, kind: int) -> int:
-    """Add a proposed token after a node of the proposal tree and return its node; NO_TOKEN if it was ignored.
+    """Add a token as a child of a node of the proposal tree and return the token's node; NO_TOKEN if it was ignored.
 
-    If several drafters propose the same token at the same place, the greatest probability counts. A token is ignored if
-    it is negative or if ``parent`` is NO_TOKEN. A ``probability`` of NaN counts as 0.
+    If several drafters propose the same token at the same position, the greatest probability is used. A token is
+    ignored if it is negative or if ``parent`` is NO_TOKEN. A ``probability`` of NaN counts as 0.
     """
     if parent < 0 or token < 0 or kind < 0 or kind >= NUM_PROPOSER_KINDS:
         return NO_TOKEN
@@ -124,7 +124,7 @@ def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: 
 def build_tree(
     proposals: ProposalTree, tokens: TokenIds, parents: TokenIds, probabilities: Float64s, kinds: TokenIds
 ) -> None:
-    """Fill the proposal tree with the tokens of an `ExternalProposals`. O(tokens * children).
+    """Fill the proposal tree with the tokens that other drafters propose (`ExternalProposals`). O(tokens * children).
 
     A token whose parent does not come before it is ignored, and so are its descendants.
     """
@@ -155,7 +155,7 @@ class Lookahead(Record):
     Attributes:
         before: The token before ``last``.
         last: The last token of the context after that pass; the lookahead tokens follow it.
-        was_drafted: Whether each token equals the next draft token.
+        was_drafted: For each token, whether it equals the next draft token.
     """
 
     count: Int64
@@ -167,10 +167,7 @@ class Lookahead(Record):
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the position of the draft token after ``node``; NO_TOKEN at the end of the draft.
-
-    In a tree it is the child that equals ``token``, else the first child.
-    """
+    """Return the position where a draft continues after ``node``: in a tree, the child ``token`` or the first one."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN
@@ -187,7 +184,7 @@ def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: in
 def save_lookahead(
     lookahead: Lookahead, input_ids: Int64s, parents: Int64s, is_tree: bool, count: int, sampled_ids: Int64s, end: int
 ) -> None:
-    """Save the tokens that the target sampled after the first rejected draft token of one row.
+    """Save the tokens that the target sampled after the first rejected draft token of one row, as candidates for later.
 
     ``end`` is the last accepted position; ``parents`` is used only if ``is_tree``. O(positions * MAX_LOOKAHEAD) for a
     tree, O(MAX_LOOKAHEAD) for a chain.
@@ -206,7 +203,7 @@ def save_lookahead(
 
 @inlined
 def propose_lookahead(lookahead: Lookahead, context: TokenIds, proposals: ProposalTree) -> None:
-    """Add the lookahead tokens to the proposal tree, if the context still ends with the tokens that they follow."""
+    """Add the saved lookahead tokens to the proposal tree, if the context ends with the two tokens before them."""
     n = len(context)
     if lookahead.count == 0 or n < 2 or context[n - 1] != lookahead.last or context[n - 2] != lookahead.before:
         return

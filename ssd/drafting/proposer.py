@@ -1,4 +1,4 @@
-"""The state of one drafter among those that `HybridDrafter` combines: failures, latency, acceptance, next try."""
+"""The state of one of the drafters that `HybridDrafter` combines: its failures, latency, gains and next probe."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from ssd.errors import reraise_exits
 class FaultIsolatingDrafter:
     """Calls a drafter for all requests at once, and after a failure for each request alone, to find the cause.
 
-    A request that causes a failure gets no draft until ``forget``. If all requests fail, the drafter is at fault, and
-    its exception is raised. If the only request fails and the last call succeeded, the request is at fault.
+    A request that causes a failure gets no draft until ``forget`` is called for it. If all requests fail, the drafter
+    is at fault, and its exception is raised. If the only request fails and the last call succeeded, the request is at
+    fault.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_failures = 0
-        """The number of requests for which the drafter failed while it drafted for others."""
+        """The number of requests for which the drafter failed while it succeeded for other requests."""
         self._drafter = drafter
         self._failing: set[str] = set()
         self._works = False  # whether its last call succeeded
@@ -35,7 +36,7 @@ class FaultIsolatingDrafter:
         return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
     def forget(self, request_id: str) -> None:
-        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
+        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
         self._failing.discard(request_id)
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -76,25 +77,25 @@ _RECENT: Final = 0.1
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter whose latency must be weighed against its gain. Drafters without these methods count as free."""
+    """A drafter that estimates its latency, which is weighed against its gain. Other drafters count as free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""
         ...
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the one-time cost, in seconds, of reading a context before the first draft for a request."""
+        """Return the one-time cost, in seconds, of reading a request's context before its first draft."""
         ...
 
 
 class ProposerState:
-    """The state of one of the drafters that a hybrid drafter combines.
+    """The failures, latency and gains of one of the drafters that a hybrid drafter combines.
 
     Attributes:
         marginal_gain: The accepted tokens that the drafter added to the primary drafter's drafts.
         forgone_gains: For each request whose context the drafter has not read, the gain missed so far, in tokens.
         depth: The running mean of the depth of the drafter's drafts, in tokens.
-        fixed_seconds: The running mean of the time of a call beyond that of its tokens.
+        fixed_seconds: The running mean of a call's fixed time, i.e. without the time per draft token.
         rows_since_use: The number of rows of all steps since the drafter was used.
         observer: The drafter, if it learns from the logits of a forward pass; else None.
     """
@@ -115,13 +116,13 @@ class ProposerState:
 
     @property
     def num_failures(self) -> int:
-        """Return the number of the drafter's failures, for all requests or for one."""
+        """Return how often the drafter has failed, for all requests of a call or for a single one."""
         return self._num_failures + self._isolated.num_failures
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order; empty drafts if the drafter fails.
+        """Return one draft for each request, in order; return empty drafts if the drafter fails.
 
-        After the n-th consecutive failure, the drafter is not called for the next 2^(n - 1) times.
+        After the n-th consecutive failure, the next 2^(n - 1) calls return empty drafts without calling the drafter.
         """
         nothing = [EMPTY_DRAFT] * len(requests)
         if not requests:
@@ -146,9 +147,9 @@ class ProposerState:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether to start drafting for a request, because the gains forgone so far cover the one-time ``cost``.
+        """Return whether a costly drafter should read a request's context, because the gains missed exceed the cost.
 
-        If they do not, ``gain`` is added to the forgone gains. Both are in tokens.
+        If they do not cover ``cost``, ``gain`` is added to the missed gains. Both arguments are in tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:
@@ -167,7 +168,7 @@ class ProposerState:
             self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
     def forget(self, request_id: str) -> None:
-        """Call the drafter again for a request that caused a failure, because the request has ended or starts anew."""
+        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
         self._isolated.forget(request_id)
 
     def finish(self, request_id: str) -> None:
@@ -189,19 +190,19 @@ class ProposerState:
 
 
 PROBE_INTERVAL = 512
-"""The minimum number of rows between two tries of a drafter that has not been worth its cost."""
+"""The minimum number of rows between two probes of a drafter, i.e. trial uses after it has not been worth its cost."""
 
 _PROBE_SHARE = 0.005
-"""The maximum cost of trying drafters that are not worth their cost, in output tokens per row and step."""
+"""The maximum cost of trial uses of drafters that are not worth their cost, in output tokens per row and step."""
 
 
 def pick_probe(
     proposer: ProposerState, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
 ) -> int | None:
-    """Return the row of a step for which to try a drafter again that was not worth its cost; None for none.
+    """Return the row for which to try a drafter again that has not been worth its cost; None if no trial is due.
 
-    The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a try in
-    output tokens for each possible row; it is called only if a try is due.
+    The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a trial
+    in output tokens for each possible row; it is called only if a trial is due.
     """
     proposer.rows_since_use = 0 if num_used else proposer.rows_since_use + num_rows
     if proposer.rows_since_use < PROBE_INTERVAL:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:  # because it imports a tokenizer library
     from ssd.text.grammar import GrammarState
 
 HEAD: Final = 0
-"""The kind of proposals by a draft head, which reads the target's hidden states."""
+"""The kind of proposals that a draft head makes; a draft head reads the target's hidden states."""
 
 MODEL: Final = 1
-"""The kind of proposals by a draft model."""
+"""The kind of proposals that a draft model makes."""
 
 LOOKAHEAD: Final = 2
-"""The kind of proposals by the target itself: tokens that it sampled after a rejected draft token (lookahead)."""
+"""The kind of proposals that the target itself makes: tokens that it sampled after a rejected draft token (lookahead).
+"""
 
 NUM_PROPOSER_KINDS: Final = 3
 
@@ -34,7 +35,7 @@ MAX_PROPOSED_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalProposals:
-    """A forest of tokens that other drafters propose for one request.
+    """A forest of tokens that other drafters propose for one request, for the suffix drafter to score.
 
     The suffix drafter scores them together with its own candidates.
 
@@ -127,7 +128,7 @@ class Draft:
     path: npt.NDArray[np.int32] | None = None
 
     def path_probabilities(self) -> npt.NDArray[np.float64]:
-        """Return for each token the estimated probability that it and all tokens before it are accepted: float64[k].
+        """Return for each draft token the probability that it and all tokens before it are accepted: float64[k].
 
         The draft must have estimates.
         """
@@ -140,7 +141,7 @@ class Draft:
         return np.array(products)
 
     def parents_of_all(self) -> list[int]:
-        """Return the index of the token before each draft token, -1 for the context; for chains too."""
+        """Return for each draft token of a tree or chain the index of the token before it; -1 for the context."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
 
     def cut(self, length: int) -> Draft:
@@ -246,7 +247,7 @@ class ScoreObserver(Protocol):
     """A drafter that learns from the target's logits, not only from the accepted tokens."""
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Record from a forward pass's logits and sampled tokens what the next draft needs.
+        """Save from a forward pass's logits and sampled tokens the data that the drafter needs for its next draft.
 
         The engine calls it before ``observe`` for the rows of the pass.
         """
@@ -261,13 +262,13 @@ class ScoreObserver(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens for requests; the interface that an engine calls.
+    """The interface of drafters, which propose draft tokens for requests and are called by an engine.
 
     The target verifies every token, so a bad draft costs time but never changes the output.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request, in order."""
+        """Return one draft for each request, in the order of ``requests``."""
         ...
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
@@ -275,7 +276,7 @@ class Drafter(Protocol):
         ...
 
     def finish(self, request_id: str) -> None:
-        """Drop the state of a request that has ended."""
+        """Drop the drafter's state of a request that has ended."""
         ...
 
 

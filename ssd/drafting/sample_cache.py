@@ -36,9 +36,9 @@ BUCKET_SIZE: Final = 8
 FIRST_BUCKETS: Final = 1 << 13
 
 MAX_BUCKETS: Final = 1 << 17
-"""The maximum number of hash buckets of a namespace's sample cache, 8 MB.
+"""The maximum number of hash buckets of a namespace's sample cache, which then takes 8 MB.
 
-A new table has FIRST_BUCKETS, 0.5 MB. A full bucket drops the entry with the fewest confirmations.
+A new table has FIRST_BUCKETS buckets, 0.5 MB. A full bucket drops the entry with the fewest confirmations.
 """
 
 GROWTH: Final = 4
@@ -52,10 +52,10 @@ NO_SAMPLE: Final = 0
 
 
 class SampleTable(Record):
-    """The hash table of one namespace's sample cache, from Gumbel noise key to sampled token.
+    """The hash table of one namespace's sample cache, which maps a Gumbel noise key to the token sampled with it.
 
-    The lowest 24 bits of an entry are the token, the next two bits count how often in a row it was confirmed, and the
-    others are the lowest 38 bits of the key, which also select the bucket. 0 is an empty entry. ``entries`` is the
+    The lowest 24 bits of an entry are the token, and the next two bits count how often in a row it was confirmed. The
+    other 38 bits are the lowest ones of the key, which also select the bucket. 0 is an empty entry. ``entries`` is the
     address of uint64[num_buckets, BUCKET_SIZE], aligned to a cache line; ``num_buckets`` is a power of two.
     """
 
@@ -101,7 +101,7 @@ def sampled_token(sample: UInt) -> int:
 
 @inlined
 def times_confirmed(sample: UInt) -> int:
-    """Return how many times in a row the token of a sample-cache entry was sampled again, 0..MAX_CONFIRMED."""
+    """Return how many times in a row the token of a sample-cache entry was sampled again, at most MAX_CONFIRMED."""
     return int(np.int64((sample >> np.uint64(_TOKEN_BITS)) & np.uint64(MAX_CONFIRMED)))
 
 
@@ -109,8 +109,8 @@ def times_confirmed(sample: UInt) -> int:
 def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> int:
     """Return the index in a bucket of the sample cache at which to write a new entry.
 
-    In a full bucket it is that of an entry without confirmations. If there is none, each entry loses one confirmation,
-    and one of them is replaced.
+    In a full bucket it is the index of an entry without confirmations. If all entries have confirmations, each entry
+    loses one, and one entry is replaced.
     """
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] == np.uint64(NO_SAMPLE):
@@ -129,10 +129,6 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
 
 @inlined
 def _enter(table: SampleTable, key: UInt, token: int) -> None:
-    """Record in the sample cache that ``token`` was sampled with a Gumbel noise key.
-
-    Token ids of more than 24 bits are ignored.
-    """
     if token < 0 or token >= 1 << _TOKEN_BITS:
         return
     known_by = _known_by(key)
@@ -151,7 +147,7 @@ def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -
     """Add the tokens that a request sampled since the last call to its namespace's sample cache.
 
     It also counts how many of the latest tokens in a row equal their cached sample. Without ``allow_caching``, the
-    tokens are only compared.
+    tokens are only compared with the cache.
     """
     table, noise = sample_table_at(table_address), noise_at(noise_address)
     drawn, known = drawn_tokens(noise), num_drawn(noise)
@@ -187,7 +183,7 @@ def warm_up() -> None:
 class SampleCache:
     """A cache of the tokens that requests of one namespace sampled, keyed by the Gumbel noise that the requests share.
 
-    ``address`` is that of its `SampleTable`, for numba kernels. It never changes.
+    ``address`` is that of its `SampleTable`, for numba kernels, and never changes.
     """
 
     def __init__(self) -> None:
@@ -215,10 +211,10 @@ class SampleCache:
 
 
 class NamespaceSampleCaches:
-    """The sample caches of all namespaces, 128 MB at most. Not thread-safe: owned by the drafter's thread.
+    """The sample caches of all namespaces, at most 128 MB. Not thread-safe: only the drafter's thread may use it.
 
-    A request with shared Gumbel noise drafts from the sample cache of its namespace. A request that does not allow
-    caching adds nothing to it. Nothing is stored on disk.
+    A request with shared Gumbel noise drafts from the sample cache of its namespace. The tokens of a request that does
+    not allow caching are not added to it. Nothing is stored on disk.
     """
 
     def __init__(self) -> None:
@@ -226,11 +222,11 @@ class NamespaceSampleCaches:
         self._running: dict[str, tuple[SequenceNoise, LearnedState, bool]] = {}
 
     def begin_pass(self) -> None:
-        """Count a call of the drafter, by which the age of unused sample caches is measured."""
+        """Increment the number of drafter calls, by which the age of unused sample caches is measured."""
         self._tables.begin_pass()
 
     def of(self, request: DraftRequest) -> int:
-        """Return the address of the sample cache that a request drafts from; 0 for none.
+        """Return the address of the sample cache that a request drafts from; 0 if it uses none.
 
         The address is valid until the next call of ``begin_pass`` or ``ended``. The request's noise is kept alive until
         it ends.
@@ -243,7 +239,7 @@ class NamespaceSampleCaches:
         return 0 if table is None else table.address
 
     def ended(self, request_id: str) -> None:
-        """Add the last tokens of a request that has ended to its sample cache, and drop the request's state."""
+        """Add the last tokens of a request that has ended to its namespace's sample cache, and drop its state."""
         found = self._running.pop(request_id, None)
         if found is None:
             return

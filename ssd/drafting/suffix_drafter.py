@@ -1,6 +1,7 @@
-"""The default drafter: draft from matches of the context's end in the context itself and in the retrieval cache.
+"""The default drafter: find earlier occurrences of the last tokens, and draft the tokens that followed them.
 
-Other drafters' proposals, token recycling and lookahead tokens are further candidates.
+It searches the context itself and the retrieval cache. Other drafters' proposals, token recycling and lookahead tokens
+are further candidates.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MAX_REQUESTS: Final = 4096  # the state of all requests is dropped if there are
 _MAX_SPARE: Final = 64
 
 _LOW_TEMPERATURE: Final = 0.5
-"""The temperature up to which the target mostly samples its most probable token."""
+"""The sampling temperature up to which the target usually samples its most probable token."""
 
 _INT32: Final = np.dtype(np.int32)
 NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
@@ -87,7 +88,7 @@ class RequestRow:
         references: The arrays that the record points to, which must be kept alive.
         learned: The learned models of the request's namespace.
         verified: The outcome of the last draft: the number of verified tokens, and the number of accepted ones or, for
-            a tree, their indices. None if nothing is known.
+            a tree, their indices. None if the outcome is unknown.
     """
 
     __slots__ = ("address", "learned", "owns_memory", "record", "references", "verified")
@@ -104,7 +105,7 @@ class RequestRow:
 
 
 def draft_of(record: Any) -> Draft:
-    """Convert a `DraftRecord`, as numba kernels write it, to a `Draft`."""
+    """Convert a `DraftRecord`, which numba kernels write, to a `Draft`."""
     size = record.size
     if size == 0:
         return EMPTY_DRAFT
@@ -115,7 +116,7 @@ def draft_of(record: Any) -> Draft:
 
 
 class NamespaceGroup(NamedTuple):
-    """The requests of one namespace, which are drafted for from one snapshot of its retrieval cache.
+    """The requests of one namespace, for which drafts are made from one snapshot of the namespace's retrieval cache.
 
     ``rows`` are the addresses of their `DraftRow` records. ``with_own_tables`` are those requests that need tables of
     their own, because they share Gumbel noise or have no namespace.
@@ -139,9 +140,9 @@ def _temperature_bucket(temperature: float) -> int:
 
 
 def as_kernel_array(context: TokenIds) -> TokenIds:
-    """Return ``context`` as numba kernels read it: itself, or a contiguous and writable int32 copy.
+    """Return token ids in the form that numba kernels read: the same array, or a contiguous, writable int32 copy.
 
-    Ids that int32 cannot hold become -1, which is no token.
+    Ids that int32 cannot represent become -1, which is not a token id.
     """
     if context.dtype is not _INT32 or not context.flags.carray:
         context = as_context(context)
@@ -161,19 +162,19 @@ def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, 
 class SuffixDrafter:
     """Drafts the most probable continuation of a text, as long as the expected gain exceeds the cost.
 
-    The end of the context is looked up in the context itself, in the cache's recent text and in its segments, at up to
-    ``max_match_length`` tokens and at a few shorter lengths. All matches vote for the next token, and the acceptance
-    model estimates each candidate's acceptance probability. The draft takes the most probable candidate and continues
-    with the matches that agree. It ends when the probability that all of it is accepted falls below the cost of one
-    more token, which is the length with the greatest expected accepted tokens minus cost. A tree is grown in the same
-    way, best first, from all candidates.
+    The last tokens of the context are looked up in the context itself, in the cache's recent text and in its segments,
+    at up to ``max_match_length`` tokens and at a few shorter lengths. The tokens that follow the matches are
+    candidates, and the acceptance model estimates each candidate's acceptance probability. The draft takes the most
+    probable candidate and continues with the matches that agree. It ends when the probability that all of it is
+    accepted falls below the cost of one more token, which is the length with the greatest expected accepted tokens
+    minus cost. A tree is grown in the same way, best first, from all candidates.
 
     Further candidates are the client's predicted output, the tokens that other drafters propose, the target's earlier
     top-k tokens (token recycling), tokens that the target sampled after a rejected token (lookahead), and tokens
     sampled before with the same Gumbel noise. If all matches have ended, the end of the draft is looked up again.
 
     The acceptance model belongs to the namespace. It learns from every candidate whose outcome is known, drafted or
-    not. The drafter is deterministic given its calls, and owned by one thread. At most 112 matches are read per
+    not. The drafter is deterministic given its calls, and only one thread may use it. At most 112 matches are read per
     request.
     """
 
@@ -235,7 +236,7 @@ class SuffixDrafter:
     def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestRow:
         """Allocate the drafter's state of a request, before its first draft.
 
-        ``record`` is memory of the caller for the state, at address ``at``, and receives the request's constant
+        ``record`` is memory of the caller for the state, at address ``at``. It receives the request's constant
         parameters.
         """
         if len(self._rows) >= _MAX_REQUESTS:
@@ -248,7 +249,7 @@ class SuffixDrafter:
         return row
 
     def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
-        """Draft for requests whose rows were passed to ``start_request`` and have their limit and cost in ``params``.
+        """Draft for requests that were passed to ``start_request`` and whose limit and cost are set in ``params``.
 
         ``rows`` are the addresses of their `DraftRow` records. ``groups`` must contain these rows, and may contain
         others.
@@ -269,7 +270,6 @@ class SuffixDrafter:
             row.params.sample_cache = self._sample_cache_of(request)
 
     def _write_params(self, row: DraftRow, request: DraftRequest) -> object:
-        """Write the parameters of a request's draft, and return the arrays to keep alive until the kernel returns."""
         params, context, token_costs = row.params, as_kernel_array(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.reserve(snapshot)
@@ -290,11 +290,7 @@ class SuffixDrafter:
         return context, snapshot, token_costs, held
 
     def _write_constant_params(self, params: DraftParams, request: DraftRequest) -> tuple[object, ...]:
-        """Write the draft parameters that stay the same in all steps of a request, and reset the others.
-
-        Returns:
-            The arrays that the parameters point to, which must be kept alive.
-        """
+        """Write the draft parameters that stay the same in all steps of a request; return arrays to be kept alive."""
         params.num_token_costs = params.prediction_length = params.num_proposed = 0
         params.recycling_table = params.sample_cache = 0
         params.prompt_length, params.allow_caching = request.prompt_length, request.allow_caching
@@ -318,7 +314,7 @@ class SuffixDrafter:
         return 0 if self._sample_caches is None else self._sample_caches.of(request)
 
     def observe_scores(self, scored: ScoredPass) -> None:
-        """Save the tokens that the target sampled after a rejected token, because the next draft may continue there."""
+        """Save the tokens that the target sampled after a rejected draft token (lookahead) for the next draft."""
         if self._recycling is not None:
             row = [self._rows.get(request_id) for request_id in scored.request_ids]
             save_all_lookahead(
@@ -353,7 +349,7 @@ class SuffixDrafter:
             row.verified = len(draft.token_ids), as_kernel_array(draft.path)
 
     def finish(self, request_id: str) -> None:
-        """Learn from the last draft of a request that has ended, and drop its state."""
+        """Update the acceptance model from the last draft of a request that has ended, and drop the request's state."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             if row.verified is not None:
@@ -384,7 +380,6 @@ class SuffixDrafter:
 
 
 def _write_proposals(params: DraftParams, proposals: ExternalProposals) -> tuple[npt.NDArray[Any], ...]:
-    """Write the tokens that other drafters propose to the draft parameters, and return the arrays to keep alive."""
     tokens, parents, kinds = (
         as_kernel_array(each[:MAX_PROPOSED_TOKENS])
         for each in (proposals.token_ids, proposals.parents, proposals.kinds)

@@ -28,17 +28,16 @@ TOP_K: Final = 8
 NUM_TOKEN_ENTRIES: Final = 1 << 14
 
 NUM_PAIR_ENTRIES: Final = 1 << 16
-"""The numbers of token-recycling entries after single tokens and after pairs, in a table where a hash selects the
-entry.
+"""The number of entries after pairs of tokens in a token-recycling table, where a hash selects the entry.
 
-A new entry replaces the one at the same hash.
+A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number of entries after single tokens.
 """
 
 SHARES: Final = 8
-"""The number of buckets for a token's share of its token-recycling entry's probability, see `share_level`."""
+"""The number of buckets for a token's share of the probability in its token-recycling entry, see `share_level`."""
 
 LEAST_SHARE: Final = 1 / 256
-"""The minimum share of the probability that a token must exceed to be stored for token recycling."""
+"""Token recycling stores a next token only if its probability is greater than this."""
 
 NO_ENTRY: Final = -1
 Int8s = npt.NDArray[np.int8]
@@ -46,11 +45,11 @@ Float32s = npt.NDArray[np.float32]
 
 
 class RecyclingEntry(Record):
-    """The target's top-k next tokens after one token or after one pair of tokens.
+    """The target's top-k next tokens after one token or after one pair of tokens, stored for token recycling.
 
     Attributes:
         key: The token or the pair; 0 for an empty entry.
-        tokens: The tokens, most probable first, padded with -1.
+        tokens: The top-k tokens, most probable first, padded with -1.
         shares: The bucket of each token's share of the probability, 0..SHARES - 1.
     """
 
@@ -60,7 +59,7 @@ class RecyclingEntry(Record):
 
 
 class RecyclingTable(Record):
-    """The target's top-k next tokens after tokens and pairs of tokens, for one namespace.
+    """The table of token recycling: the target's top-k next tokens after tokens and pairs of tokens, for one namespace.
 
     The first NUM_TOKEN_ENTRIES are keyed by a token, the others by a pair of tokens. Zeroed memory is an empty table.
     """
@@ -93,7 +92,7 @@ def _pair_key(before: int, token: int) -> int:
 
 @inlined
 def entry_after_token(table: RecyclingTable, token: int) -> int:
-    """Return the index of the token-recycling entry after ``token``; NO_ENTRY if there is none."""
+    """Return the index of the entry with the top-k tokens that followed ``token``; NO_ENTRY if there is none."""
     if token < 0:
         return NO_ENTRY
     place = _place_of_token(token)
@@ -102,7 +101,7 @@ def entry_after_token(table: RecyclingTable, token: int) -> int:
 
 @inlined
 def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
-    """Return the index of the token-recycling entry after ``before``, ``token``; NO_ENTRY if there is none."""
+    """Return the index of the entry with the top-k tokens after the pair ``before``, ``token``; NO_ENTRY if none."""
     if before < 0 or token < 0:
         return NO_ENTRY
     place = _place_of_pair(before, token)
@@ -113,8 +112,9 @@ def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
 def share_level(share: float) -> int:
     """Return the bucket of a token's share of the probability, 0..SHARES - 1; -1 if the token is not worth storing.
 
-    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8: below one half each bucket doubles the
-    probability of the token, above it halves that of all others. A share at a bound belongs to the bucket below.
+    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Below one half, each bucket doubles the
+    probability of the token; above one half, each halves that of all other tokens. A share at a bound belongs to the
+    bucket below.
     """
     if not share > LEAST_SHARE:
         return -1
@@ -131,7 +131,6 @@ def share_level(share: float) -> int:
 
 @inlined
 def _write(entry: RecyclingEntry, key: int, ids: TokenIds, logits: Float32s) -> None:
-    """Write the top-k tokens to a token-recycling entry, or keep the old entry if all shares are too small."""
     total = 0.0
     for i in range(TOP_K):
         if ids[i] >= 0:
@@ -184,14 +183,14 @@ T = TypeVar("T")
 MAX_TABLES: Final = 16
 
 IDLE_PASSES: Final = 64
-"""The number of forward passes for which a namespace must be idle before another one may replace its table.
+"""The minimum number of forward passes without use after which a namespace's table may be replaced by another's.
 
 Without this limit, if a few more namespaces than tables are busy, every table would be replaced before it is read.
 """
 
 
 class NamespaceTables(Generic[T]):
-    """A collection of tables, one per namespace, MAX_TABLES at most. Not thread-safe: owned by the drafter's thread.
+    """A collection of at most MAX_TABLES tables, one per namespace. Only the drafter's thread may use it.
 
     A table is deleted with its namespace. If there are too many tables, the least recently used one is replaced, unless
     it was used in the last IDLE_PASSES passes. ``make`` creates a table.
@@ -204,24 +203,24 @@ class NamespaceTables(Generic[T]):
         self._num_passes = self._full_until = 0
 
     def begin_pass(self) -> None:
-        """Count a forward pass, by which the age of unused tables is measured."""
+        """Increment the number of forward passes, by which the age of unused tables is measured."""
         self._num_passes += 1
 
     def get(self, learned: LearnedState) -> T | None:
-        """Return the namespace's table and mark it as recently used; None if the namespace has no table."""
+        """Return a namespace's table and mark it as recently used; return None if the namespace has no table."""
         table = self._tables.get(learned)
         if table is not None:
             self._last_passes[learned] = self._num_passes
         return table
 
     def get_or_create(self, learned: LearnedState) -> T | None:
-        """Return the namespace's table, created if there is room, and mark it as recently used; else None."""
+        """Return a namespace's table, created if necessary, and mark it as recently used; None if there is no room."""
         if learned not in self._tables and self._has_room():
             self._tables[learned] = self._make()
         return self.get(learned)
 
     def _has_room(self) -> bool:
-        """Return whether another table may be created; delete the least recently used one for it if necessary."""
+        """Return whether a table for another namespace may be created, after deleting the least recently used one."""
         if len(self._tables) < MAX_TABLES:
             return True
         if self._num_passes < self._full_until:
@@ -243,14 +242,14 @@ class _ZeroedTable:
 
 
 class NamespaceRecyclingTables:
-    """The token-recycling tables of namespaces, and of requests without a namespace. Owned by the drafter's thread.
+    """The token-recycling tables of namespaces and of requests without one. Only the drafter's thread may use it.
 
     Tokens of one namespace are never drafted in another one, even if the two share a retrieval cache. A request without
     a namespace learns only from itself, and its table is deleted when it ends. A request that does not allow caching
     drafts from its namespace's table and adds nothing to it. Nothing is stored on disk, because a few forward passes
     fill a table again.
 
-    The tables of namespaces take 63 MB at most, and so do those of requests.
+    The tables of namespaces take at most 63 MB, and those of requests without a namespace take as much.
     """
 
     def __init__(self) -> None:
@@ -258,15 +257,15 @@ class NamespaceRecyclingTables:
         self._own: dict[str, _ZeroedTable] = {}
 
     def of(self, learned: LearnedState | None, request_id: str) -> int:
-        """Return the address of the token-recycling table that a request drafts from; 0 for none.
+        """Return the address of the token-recycling table that a request drafts from; 0 if it uses none.
 
-        It is valid until the next call of ``learn`` or ``ended``.
+        The address is valid until the next call of ``learn`` or ``ended``.
         """
         found = self._own.get(request_id) if learned is None else self._tables.get(learned)
         return 0 if found is None else found.address
 
     def learn(self, scored: ScoredPass) -> None:
-        """Write the target's top-k tokens of a forward pass into the token-recycling table of each row's request."""
+        """Store the target's top-k tokens at all positions of a forward pass in each request's recycling table."""
         self._tables.begin_pass()
         tables, table = list[int](), 0
         last: LearnedState | None = None
@@ -298,7 +297,7 @@ class NamespaceRecyclingTables:
         )
 
     def ended(self, request_id: str) -> None:
-        """Delete the token-recycling table of a request that has ended, if it has one of its own."""
+        """Delete the token-recycling table of a request that has ended; tables of namespaces stay."""
         self._own.pop(request_id, None)
 
     def _table_for(self, learned: LearnedState | None, request_id: str, allow_caching: bool) -> int:

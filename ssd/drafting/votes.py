@@ -1,6 +1,6 @@
-"""Count the tokens that follow the sampled matches of a context, by kind of text and by match length.
+"""Count which tokens follow the sampled matches of a context, by kind of text and by match length.
 
-Every match that agrees with the draft so far votes for the token that follows it.
+Every match that agrees with the draft so far votes for the token that follows the match.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from ssd.drafting.protocol import MAX_PROPOSED_TOKENS
 from ssd.jit.addresses import Float64, Float64s, Int64, Int64s, Record, inlined, kernel
 
 MAX_VOTED_CANDIDATES: Final = 12
-"""The maximum number of candidate tokens per draft position that come from matches or proposals.
+"""The maximum number of candidate tokens per draft position that come from text matches or from other drafters.
 
-The candidates with the greatest share of the votes, at any match length and in any kind of text, or with the greatest
+The candidates with the greatest share of the matches, at any match length and in any kind of text, or with the greatest
 proposed probability are chosen.
 """
 
 MAX_RECYCLED_CANDIDATES: Final = 6
-"""The maximum number of candidate tokens per draft position that come from token recycling alone."""
+"""The maximum number of candidate tokens that token recycling alone adds at each draft position."""
 
 MAX_CANDIDATES: Final = MAX_VOTED_CANDIDATES + MAX_RECYCLED_CANDIDATES
 """The maximum number of candidate tokens per draft position."""
 
 NO_LEVEL: Final = MAX_LEVELS
-"""The value of ``Votes.index_top`` and ``Votes.context_top`` if no match is left in the cache or in the context."""
+"""The value of ``Votes.index_top`` and ``Votes.context_top`` if no match in the cache or in the context agrees any
+more.
+"""
 
 _MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
 
 class TokenVotes(Record):
-    """The text matches that continue with one token.
+    """The number of text matches that continue with one candidate token.
 
     Attributes:
         index: The number of such matches in the retrieval cache, by match length.
@@ -63,10 +65,10 @@ class Votes(Record):
 
     Attributes:
         next_tokens: The token after each match that agrees with the draft.
-        tokens: The candidate tokens: those that follow a match, and further ones.
+        tokens: The candidate tokens: first those that follow a match, then those from other sources.
         of_token: The matches that continue with each of ``tokens``.
         index_support: The number of matches, by match length.
-        index_top: The level (index of the match length) of the longest match that is left; NO_LEVEL if there is none.
+        index_top: The level (index of the match length) of the longest match that agrees; NO_LEVEL if there is none.
         index_newest: The recency of the newest match at ``index_top``; -1 if there is none.
         index_newest_token: The token after the newest match.
     """
@@ -86,7 +88,7 @@ class Votes(Record):
 
 @inlined
 def votes_by_source(votes: Votes, candidate: int) -> tuple[float, float]:
-    """Return how many matches in the retrieval cache and in the context continue with a candidate token."""
+    """Return the numbers of matches in the retrieval cache and in the context that continue with a candidate token."""
     index = own = 0.0
     cast = votes.of_token[candidate]
     for level in range(MAX_LEVELS):
@@ -122,7 +124,7 @@ def _find_token(token: int, size: int, votes: Votes) -> int:
 
 @inlined
 def add_candidate(token: int, size: int, votes: Votes) -> int:
-    """Add a token that follows no match to the first ``size`` candidates, if it is missing; return their new number."""
+    """Add ``token`` to the first ``size`` candidates, unless it is one of them; return the number of candidates."""
     if _find_token(token, size, votes) < size:
         return size
     _add_token(votes, size, token)
@@ -140,7 +142,7 @@ def keep_best(
     proposals: ProposalTree,
     proposal_node: int,
 ) -> int:
-    """Move the best ``most`` candidate tokens to the front, and return how many there are.
+    """Move the best candidate tokens, at most ``most``, to the front of the list, and return their number.
 
     The best candidates are those with the greatest share of the matches at any match length; the probability that
     another drafter proposes at ``proposal_node`` counts as a share. The token predicted by the client and the cached
@@ -190,7 +192,7 @@ def count_votes(
 
     A match whose sequence has ended counts as a match, but not for any token. ``matching`` holds the indices of the
     sampled matches that agree with the draft, longer ones first; they were looked up ``since_lookup`` draft tokens ago.
-    The token ``predicted`` by the client becomes a candidate too. O(samples * tokens).
+    The token ``predicted`` by the client is added to the tokens. O(samples * tokens).
     """
     votes.index_support[:] = 0.0
     votes.context_support[:] = 0.0
@@ -234,7 +236,7 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens that other drafters propose here to the first ``size`` candidates; return the new number."""
+    """Add the tokens that other drafters propose here to the ``size`` candidates; return the number of candidates."""
     child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)

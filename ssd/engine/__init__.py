@@ -1,4 +1,4 @@
-"""The inference engine: scheduling, forward passes, speculation and outputs."""
+"""The inference engine: it schedules requests, runs forward passes with speculative decoding, and returns outputs."""
 
 from ssd.engine.engine import Engine
 from ssd.engine.metrics import EngineMetrics

@@ -1,4 +1,4 @@
-"""The sequences of a forward pass as arrays, so that one kernel call updates all of them.
+"""The sequences of a forward pass as arrays, so that one kernel call updates all sequences.
 
 Sequences that need Python code, e.g. because they end, are marked and handled one by one.
 """
@@ -45,7 +45,8 @@ NEEDS_SLOW_PATH: Final = -1  # in ``BatchRecord.committed``
 class BatchRecord(Record):
     """The arrays and counts of a `Batch` at a fixed address, where compiled kernels read and write them.
 
-    An address is that of an int64 array with one entry per sequence (row) unless another type or length is given.
+    A field that is an address points to an int64 array with one entry per sequence (row), unless another type or length
+    is given.
     """
 
     num_rows: Int64
@@ -118,7 +119,7 @@ def fill_input_ids(
 
 @kernel
 def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
-    """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, except where Python code must do it.
+    """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, unless Python code must append them.
 
     Such a sequence is not changed, and ``committed[b]`` is set to NEEDS_SLOW_PATH: if it has no output, if one of its
     tokens ends it, or if it has stop strings, structured output or log-probabilities.
@@ -148,7 +149,7 @@ def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
 
 @kernel
 def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> None:
-    """Update the counters of each sequence and of the batch after the output of a forward pass was appended.
+    """Update the counters of each sequence and of the batch after a forward pass whose output was appended.
 
     ``sizes`` is the number of output tokens of each sequence, int64[B]; ``now`` is a time in seconds.
     """
@@ -276,7 +277,7 @@ class Batch:
         return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))
 
     def can_continue(self, running: Rows[Sequence], lengths: Int64s) -> bool:
-        """Return whether another forward pass over the same sequences can be launched before this one has ended.
+        """Return whether another forward pass over the same sequences can be launched before the present pass ends.
 
         It can if ``running`` are exactly these sequences, none of them reaches its maximum length (``lengths`` are the
         numbers of tokens after this pass), and their next tokens depend on nothing that the CPU must compute, such as a
@@ -293,7 +294,7 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return each sequence's request id, its namespace's drafting statistics, and whether it may be cached."""
+        """Return each sequence's request id, the drafting statistics of its namespace, and whether it may be cached."""
         if self._row_namespaces is not None:
             return self._row_namespaces
         caches, is_final = self._caches()
@@ -323,7 +324,6 @@ class Batch:
         return [group if cache is None else group._replace(snapshot=cache.snapshot()) for cache, group in groups]
 
     def _caches(self) -> tuple[list[NamespaceCache | None], bool]:
-        """Return the cache of each sequence, and whether all of these caches have been opened in the background."""
         caches = [None if s.namespace is None else s.namespace.cache for s in self.sequences]
         is_open = [s.namespace is None or cache is not None for s, cache in zip(self.sequences, caches, strict=True)]
         return caches, all(is_open)

@@ -1,4 +1,4 @@
-"""Kernels that request, collect, shorten and reuse the drafts of a batch, and record how many tokens were accepted."""
+"""Kernels that prepare, collect, shorten and reuse the drafts of a batch, and record how many tokens were accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ssd.engine.request import Row
 from ssd.jit.addresses import Int64s, inlined, int32_array, int64_array, kernel
 
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of forward passes for which one long draft is made if the text repeats verbatim."""
+"""The number of forward passes that one long draft is made for if the output repeats an earlier text verbatim."""
 
 
 @inlined
@@ -42,7 +42,7 @@ def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> N
 
 @inlined
 def _is_in_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
-    """Return whether all draft tokens are valid token ids; also mark a draft tree without branches as a chain."""
+    """Return whether all draft tokens are valid token ids. Also mark a draft tree without branches as a chain."""
     is_chain = True
     for i in range(draft.size):
         if draft.tokens[i] < 0 or draft.tokens[i] >= vocab_size:
@@ -63,9 +63,9 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 
 @kernel
 def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
-    """Take the next draft of each sequence from the draft that was made ahead, if the output so far agrees with it.
+    """Use the draft that was made for a sequence during an earlier pass, if the output so far agrees with it.
 
-    The other sequences are marked as needing a draft, except for those with only empty drafts recently, unless
+    The sequences without such a draft are marked for drafting, except those with only empty drafts recently, unless
     ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft length.
     """
     record = batch_record_at(batch)
@@ -92,7 +92,7 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
 def fill_draft_params(
     batch: int, buffer: int, costs: int, calibration: int, limit: int, token_cost: float, shape: int
 ) -> int:
-    """Write the input of the drafter for each sequence that needs a draft, and return the number of these sequences.
+    """Write the drafter's input for each sequence that needs a draft, and return the number of these sequences.
 
     Args:
         batch: The address of the `BatchRecord`.
@@ -136,9 +136,9 @@ PREPARED_CHAIN: Final = 2
 
 @inlined
 def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, calibration: CalibrationRecord) -> None:
-    """Cut all drafts in a batch to the one length that maximizes the expected tokens per second.
+    """Cut all drafts in a batch to the one maximum length that maximizes the expected tokens per second.
 
-    They have a common maximum because the batch is padded to its longest draft. With drafts of at most w tokens, a
+    The maximum is common because the batch is padded to its longest draft. With drafts of at most w tokens, a
     sequence is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated probability that its first i draft
     tokens are accepted, calibrated with past outcomes. No draft is cut if one has no probabilities.
     """
@@ -163,7 +163,7 @@ def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, cali
 
 @kernel
 def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_size: int) -> int:
-    """Copy new drafts from the drafter to their sequences, cut to the best length; return how many were invalid."""
+    """Copy new drafts to their sequences, cut to the best length; return how many of the drafts were invalid."""
     record, num_invalid = batch_record_at(batch), 0
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     outcomes = calibration_at(calibration)
@@ -193,9 +193,9 @@ def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_
 
 @kernel
 def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
-    """Mark the sequences for which the next drafts are made ahead, while a forward pass runs.
+    """Mark the sequences whose next drafts are made while a forward pass runs, instead of after the pass.
 
-    These are the sequences whose last draft was fully accepted and that have no long draft made ahead already.
+    These are the sequences whose last draft was fully accepted and that have no long prepared draft already.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -215,7 +215,7 @@ def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
-    """Store drafts made ahead, while a forward pass runs, until its output is known; return how many were invalid."""
+    """Store the drafts that were made while a forward pass runs, and return how many drafts were invalid."""
     record, num_invalid = batch_record_at(batch), 0
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):
@@ -238,7 +238,7 @@ def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
 def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> float:
     """Return the sum of the estimated acceptance probabilities of the draft tokens that verification compared.
 
-    Those are the tokens of the accepted path, their siblings, and the first rejected token. ``path`` are the accepted
+    These are the tokens of the accepted path, their siblings, and the first rejected token. ``path`` holds the accepted
     positions, beginning with that of the context's last token.
     """
     expected = 0.0

@@ -1,4 +1,4 @@
-"""The serving loop: prefill prompts, propose drafts, run the target, verify the drafts, commit the tokens."""
+"""The serving loop: prefill prompts, propose drafts, run the target, verify the drafts, append the accepted tokens."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class Engine:
     # -- from any thread ---------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; exactly one of its later outputs has a finish reason, and it is the last one.
+        """Queue a request. It gets one or more outputs in later steps; only the last one has a finish reason.
 
         Raises:
             RequestError: The request is invalid, e.g. ContextTooLong.
@@ -250,11 +250,11 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Draw ``count`` different noise streams for requests with the same prompt, so that their outputs differ."""
+        """Draw ``count`` different noise streams (coupled sampling), so that outputs of the same prompt differ."""
         return self._coupling.distinct_streams(count, self._draw_seed())
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the next step; ids that are unknown or have finished are ignored."""
+        """End a request at the next step. The ids of unknown and finished requests are ignored."""
         with self._lock:
             self._cancelled.add(request_id)
         self._work.set()
@@ -274,7 +274,7 @@ class Engine:
         return self.has_work()
 
     def close(self) -> None:
-        """Reject further requests, drop the running ones, and close the caches, which store what they learned.
+        """Reject further requests, drop the running ones, and close the caches, which are then stored on disk.
 
         It must be called by the thread that steps, or after that thread has ended.
         """
@@ -291,9 +291,9 @@ class Engine:
         """Advance every running sequence by one forward pass of the target, and return the new outputs.
 
         On a device that computes concurrently with the host, a step verifies the forward pass that the previous step
-        launched, launches the next one, and makes the outputs and further drafts while it runs. If there were no drafts
-        for a while and no request starts or ends, the pass after the next one is launched too, so that the device is
-        never idle.
+        launched, launches the next one, and makes the outputs and further drafts while the next pass runs. If there
+        were no drafts for a while and no request starts or ends, the pass after the next one is launched too, so that
+        the device is never idle.
 
         An exception that ends the program, e.g. KeyboardInterrupt, cancels all running requests and is raised again;
         the other requests continue at the next step.
@@ -332,7 +332,7 @@ class Engine:
         return outputs
 
     def check(self) -> list[str]:
-        """Check the state of slots and requests between two steps, and return each inconsistency as a sentence.
+        """Check the state of KV cache slots and requests between two steps; return each inconsistency as a sentence.
 
         Sequences in a running forward pass are not checked.
         """
@@ -344,7 +344,7 @@ class Engine:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether drafts are made now; False while the drafting kernels are compiled in the background."""
+        """Whether drafts can be made now; False while the drafting kernels are compiled in the background."""
         return self._speculation.is_ready
 
     @property
@@ -354,7 +354,7 @@ class Engine:
 
     @property
     def is_speculating(self) -> bool:
-        """Whether this engine ever makes drafts; constant."""
+        """Whether this engine is configured to make drafts. The value never changes."""
         return self._speculation.is_enabled
 
     def relative_pass_cost(self, width: int) -> float:
@@ -460,7 +460,6 @@ class Engine:
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _admit_and_cancel(self) -> list[Sequence]:
-        """Admit waiting requests to free slots, remove cancelled sequences, and return the cancelled ones."""
         with self._lock:
             self._scheduler.enqueue(self._inbox)
             self._inbox.clear()
@@ -475,7 +474,7 @@ class Engine:
     def _prefill_prompts(self) -> Batch:
         """Compute a chunk of the prompts, and return the sequences that are ready to decode.
 
-        If a sequence must be retried alone because a batch with it failed, only this one is returned.
+        If a batch failed and each of its sequences must be retried alone, only one sequence is returned.
         """
         ready = self._prefill.run(self._scheduler.running)
         ready = next(([sequence] for sequence in ready if sequence.needs_solo_retry), ready)
@@ -486,7 +485,7 @@ class Engine:
     def _commit(self, forward_pass: ForwardPass | None) -> CommittedPass | None:
         """Append the output tokens of a forward pass to its sequences.
 
-        Everything that can be done later is deferred to `_update_counts` and `_make_outputs`, because the device waits.
+        All work that can be done later is deferred to `_update_counts` and `_make_outputs`, because the device waits.
         """
         if forward_pass is None:
             return None
@@ -508,7 +507,7 @@ class Engine:
         return committed
 
     def _commit_slow(self, committed: CommittedPass, b: int, sequence: Sequence) -> None:
-        """Append output tokens to a sequence that kernels cannot handle, and free its slot if it has ended."""
+        """Append output tokens to a sequence that kernels cannot update, and free its slot if the sequence ended."""
         forward_pass, size = committed.forward_pass, int(committed.forward_pass.sizes[b])
         if sequence.finish_reason is not None:  # detokenization failed while the pass ran
             self._isolation.drop(sequence)
@@ -595,7 +594,7 @@ class Engine:
 
 
 def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
-    """Log a warning if the tokenizer does not fit the model, and if there is no end-of-text token."""
+    """Log a warning if the tokenizer does not fit the model, or if there is no end-of-text token."""
     if codec.vocab_size > num_logits:
         log.warning(
             "the tokenizer has %d token ids but the model only %d, so they do not belong together. Prompts with larger "

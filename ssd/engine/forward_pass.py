@@ -1,4 +1,4 @@
-"""One forward pass of the target over all sequences and their drafts, with the acceptance of draft tokens."""
+"""One forward pass of the target over all sequences and their drafts, including the acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def warm_up_verification() -> None:
 class ForwardPass:
     """A forward pass over the last token and the draft tokens of every sequence in a batch.
 
-    The constructor launches it, and `verify`, which must be called once before the next launch, waits for it and
-    accepts draft tokens. Only a pass with a ``predecessor`` may be launched earlier: it has no drafts, and its inputs
-    are the output tokens of the predecessor, which are still on the device.
+    The constructor launches the pass. `verify`, which must be called once before the next launch, waits for the pass
+    and accepts draft tokens. Only a pass with a ``predecessor`` may be launched earlier: it has no drafts, and its
+    inputs are the output tokens of the predecessor, which are still on the device.
 
     Attributes:
         buffer: The number (0 or 1) of the buffer that holds the drafts.
@@ -105,10 +105,10 @@ class ForwardPass:
         return draft_of(self.batch.sequences[b].row.drafts[self.buffer])
 
     def draft(self, b: int) -> Draft:
-        """Return the draft of sequence ``b``, with the accepted path if it is a tree.
+        """Return the draft of sequence ``b``; a draft tree also has the path of its accepted tokens.
 
-        It is valid until the next drafts are made. EMPTY_DRAFT itself means that no draft was requested; another empty
-        draft means that the drafter proposed nothing.
+        The draft is valid until the next drafts are made. EMPTY_DRAFT itself means that no draft was requested; another
+        empty draft means that the drafter proposed nothing.
         """
         if not self.batch.sequences[b].row.was_drafted[self.buffer]:
             return EMPTY_DRAFT
@@ -118,7 +118,7 @@ class ForwardPass:
         return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
 
     def verify(self) -> None:
-        """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that agree with them.
+        """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that match them.
 
         Afterwards the KV cache may also hold rejected draft tokens of chains; the caller must roll it back. If the pass
         fails, its exception is raised, and the content of the KV cache is unknown.
@@ -149,19 +149,19 @@ class ForwardPass:
         self.seconds = self.ended - self._started
 
     def _read_predecessor(self, predecessor: ForwardPass) -> None:
-        """Store the input tokens, which are known only now: they are the output of the previous forward pass."""
+        """Store the input tokens, which are known only now because they are the output of the preceding pass."""
         self._previous_ids[:], self._input_ids[:, 0] = predecessor._input_ids[:, 0], predecessor.output_ids[:, 0]
         self._target.record_tokens(self.batch.slots, self.lengths - 1, self._input_ids)
 
     def logits(self, b: int) -> torch.Tensor:
-        """Return the logits [>= sizes[b], V] of sequence ``b``; row i belongs to output token i."""
+        """Return the logits [>= sizes[b], V] of sequence ``b``. Output token i was sampled from row i."""
         logits = self._output.logits[b]
         if not self._has_trees:
             return logits
         return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _sample(self) -> dict[int, BaseException]:
-        """Sample the target's tokens; if that fails, sample each sequence alone and return the errors by sequence."""
+        """Sample the target's tokens; if that fails, sample for each sequence alone. Return errors by sequence."""
         try:
             if self.samples_in_pass:
                 assert self._output.sampled is not None
@@ -223,7 +223,7 @@ class CommittedPass:
         )
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
-        """Yield each sequence with the tokens that the forward pass added to it; call it after ``update_counts``."""
+        """Yield each sequence with the tokens that the forward pass added to it. Call it after ``update_counts``."""
         forward_pass, batch = self.forward_pass, self.forward_pass.batch
         arrays = (
             batch.committed,

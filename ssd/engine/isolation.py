@@ -1,4 +1,4 @@
-"""Fault isolation: an exception in a step ends only the request that caused it. Also checks the idle engine's state."""
+"""Fault isolation: an exception in a step ends only the request that caused it. Also checks the state of slots."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FaultIsolation:
         """End a sequence with an error output.
 
         A RequestError is the client's fault: it is sent to the client and not logged. For all other errors, ``where``
-        names the operation that failed in the log. A sequence in a forward pass that ``is_in_flight`` keeps its slot
+        names the operation that failed, for the log. A sequence in a forward pass that ``is_in_flight`` keeps its slot
         until it is dropped.
         """
         reraise_exits(error)
@@ -66,7 +66,7 @@ class FaultIsolation:
             self.drop(sequence)
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Cancel sequences because KeyboardInterrupt or the like was raised in a step, and clear their slots."""
+        """Cancel sequences and clear their slots, because an exception like KeyboardInterrupt was raised in a step."""
         reported = [sequence for sequence, _ in self._ended]
         for sequence in sequences:
             if sequence not in reported:
@@ -74,12 +74,12 @@ class FaultIsolation:
             self.drop(sequence)
 
     def fail_one(self, sequence: Sequence, error: BaseException) -> None:
-        """End a sequence that was alone in a failed forward pass, and check that the model still works."""
+        """End the only sequence of a failed forward pass, and check that the model still works."""
         self.fail(sequence, "a forward pass", error)
         self.check_target()
 
     def fail_batch(self, batch: Rows[Sequence], error: BaseException) -> None:
-        """Handle a failed forward pass over several sequences: clear their KV cache, and let each be retried alone."""
+        """After a failed forward pass over several sequences, clear their KV cache and let each be retried alone."""
         reraise_exits(error)
         unfinished = [sequence for sequence in batch if sequence.finish_reason is None]
         for sequence in batch:
@@ -129,7 +129,7 @@ def find_violations(
 
     Between two steps, every slot must be free or have one sequence, no request may occur twice, a slot must hold a
     prefix of its sequence (at most all but the last token), and a free slot must hold the prefix that is cached for it.
-    The target's own record of its input tokens tells the content of a slot.
+    The content of a slot is known from the target's own record of its input tokens.
 
     ``arriving`` are submitted sequences that are not scheduled yet. If a forward pass ``is_in_flight``, running
     sequences are not checked, because their slots hold drafts too.

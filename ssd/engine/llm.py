@@ -1,4 +1,4 @@
-"""``LLM``: offline inference for programs; it owns the model, the drafter and the cache."""
+"""``LLM``: offline inference in Python programs; it owns the model, the drafter and the retrieval cache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt with its outputs.
+    """A prompt with the outputs generated for it.
 
     Attributes:
         prompt_token_ids: The token ids of the prompt.
@@ -150,7 +150,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Store the cache if it has a directory, and free all resources."""
+        """Store the retrieval cache if it has a directory, and free all resources."""
         self._opened.close()
 
     def generate(
@@ -184,7 +184,7 @@ class LLM:
         use_tqdm: bool = True,
         **template: Any,
     ) -> list[Completion]:
-        """Complete conversations like `generate`, after formatting them with the model's chat template.
+        """Complete conversations with `generate`, after formatting them with the model's chat template.
 
         Args:
             messages: A list of messages in the format of the OpenAI API, or a list of such lists.
@@ -384,14 +384,14 @@ _VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "speculative_config": ((None,), "pass draft=DraftConfig(...), draft_model=... or draft_head=..."),
     "disable_log_stats": ((None, True, False), ""),
 }
-"""Arguments of vLLM's ``LLM`` that this class lacks: their supported values, and the reason or the alternative."""
+"""The arguments of vLLM's ``LLM`` that this project's ``LLM`` lacks: the supported values, and a reason or alternative.
+"""
 
 
 def _engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Engine.from_pretrained`; fields of `EngineConfig` become its ``config``.
+    """Convert the keyword arguments of ``LLM`` to those of `Engine.from_pretrained`, and check them.
 
-    Raises:
-        ConfigError: An argument is unknown, or has a value that is not supported.
+    Fields of `EngineConfig` become its argument ``config``. Raises ConfigError for unknown or unsupported arguments.
     """
     known = inspect.signature(Engine.from_pretrained).parameters.keys() - {"model", "caches"}
     found, settings = dict[str, Any](), dict[str, Any]()
@@ -427,7 +427,7 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
 
 
 def _log_if_slow(work: Callable[[], None]) -> None:
-    """Call a function, and log that kernels are being compiled if that makes the call slow."""
+    """Call ``work``, and log that kernels are being compiled if the call takes long."""
 
     def log_compilation() -> None:
         if kernel_counts().compiled:
@@ -452,7 +452,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _is_list(given: object) -> bool:
-    """Return whether an argument is an iterable that can be a list of prompts; mappings and bytes cannot."""
     return isinstance(given, Iterable) and not isinstance(given, Mapping | bytes | bytearray | memoryview)
 
 

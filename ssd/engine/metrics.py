@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class FaultLog:
-    """Counts exceptions by the operation that failed, and logs the 1st, 2nd, 4th, 8th ... of each with a traceback."""
+    """Counts exceptions by the operation that failed, and logs an operation's 1st, 2nd, 4th, 8th ... exception."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def record(self, where: str, error: BaseException, consequence: str) -> None:
-        """Count an exception in the operation ``where``; ``consequence`` describes in the log what happens next."""
+        """Count an exception in the operation ``where``; ``consequence`` says in the log message what happens next."""
         self.counts[where] += 1
         count = self.counts[where]
         if count.bit_count() == 1:
@@ -49,7 +49,7 @@ class BestEffort:
             return None
 
     def record(self, error: BaseException) -> None:
-        """Count and log an exception; raise it again if it is meant to end the program."""
+        """Count and log an exception of a drafter or cache; raise it again if it is meant to end the program."""
         reraise_exits(error)
         self.num_failures += 1
         self._faults.record("drafting or caching", error, "requests continue without it")
@@ -69,12 +69,12 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Histogram:
-    """A histogram with fixed buckets; one thread writes it, any thread may read it."""
+    """A histogram with fixed buckets. One thread writes it, and any thread may read it."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Create an empty histogram with ascending upper bounds; a last bucket counts all larger values."""
+        """Create an empty histogram with ascending upper ``bounds``; one more bucket counts all larger values."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
@@ -97,8 +97,8 @@ class Histogram:
 class EngineHistograms:
     """Histograms of latencies in seconds and of sizes in tokens.
 
-    Each request is observed once when it ends, also if it was cancelled, in the phases that it reached. Exceptions:
-    ``inter_token`` is observed for each forward pass and ``step_tokens`` for each step.
+    Each request is observed once when it ends or is cancelled, in the histograms of the phases that it reached.
+    Exceptions: ``inter_token`` is observed for each forward pass and ``step_tokens`` for each step.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class EngineMetrics:
                 steps.append((int(batch.num_drafted[b]), int(batch.num_accepted[b])))
 
     def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
-        """Count the tokens of a computed prompt; ``queried`` is True if cached prefixes were allowed for the prompt."""
+        """Count the tokens of a prompt after prefill; ``queried`` is whether cached prefixes could be reused for it."""
         self.prompt_tokens += stats.num_prompt_tokens
         if queried:
             self.prefix_cache_queries += stats.num_prompt_tokens

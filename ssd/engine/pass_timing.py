@@ -1,4 +1,4 @@
-"""Measures the latency of forward passes of several sizes before any request is served."""
+"""Measure the latency of forward passes of several sizes before any request is served."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LONGEST_S = 10.0  # no further sample is taken after this time
 def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
     """Measure the seconds of forward passes with 1 and about 8 sequences and up to ``max_width`` tokens per sequence.
 
-    All sizes are measured alternately, and the fastest sample of each size counts, because other work on a machine only
-    makes passes slower. All slots of the target must be free.
+    All sizes are measured alternately, and the fastest sample of each size is used, because other work on a machine
+    only makes passes slower. All slots of the target must be free.
     """
     sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
     fastest = dict.fromkeys(sizes, math.inf)
@@ -53,9 +53,9 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Correct measured times: a forward pass is never slower than a larger pass, or than several smaller passes.
+    """Lower measured times so that no forward pass is slower than a larger pass, or than several smaller passes.
 
-    This bounds the time of a size of which every sample was interrupted by other work. O(sizes squared).
+    This corrects a size if all of its samples were interrupted by other work. O(sizes squared).
     """
 
     def num_passes(size: Size, other: Size) -> int:

@@ -13,9 +13,9 @@ from ssd.engine.speculation import SpeculationManager
 from ssd.model.target import Target
 
 _MIN_DRAFTLESS_PASSES: Final = 16
-"""The number of consecutive passes without a draft before the next pass is launched early, without waiting for drafts.
+"""The number of consecutive forward passes without a draft before the next pass is launched without waiting for drafts.
 
-A draft that is found one pass too late costs more than the host's part of several passes.
+A draft that is found one pass too late costs more than the CPU work of several passes.
 """
 
 
@@ -42,7 +42,7 @@ class Pipeline:
             self._isolation.fail_batch(batch.sequences, error)
 
     def launch_speculatively(self, running: Rows[Sequence]) -> None:
-        """Launch the next forward pass before the current one ends, so that the device is not idle between the two.
+        """Launch the next forward pass before the current pass ends, so that the device is not idle in between.
 
         This is possible if the current pass has no drafts, so that it adds exactly one token to each sequence, and all
         sequences continue after it. The drafter is called without that token; if it finds a draft, nothing is launched.
@@ -68,7 +68,7 @@ class Pipeline:
             self._isolation.fail_batch(current.batch.sequences, error)
 
     def verify(self) -> ForwardPass | None:
-        """Wait for the current forward pass, verify its drafts, and return it; None if there is none or it failed."""
+        """Wait for the current forward pass, verify its drafts, and return it; None if no pass runs or it failed."""
         completed, self.current, self.next = self.current, self.next, None
         if completed is not None:
             try:

@@ -1,4 +1,4 @@
-"""Chunked prefill: in each step, prompts are computed up to a fixed number of tokens."""
+"""Chunked prefill: in each step, at most a fixed number of prompt tokens is computed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Prefill:
     """Computes prompts in chunks, so that a long prompt stalls neither running sequences nor short prompts.
 
     In each step the token budget goes to sequences by priority, then to those with the fewest remaining tokens
-    (shortest remaining processing time, Schrage 1968). A quarter of it is reserved for the sequence that has waited
-    longest, so every prompt is finished within 4 * remaining tokens / budget steps.
+    (shortest remaining processing time, Schrage 1968). A quarter of the budget is reserved for the sequence that has
+    waited longest, so every prompt is finished within 4 * remaining tokens / budget steps.
 
     Before a prompt is computed, prefixes that other slots have computed are copied, so several outputs of one prompt
-    compute it once.
+    compute the prompt once.
     """
 
     def __init__(
@@ -31,10 +31,7 @@ class Prefill:
         chunk_tokens: int,
         on_fault: Callable[[Sequence, BaseException], None],
     ) -> None:
-        """Create the prefill of an engine.
-
-        If the forward pass of a sequence fails, ``on_fault`` is called and must remove the sequence from its slot.
-        """
+        """Create the part of an engine that computes prompts; ``on_fault`` must free the slot of a failed sequence."""
         self._target = target
         self._on_fault = on_fault
         self._prefix_cache = prefix_cache
@@ -42,13 +39,14 @@ class Prefill:
         self._num_computed = 0
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of tokens to prefill: all but the last one, which the first decoding step computes."""
+        """Return the number of a sequence's tokens to prefill. Its last token is left to the first decoding step."""
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:
-        """Compute up to one token budget of prompts, and return the sequences of ``running`` that are ready to decode.
+        """Compute prompts up to the token budget of one step, and return the sequences that are ready to decode.
 
-        A sequence whose grammar mask is not ready is left out; if no sequence is ready, this waits briefly for a mask.
+        A sequence whose grammar mask is not ready is not returned; if no sequence is ready, this waits briefly for a
+        mask.
         """
         late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
         num_cached = self._target.lengths_of([sequence.slot for sequence in running]).tolist() if running else []
@@ -76,7 +74,7 @@ class Prefill:
             budget -= self._prefill_sequence(sequence, budget, running)
 
     def _prefill_sequence(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
-        """Compute up to ``budget`` tokens of one sequence, and return their number; errors go to ``on_fault``."""
+        """Compute up to ``budget`` prompt tokens of a sequence, and return their number; errors go to ``on_fault``."""
         if sequence.slot < 0 or not self.num_remaining(sequence):
             return 0
         try:

@@ -21,7 +21,7 @@ Scope = tuple[str | None, str | None, str | None, str | None]
 _MIN_COPIED_TOKENS = 16
 """The minimum length of a prefix whose KV cache is copied from another slot; shorter prefixes are computed again.
 
-A copy takes two operations per layer, while a few more positions hardly slow down a forward pass. Shorter prefixes are
+A copy takes two operations per layer, while a few more positions hardly slow down a forward pass. A shorter prefix is
 copied only if that saves a whole pass.
 """
 
@@ -30,7 +30,7 @@ _FIRST_COMPARED = 64  # doubled until the texts differ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """The token prefix whose KV cache is still in a free slot."""
+    """The token prefix whose KV cache is still stored in a free slot."""
 
     scope: Scope  # the result of `reuse_scope` for the request that computed the prefix
     tokens: TokenIds  # int32[n], at least one
@@ -52,7 +52,7 @@ def reuse_scope(request: Request) -> Scope | None:
 
 
 def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
-    """Return the number of equal tokens at the beginning of two texts. O(length of the common prefix)."""
+    """Return the number of equal tokens at the beginning of two token sequences. O(result)."""
     end, size = min(len(one), len(other)), _FIRST_COMPARED
     start = 0
     while start < end:
@@ -84,7 +84,7 @@ class PrefixCache:
         self._faults = FaultLog()
 
     def can_reuse(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may reuse cached prefixes; not if prompt log-probabilities are requested."""
+        """Return whether a sequence may reuse cached prefixes; False if prompt log-probabilities are requested."""
         is_allowed = sequence.allow_prefix_copy and not sequence.needs_prompt_logprobs
         return self._enabled and is_allowed and reuse_scope(sequence.request) is not None
 
@@ -92,17 +92,17 @@ class PrefixCache:
         return self._cached.get(slot)
 
     def drop_overwritten(self) -> None:
-        """Drop the cached prefixes whose slots another engine with the same model has overwritten. O(cached tokens)."""
+        """Drop cached prefixes in slots that another engine with the same model has overwritten. O(cached tokens)."""
         for slot in range(self._target.num_slots):
             cached = self._cached.get(slot)
             if cached is None or not np.array_equal(self._target.cached_tokens(slot), cached.tokens):
                 self.clear_slot(slot)
 
     def assign_slot(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:
-        """Assign a free slot to a sequence, and reuse the cached KV prefix that it has in common with any slot.
+        """Assign a free slot to a sequence, and reuse the longest KV cache prefix that it has in common with any slot.
 
-        It gets the free slot with the longest common prefix. If most of the prefix cached there would be lost, the
-        common part is copied to the least recently used slot instead. O(slots + common tokens).
+        The sequence gets the free slot with the longest common prefix. If most of the prefix cached there would be
+        lost, the common part is copied to the least recently used slot instead. O(slots + common tokens).
         """
         oldest = min(free_slots, key=lambda slot: (self._used_at[slot], slot))
         donor, shared = self._find_longest_prefix(sequence, running)
@@ -119,12 +119,12 @@ class PrefixCache:
             self._copy_prefix(donor, sequence, shared)
 
     def copy_cached_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Copy the part of a sequence's KV cache that another slot has computed since the sequence was admitted."""
+        """Copy the KV cache of a prompt's prefix that another slot has computed since the sequence was admitted."""
         donor, shared = self._find_longest_prefix(sequence, running)
         self._copy_prefix(donor, sequence, shared)
 
     def retain(self, sequence: Sequence) -> None:
-        """Keep the KV cache of a sequence that is about to leave its slot for later requests with the same prefix."""
+        """Keep the KV cache of a sequence that is about to free its slot, for later requests with the same prefix."""
         slot, scope = sequence.slot, reuse_scope(sequence.request)
         length = min(self._target.length(slot), sequence.num_tokens - 1)
         self._used_at[slot] = next(self._clock)
@@ -135,7 +135,7 @@ class PrefixCache:
         self._cached[slot] = CachedPrefix(scope, sequence.context[:length].copy())
 
     def clear_slot(self, slot: int) -> None:
-        """Clear the KV cache of a free slot; cleared slots are assigned first."""
+        """Clear the KV cache of a free slot. Cleared slots are assigned before others."""
         self._target.rollback(slot, 0)
         self._cached.pop(slot, None)
         self._used_at[slot] = 0
@@ -145,7 +145,7 @@ class PrefixCache:
             self.clear_slot(slot)
 
     def _find_longest_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> tuple[int | None, int]:
-        """Return the other slot with the longest prefix in common with a sequence, and the length of that prefix."""
+        """Return the other slot with the longest prefix in common with a sequence, and the prefix's length."""
         best: tuple[int | None, int] = (None, 0)
         if self.can_reuse(sequence):
             context, scope = sequence.context[:-1], reuse_scope(sequence.request)

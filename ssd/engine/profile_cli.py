@@ -112,7 +112,7 @@ def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArra
 def time_rounds(
     target: Target, text: npt.NDArray[np.int64], widths: Sequence[int], rounds: int
 ) -> tuple[npt.NDArray[np.float64], list[tuple[int, float]]]:
-    """Measure the seconds of forward passes over the first tokens of a text, with different numbers of tokens (widths).
+    """Measure the seconds of forward passes over the first tokens of a text, for several numbers of tokens (widths).
 
     ``text`` is the result of `decode`. A round measures every width once, in random order, so that a slow period of the
     machine affects all widths alike. A pass ends when the target's tokens are on the host.
@@ -162,9 +162,9 @@ def _open_engine(
 
 
 def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tuple[float, int, int]]]:
-    """Run one request; return its output, times and counts, and (seconds, draft tokens, output tokens) of each step.
+    """Run one request; return its output with times and counts, and the list of its steps.
 
-    The first step is left out of the list, because it includes prefill.
+    Each step is (seconds, draft tokens, output tokens). The first step is not in the list, because it includes prefill.
     """
     items, steps, first_s = list[Any](), list[tuple[float, int, int]](), 0.0
     started = time.perf_counter()
@@ -244,7 +244,7 @@ class _CostProfile:
         }
 
     def _time(self, model: PreTrainedModel) -> tuple[npt.NDArray[np.float64], list[list[tuple[float, int, int]]]]:
-        """Time forward passes of all widths, and decoding steps of three engines, alternately.
+        """Measure forward passes of all widths and decoding steps of three engines alternately.
 
         Returns:
             The seconds of forward passes, float64[rounds, widths], and the steps of the three engines: without drafts,

@@ -21,7 +21,7 @@ N = TypeVar("N", int, float)
 
 
 class FinishReason(StrEnum):
-    """The reason why an output ended; the values are OpenAI's."""
+    """The reason why an output ended; the values are those of the OpenAI API."""
 
     STOP = "stop"
     """An end-of-text token, stop token or stop string was generated."""
@@ -34,7 +34,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt to complete once, with its settings.
+    """A prompt to complete once, with the sampling parameters and settings of the request.
 
     Attributes:
         request_id: The id, unique for the life of the engine.
@@ -88,7 +88,7 @@ def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, 
 
 
 class RowCounts(Record):
-    """The counters of a request that every forward pass updates, at a fixed address for compiled kernels."""
+    """The counters of a request that compiled kernels update after every forward pass, at a fixed address."""
 
     num_output_tokens: Int64
     num_verify_steps: Int64
@@ -150,7 +150,8 @@ class _RecordField(Generic[N]):
 class RequestStats:
     """Statistics of one request.
 
-    Accepted tokens are draft tokens that became output. Times are those of ``time.perf_counter``; 0 means not yet.
+    Accepted tokens are draft tokens that became output. Times are values of ``time.perf_counter``; 0 means that the
+    event has not happened yet.
 
     Attributes:
         num_cached_tokens: The number of prompt tokens whose KV cache was reused.
@@ -203,7 +204,7 @@ class RequestStats:
 
 
 class VerifiedDraft(NamedTuple):
-    """The result of verifying a request's draft in one forward pass; the output begins with the accepted tokens."""
+    """The result of verifying a request's draft in one forward pass, whose output begins with the accepted tokens."""
 
     number: int  # the number of the request's forward pass, from 1
     source: str  # as in ``Draft.source``

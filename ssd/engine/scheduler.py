@@ -11,7 +11,7 @@ from ssd.engine.prefix_cache import PrefixCache
 from ssd.engine.sequence import Sequence
 
 AGEING_STEPS = 64
-"""The number of engine steps of waiting that raise a request by one level of priority."""
+"""The number of engine steps after which a waiting request is treated as if its priority were one level higher."""
 
 
 class Scheduler:
@@ -22,9 +22,9 @@ class Scheduler:
     within a tenant.
 
     A request of priority p that arrives at step t has the queue key ``p * ageing_steps + t``, and the lowest key is
-    admitted first: by priority, and first come, first served within a priority. A more urgent request overtakes one
-    that has waited long only if its priority is lower by more than the waiting time / ``ageing_steps``. Keys never
-    change, so queues need no resorting as requests age.
+    admitted first: by priority, and first come, first served within a priority. A more urgent request overtakes a
+    request that has waited long only if the priorities differ by more than the waiting time / ``ageing_steps``. Keys
+    never change, so queues need no resorting as requests age.
 
     The memory of all slots is reserved, so no request is preempted for lack of memory. If no slot is free, a request
     preempts the running one with the highest key among those with a higher ``priority`` value and a higher key. A
@@ -97,7 +97,7 @@ class Scheduler:
         return slot
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a sequence, running or waiting, and clear its KV cache, whose content is unknown after a failure."""
+        """Remove a running or waiting sequence, and clear its KV cache, whose content is unknown after a failure."""
         if sequence.slot < 0:
             if sequence in self._queues.get(sequence.request.tenant, ()):
                 self._dequeue(sequence)
@@ -129,7 +129,7 @@ class Scheduler:
         return self._next_admission() is not None
 
     def _next_admission(self) -> tuple[Sequence, Sequence | None] | None:
-        """Return the sequence to admit next and the one to preempt for it, if any; None if none can be admitted."""
+        """Return the sequence to admit next, and the one to preempt for it or None; None if none can be admitted."""
         if not self._queues:
             return None
         num_running = Counter(running.request.tenant for running in self.running)

@@ -33,17 +33,17 @@ from ssd.text.grammar_compiler import GrammarCompiler
 
 
 class Coupling:
-    """Creates the sampling noise of requests from the seed of the request, or from one of several shared streams.
+    """Creates the Gumbel noise with which requests are sampled: from the request's seed, or from a shared noise stream.
 
     Requests with the same stream get the same answer to the same prompt, so earlier answers can be drafted. An output
     depends on the stream, a secret of its cache namespace, and its own text, and not on other requests. Thread-safe.
     """
 
     def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
-        """Create the source of an engine's sampling noise, with ``num_streams`` shared streams; 0 disables sharing.
+        """Create an engine's source of sampling noise, with ``num_streams`` streams that requests share; 0 for none.
 
         The shared noise of a token depends on the ``window`` tokens before it. ``root`` is called for each request and
-        returns the secret from which the secrets of the namespaces are derived; None draws one at random.
+        returns the secret from which the secrets of the namespaces are derived; None draws a secret at random.
         """
         self.num_streams = num_streams
         self._window = window
@@ -56,9 +56,9 @@ class Coupling:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
     def distinct_streams(self, count: int, seed: int) -> list[int]:
-        """Draw ``count`` different stream numbers with ``seed``, for several outputs of one prompt. O(count).
+        """Draw ``count`` different numbers of noise streams with ``seed``, for several outputs of one prompt. O(count).
 
-        The numbers exceed the engine's streams only if it has fewer than ``count``.
+        The numbers exceed the engine's streams only if the engine has fewer than ``count`` streams.
         """
         return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
@@ -77,12 +77,12 @@ class Coupling:
 
 
 def namespace_secret(root: bytes, namespace: str) -> int:
-    """Derive a 64-bit secret for a namespace that reveals neither ``root`` nor other secrets (HMAC, RFC 2104)."""
+    """Derive a namespace's 64-bit secret by HMAC (RFC 2104), which hides ``root`` and other namespaces' secrets."""
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence, before they are detokenized completely."""
+    """The tokens that one forward pass added to a sequence; their text may not have been made yet."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet
@@ -93,7 +93,7 @@ class Committed(NamedTuple):
 
 
 class Sequence:
-    """A request in the engine with its tokens, stop conditions and sampling state.
+    """A request that the engine has accepted, with its tokens, stop conditions and sampling state.
 
     The KV cache holds all tokens but the last one, which the next forward pass computes.
     """
@@ -198,7 +198,7 @@ class Sequence:
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
     def advance_noise(self) -> None:
-        """Bring the state of the shared sampling noise up to date with the tokens appended since the last call."""
+        """Update the state of the shared Gumbel noise with the tokens that were appended since the last call."""
         if self._is_coupled:
             self.sampling.noise.advance(self.context)
 
@@ -211,11 +211,11 @@ class Sequence:
         return self.request.sampling.logprobs is not None
 
     def append_tokens(self, token_ids: list[int], logits: torch.Tensor | None) -> Committed:
-        """Append output tokens up to the first one that ends the output; the tokens after it are dropped.
+        """Append output tokens up to the first one that ends the output; drop the tokens after it.
 
-        Text is made here only if stop strings must be searched; otherwise `make_output`, which must be called for each
-        result in order, makes it later. ``logits``, [>= n, V] with a row for each token, are needed only if
-        ``needs_logprobs``.
+        The tokens are detokenized here only if stop strings must be searched. Otherwise `make_output`, which must be
+        called for each result in order, detokenizes them. ``logits``, [>= n, V] with a row for each token, are needed
+        only if ``needs_logprobs``.
         """
         before = self.num_tokens
         emitted: list[int] = []
@@ -320,7 +320,7 @@ def open_sequence(
         RequestError: The request is invalid; the message names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
-        raise RequestError(f"there is no adapter {quote_value(request.adapter)} here", param="model")
+        raise RequestError(f"there is no LoRA adapter {quote_value(request.adapter)} here", param="model")
     _check(
         request,
         vocab_size=vocab_size,
@@ -394,7 +394,7 @@ def _check(
             param="num_speculative_tokens",
         )
     if sampling.stop and not has_tokenizer:
-        raise RequestError("stop strings need a tokenizer", param="stop")
+        raise RequestError("stop strings need a tokenizer: use stop_token_ids", param="stop")
 
 
 def _namespace_of(request: Request, caches: CacheManager | None) -> NamespaceLease | None:

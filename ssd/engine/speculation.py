@@ -1,4 +1,4 @@
-"""Speculation: decides when to draft and which drafts to verify, and learns from the result."""
+"""Speculation: decides when to draft and which drafts to verify, and learns from the number of accepted tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""After this many steps in which promising drafts were not verified because of their cost, a warning is logged."""
+"""A warning is logged if promising drafts were not verified for this many steps, because of their estimated cost."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -59,12 +59,12 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
     if target.can_verify_trees:
         return shape
     if shape == "tree":
-        log.warning("the model runs %s, which verifies only chains: drafts are chains", target.backend)
+        log.warning("the model runner %s verifies only chains, no draft trees: drafts are chains", target.backend)
     return "chain"
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto": only for one sequence.
+    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto" means one sequence only.
 
     With several sequences trees were slower on a CPU: they add accepted tokens to one sequence, but all sequences are
     padded to the longest draft.
@@ -73,7 +73,7 @@ def uses_trees(shape: DraftShape, num_rows: int) -> bool:
 
 
 def validate_draft(draft: Draft, limit: int, *, allow_tree: bool) -> Draft | None:
-    """Return a draft cut to ``limit`` tokens, or None if it is no valid tree.
+    """Return a draft cut to ``limit`` tokens, or None if its parents do not form a valid tree.
 
     If trees are not allowed, a tree is replaced by the chain at its beginning.
     """
@@ -164,7 +164,7 @@ class SpeculationManager:
         return self._is_drafter_ready
 
     def defer_drafting(self) -> None:
-        """Disable drafting until ``warm_up`` has compiled the kernels; a drafter that needs no kernels goes on."""
+        """Disable drafting until ``warm_up`` has compiled the drafting kernels, if the drafter needs kernels."""
         self._is_drafter_ready = self._suffix is None
 
     @property
@@ -175,8 +175,8 @@ class SpeculationManager:
     def warm_up(self, patience_s: float | None) -> None:
         """Compile the drafting kernels.
 
-        If ``defer_drafting`` was called, a background thread compiles them, and this waits at most ``patience_s``
-        seconds.
+        If ``defer_drafting`` was called, a background thread compiles them, and this method waits at most
+        ``patience_s`` seconds.
         """
 
         def compile_kernels() -> None:
@@ -193,12 +193,12 @@ class SpeculationManager:
             self._compiling.join(patience_s)
 
     def publish(self) -> None:
-        """Let the drafter publish the statistics that it learned, so that they are stored in the caches."""
+        """Make the drafter publish the statistics that it has learned, so that they are stored in the caches."""
         if self.is_ready:
             self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
     def calibrate(self) -> None:
-        """Measure the latency of forward passes of several sizes on free slots for the cost model."""
+        """Measure the latency of forward passes of several sizes for the cost model. All slots must be free."""
         if self._limit > 0:
             for (num_rows, width), seconds in timed_passes(self._target, self._limit + 1).items():
                 self._cost_model.calibrate(num_rows * width, seconds, is_wide=width > 1)
@@ -207,8 +207,8 @@ class SpeculationManager:
     def allows_early_launch(self, is_draftless: bool) -> bool:
         """Return whether a forward pass may be launched without waiting for the drafter.
 
-        It may if speculation is off, or if no draft was found for a while (``is_draftless``) and no draft model or head
-        must see the output of each pass.
+        This is allowed if speculation is off, or if no draft was found for a while (``is_draftless``) and no draft
+        model or head must read the output of each pass.
         """
         return self._limit == 0 or (is_draftless and self._suffix is not None and self._hybrid is None)
 
@@ -244,9 +244,9 @@ class SpeculationManager:
         self._backoff.record_drafting(num_draft_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
 
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
-        """Make drafts ahead, while a forward pass runs, for sequences whose last draft was fully accepted.
+        """Make the next drafts while a forward pass runs, for sequences whose last draft was fully accepted.
 
-        If a text repeats verbatim, the device would otherwise wait for drafting. If the running pass rejects a token,
+        Otherwise the device would wait for drafting if a text repeats verbatim. If the running pass rejects a token,
         the draft is not used.
         """
         batch, costs, calibration = in_flight.batch, self._cost_model.address, self._calibration.address
@@ -301,7 +301,7 @@ class SpeculationManager:
         sequence.draft_request.learned = sequence.request_row.learned = learned
 
     def _draft_by_requests(self, batch: Batch) -> bool:
-        """Call a drafter that takes a list of `DraftRequest`, and copy its drafts to the records of the sequences."""
+        """Call a drafter that accepts a list of `DraftRequest`, and copy its drafts to the records of the sequences."""
         sequences, requests = self._draft_requests(batch)
         drafts = self._isolated_drafter.propose(requests)
         if len(drafts) != len(sequences):
@@ -341,16 +341,17 @@ class SpeculationManager:
         self._observing_s = time.perf_counter() - started
 
     def observe(self, completed: ForwardPass) -> None:
-        """Report to the drafter how many tokens of each draft were accepted; `observe_row` does so for special rows.
+        """Report to the drafter how many tokens of each draft in a forward pass were accepted.
 
-        The suffix drafter is not called, because it sees the accepted tokens in the next context.
+        `observe_row` does so for sequences that kernels cannot update. The suffix drafter is not called, because it
+        sees the accepted tokens in the next context.
         """
         if self._limit and (self._suffix is None or self._hybrid is not None):
             for b in np.flatnonzero(completed.batch.committed > 0).tolist():
                 self.observe_row(completed, b, int(completed.sizes[b]) - 1)
 
     def observe_row(self, completed: ForwardPass, b: int, num_accepted: int) -> None:
-        """Report to the drafter that ``num_accepted`` draft tokens of sequence ``b`` were accepted."""
+        """Report to the drafter how many draft tokens of sequence ``b`` were accepted in a forward pass."""
         sequence = completed.batch.sequences[b]
         row, request_id = sequence.row, sequence.request.request_id
         if not self.is_ready:
@@ -409,7 +410,7 @@ class SpeculationManager:
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                log.warning("likely drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+                log.warning("promising drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:
@@ -423,7 +424,7 @@ class SpeculationManager:
         sequence.drop_drafts()
 
     def _draft_request(self, sequence: Sequence) -> DraftRequest:
-        """Return the sequence's `DraftRequest`, always the same object; the caller sets limit, cost and shape."""
+        """Return the sequence's `DraftRequest`. It is always the same object; the caller sets limit, cost and shape."""
         sequence.advance_noise()
         request = sequence.draft_request
         if request is None:

@@ -1,1 +1,1 @@
-"""The foundation of the numba kernels: records and arrays at memory addresses, machine code on disk, and SIMD code."""
+"""The tools with which numba kernels are written: records in memory, machine code stored on disk, and SIMD code."""

@@ -36,7 +36,7 @@ _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the memory address of an array's data, for kernels that access only this array there."""
+    """Return the memory address of an array's data for a kernel that accesses only this array there."""
     register_memory(array)
     try:
         return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
@@ -52,7 +52,7 @@ def _compiled(function: _F, **options: Any) -> _F:
 
 
 def _share_code_of_constants(dispatcher: Any) -> None:
-    """Let calls with constant arguments use the compiled code of other calls; numba would compile one per constant."""
+    """Make calls with constant arguments use the code compiled for variables; numba would compile once per constant."""
     find = dispatcher.get_call_template
 
     def find_any(args: Any, kws: Any) -> Any:
@@ -62,12 +62,12 @@ def _share_code_of_constants(dispatcher: Any) -> None:
 
 
 def kernel(function: _F) -> _F:
-    """Compile a function with numba at its first call, store the machine code on disk, and release the GIL inside."""
+    """Compile a function with numba at its first call, store the machine code, and release the GIL while it runs."""
     return _compiled(function)
 
 
 def inlined(function: _F) -> _F:
-    """Compile a small function with numba that only kernels call, and inline it into them."""
+    """Compile a small function with numba and inline it into the kernels that call it; Python code does not call it."""
     return _compiled(function, forceinline=True)
 
 
@@ -107,7 +107,7 @@ if CHECKED:
 
     @kernel
     def check_memory(address: int, num_bytes: int) -> None:
-        """Raise IndexError unless ``num_bytes`` from ``address`` on lie in one registered block of memory."""
+        """Raise IndexError unless the ``num_bytes`` bytes at ``address`` lie in one registered block of memory."""
         if num_bytes == 0:
             return
         table = registered_memory()
@@ -144,7 +144,7 @@ def load_uint32(address: int) -> int:
 
 @intrinsic
 def prefetch(_typing: Any, _address: Any) -> Any:
-    """Prefetch the cache line at a memory address, which need not be valid."""
+    """Prefetch the CPU cache line at a memory address; the address need not be valid."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -160,7 +160,7 @@ def prefetch(_typing: Any, _address: Any) -> Any:
 
 @intrinsic
 def select_int64(_typing: Any, _condition: Any, _one: Any, _other: Any) -> Any:
-    """Return one of two int64 values without a branch, for conditions that the processor cannot predict."""
+    """Return one of two int64 values without a branch instruction, for conditions that the processor cannot predict."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         chosen = builder.select(*args)
@@ -208,14 +208,15 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
-"""The type of a field that holds the memory address of an array or record. Keep that object alive during calls."""
+"""The type of a record field that holds the address of an array or record, which must be kept alive during calls."""
 
 
 class Record:
     """The base class of records: structs in memory that Python and numba kernels both read and write.
 
-    A field is ``name: Int64`` or another of the types above; a nested record, ``name: Other``; or an array, ``name:
-    Annotated[Int64s, np.int64, shape]``, also of records: ``name: Annotated[Sequence[Other], Other, shape]``.
+    A field is ``name: Int64`` or another of the scalar types in this module; a nested record, ``name: Other``; or an
+    array, ``name: Annotated[Int64s, np.int64, shape]``, also of records: ``name: Annotated[Sequence[Other], Other,
+    shape]``.
     """
 
 
@@ -250,7 +251,7 @@ class Records(Generic[R]):
         memory = np.zeros(count * layout.itemsize, np.uint8)
         register_memory(memory)
         self.array: npt.NDArray[Any] = memory.view(layout)
-        """The records as a numpy array: ``records.array["field"]`` is the field of all records."""
+        """The records as a numpy array: ``records.array["field"]`` contains this field of all records."""
         # Not from ``self.array``: numpy would describe every field first, which takes longer than everything else here.
         structs: Any = (_struct_of(layout) * count).from_buffer(memory.data) if count else ()
         self.address = ctypes.addressof(structs) if count else 0
@@ -285,6 +286,6 @@ def view_of(record: type[R]) -> Callable[[int], R]:
 
 
 def views_of(record: type[R]) -> Callable[[int, int], Sequence[R]]:
-    """Return a function, callable in numba code, that makes an array of records from a memory address and a number."""
+    """Return a function, callable in numba code, that makes an array of records from a memory address and a length."""
     layout = dtype_of(record)
     return array_of(from_dtype(layout), layout.itemsize)

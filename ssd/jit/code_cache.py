@@ -4,11 +4,11 @@ Numba's own cache is invalidated if the file of a function changes, but not if a
 calls. The old code would then use an outdated memory layout. So this cache is invalidated if any file changes that the
 function's file imports, directly or indirectly.
 
-Nothing but storing may fail. If a directory is not writable, a file is damaged, or another version of numba works
-differently, kernels are compiled in every process, which takes some seconds.
+Errors of the cache are never raised. If a directory is not writable, a file is damaged, or another version of numba
+works differently, kernels are compiled in every process, which takes some seconds.
 
 A wheel and a container contain machine code for the drafting kernels, in ``prebuilt/``: see `prebuild`. A kernel looks
-there first. If nothing there matches its sources, numba, Python or this processor, the kernel is compiled.
+there first. If no machine code there matches its sources, numba, Python or this processor, the kernel is compiled.
 
 **Checked build.** Set SSD_CHECK_ADDRESSES=1 before the process starts to find wrong addresses. Then every load from an
 address and every view of an address must lie inside a block of memory that Python has registered and still holds, and
@@ -56,7 +56,7 @@ binding.add_symbol(_SYMBOL, ctypes.addressof(_newest))
 
 
 def register_memory(array: npt.NDArray[Any]) -> None:
-    """Allow kernels to access the memory of an array until it is freed. It matters only with SSD_CHECK_ADDRESSES=1."""
+    """Allow kernels to access the memory of an array until it is freed; needed only with SSD_CHECK_ADDRESSES=1."""
     if not CHECKED:
         return
     owner = array
@@ -132,7 +132,7 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """Return the files of ``package`` that a source file imports by absolute names; for a package, all of its files."""
+    """Return the files of ``package`` that a source file imports by absolute names; of a package, all its files."""
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
@@ -158,16 +158,16 @@ def _text_of(path: Path) -> bytes:
 
 
 class KernelCounts(NamedTuple):
-    """The number of compiled numba functions in this process, by the origin of their machine code.
+    """The number of numba functions compiled or loaded in this process, by the origin of their machine code.
 
-    A function counts once for each list of argument types.
+    A function is counted once for each list of argument types.
     """
 
     compiled: int
     cached: int
-    """The number of functions whose machine code an earlier process stored in `machine_code_directory`."""
+    """The number of numba functions whose machine code an earlier process stored in `machine_code_directory`."""
     prebuilt: int
-    """The number of functions whose machine code was loaded from the installed package."""
+    """The number of numba functions whose machine code was loaded from the installed package."""
     compile_seconds: float
 
 
@@ -185,28 +185,28 @@ def kernel_counts() -> KernelCounts:
 PREBUILT: Final = Path(__file__).with_name("prebuilt") / str(sysconfig.get_config_var("SOABI"))
 """The directory of the machine code that the package contains for this Python version.
 
-Only a process that called `prebuild` writes there.
+Only a process that has called `prebuild` writes to this directory.
 """
 _TRIPLE: Final = binding.get_process_triple()
 _BASELINES: Final = {
     "x86_64": ("x86-64-v3", ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")),
     "aarch64": ("generic", ()),
 }
-"""For each architecture, LLVM's name of the processor that prebuilt machine code is compiled for, and required
-features.
+"""For each CPU architecture, LLVM's name of the processor for which prebuilt machine code is compiled, and the CPU
+features that this code requires.
 """
 _SIMD: Final = Path(__file__).with_name("simd.py")
-"""The source file whose importers are never prebuilt, because their code depends on the size of SIMD registers."""
+"""The source file of the SIMD code generator. Kernels that import it depend on the processor and are never prebuilt."""
 _is_prebuilding = False
 
 
 def prebuild() -> bool:
-    """Compile kernels for the baseline processor from now on, and store their machine code in `PREBUILT` only.
+    """From now on, compile kernels for the baseline processor and store their machine code in `PREBUILT` only.
 
-    Call it before any kernel is imported.
+    Call this function before any kernel is imported.
 
     Returns:
-        False, without any change, if this processor is below the baseline or its architecture has none.
+        False, without any change, if this processor is below the baseline or its architecture has no baseline.
     """
     global _is_prebuilding
     baseline = _baseline()
@@ -219,19 +219,16 @@ def prebuild() -> bool:
 
 
 def _baseline() -> str | None:
-    """Return LLVM's name of the processor that prebuilt machine code is for.
-
-    None if this processor lacks one of its features, or if numba is set to another processor.
-    """
+    """Return LLVM's name of the processor for prebuilt code; None if this processor (or numba's setting) differs."""
     baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
     features = binding.get_host_cpu_features()
     return baseline if config.CPU_NAME is None and all(features.get(name) for name in required) else None
 
 
 class PrebuiltKernel:
-    """The prebuilt machine code of one numba function, in files of numba's cache format.
+    """The machine code of one numba function that the installed package contains, in files of numba's cache format.
 
-    An index contains the version of numba and the hash of the sources. Its keys are signatures and processors.
+    An index file contains the version of numba and the hash of the sources. Its keys are signatures and processors.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
@@ -243,7 +240,7 @@ class PrebuiltKernel:
         return IndexDataCacheFile(str(PREBUILT), self._name, self._stamp)
 
     def load(self, signature: Any, target: Any) -> Any:
-        """Return the machine code for ``signature``; None if there is none, or if it cannot be used for any reason."""
+        """Return the prebuilt machine code for ``signature``; None if there is none that can be used."""
         baseline = _baseline()
         if baseline is None:
             return None
@@ -265,8 +262,8 @@ class PrebuiltKernel:
 class KernelCache:
     """The stored machine code of one numba function, with the interface that numba's dispatcher expects.
 
-    Loading and saving never raise. It wraps numba's own cache of the function, but is invalidated by changes of all
-    source files that the function depends on.
+    Loading and saving never raise. It wraps numba's own cache of the function, but is also invalidated by changes of
+    other source files that the function depends on.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool) -> None:
@@ -277,7 +274,8 @@ class KernelCache:
         self._prebuilt = None if is_native else PrebuiltKernel(function, stamp)
         self._cached: Any = None
         self.cache_path: str | None = None
-        """The directory where this process stores machine code; None if there is none, or while prebuilding."""
+        """The directory where this process stores machine code; None if no directory is writable, or while prebuilding.
+        """
         if not _is_prebuilding:
             try:
                 self._cached = _numba_cache(function, stamp)
@@ -324,10 +322,7 @@ class KernelCache:
 
 
 def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
-    """Return numba's own cache of a function, with ``stamp`` in place of the stamp of its source file.
-
-    It raises whatever another version of numba raises, or numba without a directory to write to.
-    """
+    """Return numba's own cache of a function, with ``stamp`` as its source stamp. May raise any exception."""
     from numba.core.caching import (
         FunctionCache,
         IndexDataCacheFile,
@@ -345,12 +340,12 @@ def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
 
 
 def machine_code_directory() -> Path | None:
-    """Return the directory where this process stores machine code of kernels; None if there is none."""
+    """Return the directory where this process stores machine code of kernels; None if no directory is writable."""
     return _directories[-1] if _directories else None
 
 
 def cache_machine_code(dispatcher: Any) -> None:
-    """Make a numba function load its machine code from disk if it is there, and store what it compiles."""
+    """Make a numba function load its machine code from disk if it was stored, and store newly compiled code."""
     try:
         # A version of numba that does not know this attribute ignores it, and then nothing is stored.
         kernel_cache = KernelCache(dispatcher.py_func, is_inlined="forceinline" in dispatcher.targetoptions)
@@ -362,7 +357,7 @@ def cache_machine_code(dispatcher: Any) -> None:
 
 
 def _warn_once(what: str, error: Exception) -> None:
-    """Log a warning about stored machine code, once for each kind, because all kernels have the same problem."""
+    """Log a warning about stored machine code, once for each kind of problem, because it concerns all kernels."""
     if what not in _warned:
         _warned.add(what)
         log.warning(

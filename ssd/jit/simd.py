@@ -1,9 +1,9 @@
-"""Generate SIMD code for kernels, with vectors of 16 lanes, by LLVM.
+"""Generate SIMD code for numba kernels, with vectors of 16 lanes, by LLVM.
 
-The results are bit-identical whatever is computed in the same call. If a compiler vectorizes a loop, the remainder at
-its end runs through other code, which may round differently. Here every number goes through the same instructions
-wherever it stands, and products are summed by fused multiply-adds in the order of their index. On a processor with
-shorter vectors LLVM splits these, with the same bits.
+A result is bit-identical regardless of the other numbers in the same call. If a compiler vectorizes a loop, the
+remainder at its end runs through other code, which may round differently. Here every number goes through the same
+instructions wherever it stands, and products are summed by fused multiply-adds in the order of their index. On a
+processor with shorter vectors LLVM splits these vectors, with the same bits.
 
 ``builder`` is always llvmlite's; addresses are 64-bit integers. A *kind* is the number of a dtype in `KINDS`.
 """
@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
-"""The numbers ("kinds") of the dtypes that SIMD kernels read and write, by torch's names. They compute in float32."""
+"""The numbers ("kinds") of the dtypes that SIMD kernels read and write. The keys are torch's names of the dtypes."""
 _BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 
@@ -32,7 +32,7 @@ _FLOAT16S = ir.VectorType(ir.HalfType(), LANES)
 _IS_WIDE = binding.get_host_cpu_features().get("avx512f", False)
 TILE_VECTORS: Final = 4 if _IS_WIDE else 2
 TILE_ROWS: Final = 4 if _IS_WIDE else 2
-"""The size of the block of a matrix product that `tile` keeps in registers. No bit of a result depends on it."""
+"""The number of rows of the matrix-product block that `tile` keeps in registers. It does not affect any result."""
 
 
 def constant(value: float, like: Any = VECTOR) -> Any:
@@ -44,14 +44,14 @@ def _number(value: Any) -> Any:
 
 
 def offset_address(builder: Any, base: Any, *steps: tuple[Any, Any]) -> Any:
-    """Generate the address ``base`` plus the sum of ``count * size`` over all pairs in ``steps``."""
+    """Generate code that adds ``count * size`` of all pairs in ``steps`` to the address ``base``."""
     for count, size in steps:
         base = builder.add(base, builder.mul(_number(count), _number(size)))
     return base
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Generate ``a * b + c``, rounded once."""
+    """Generate a SIMD fused multiply-add: ``a * b + c``, rounded once."""
     name = "llvm.fma.v16f32"
     function = builder.module.globals.get(name)
     if function is None:
@@ -60,7 +60,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def splat(builder: Any, scalar: Any) -> Any:
-    """Generate a SIMD vector with a scalar in every lane."""
+    """Generate a SIMD vector whose lanes all contain ``scalar``."""
     nothing = ir.Constant(VECTOR, ir.Undefined)
     return builder.shuffle_vector(
         builder.insert_element(nothing, scalar, ir.Constant(INT, 0)), nothing, constant(0, INTS)
@@ -68,7 +68,7 @@ def splat(builder: Any, scalar: Any) -> Any:
 
 
 def read(builder: Any, address: Any, kind: int) -> Any:
-    """Generate code that loads 16 numbers of a dtype in `KINDS` as float32."""
+    """Generate code that loads 16 numbers of the dtype ``kind`` (see `KINDS`) as a float32 SIMD vector."""
     stored = (VECTOR, HALVES, _FLOAT16S)[kind]
     found = builder.load(builder.inttoptr(address, stored.as_pointer()))
     found.align = ITEMSIZES[kind]
@@ -82,18 +82,18 @@ def _widened(builder: Any, found: Any, kind: int) -> Any:
 
 
 def write(builder: Any, x: Any, address: Any, kind: int) -> None:
-    """Generate code that stores a float32 vector in a dtype of `KINDS`."""
+    """Generate code that converts a float32 SIMD vector to the dtype ``kind`` (see `KINDS`) and stores it."""
     found = _narrowed(builder, x, kind)
     builder.store(found, builder.inttoptr(address, found.type.as_pointer())).align = ITEMSIZES[kind]
 
 
 def round_to_kind(builder: Any, x: Any, kind: int) -> Any:
-    """Generate code that rounds a float32 vector to the nearest numbers of a dtype in `KINDS`."""
+    """Generate code that rounds a float32 SIMD vector to the nearest numbers of the dtype ``kind`` (see `KINDS`)."""
     return _widened(builder, _narrowed(builder, x, kind), kind)
 
 
 def _narrowed(builder: Any, x: Any, kind: int) -> Any:
-    """Convert a float32 vector to a dtype of `KINDS`, rounding to the nearest with ties to even. NaN stays NaN."""
+    """Generate code that converts a float32 SIMD vector to a dtype, rounding ties to even. NaN stays NaN."""
     if kind == _FLOAT16:
         return builder.fptrunc(x, _FLOAT16S)
     if kind == 0:
@@ -106,7 +106,7 @@ def _narrowed(builder: Any, x: Any, kind: int) -> Any:
 
 
 def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Combine all lanes of a SIMD vector, by halves: lane i with lane i + 8, then with i + 4, i + 2 and i + 1."""
+    """Generate code that combines the lanes of a SIMD vector: lane i with i + 8, then with i + 4, i + 2 and i + 1."""
     size = LANES
     while size > 1:
         size //= 2
@@ -150,7 +150,7 @@ def map_vectors(
 ) -> Any:
     """Generate code that applies ``function`` to arrays of ``count`` numbers, a SIMD vector at a time.
 
-    The remainder is processed by one more vector, padded with zeros.
+    The last numbers are padded with zeros to a whole vector.
 
     Args:
         builder: llvmlite's builder.
@@ -204,10 +204,10 @@ def _copy(builder: Any, source: Any, target: Any, count: Any, itemsize: int) -> 
 
 
 def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..., Any]], Any]:
-    """Make numba functions from generators of SIMD code that exist once per dtype.
+    """Return a decorator that makes a numba function from a generator of SIMD code, with a variant for each dtype.
 
-    The result decorates ``generate(builder, kind, *arguments)``, which is called once for each kind in `KINDS`. The
-    decorated function takes the kind as its first argument at run time. ``arguments`` and ``result`` are numba types.
+    The decorated ``generate(builder, kind, *arguments)`` is called once for each kind in `KINDS`. The resulting numba
+    function takes the kind as its first argument at run time. ``arguments`` and ``result`` are numba types.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -245,8 +245,8 @@ def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[.
 def tile(rows: int, vectors: int) -> Any:
     """Return a numba function that adds a matrix product to a small block, ``c += a @ b``, which stays in registers.
 
-    Each sum is in the order of the inner index, so results are bit-identical. The function takes (kind, a, a_row, b,
-    b_row, c, c_row, n): the addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c,
+    Each element is summed in the order of the inner index, so results are bit-identical. The function takes (kind, a,
+    a_row, b, b_row, c, c_row, n): the addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c,
     float32[rows, 16 * vectors], each followed by the number of bytes between its rows; and n.
     """
 

@@ -1,6 +1,6 @@
-"""Elementwise functions of SIMD vectors, and the numba functions that apply them to arrays. See `simd`.
+"""Elementwise functions (exp, tanh, activations) of SIMD vectors, and numba functions that apply them to arrays.
 
-They are polynomials, whose bits are the same in every lane. Their error is a few units in the last place.
+They are polynomials, whose bits are the same in every lane (see `simd`). Their error is a few units in the last place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from ssd.jit.simd import (
 
 
 def _series(builder: Any, x: Any, factors: Sequence[float]) -> Any:
-    """Evaluate a polynomial by Horner's rule, with the highest coefficient first."""
     found = constant(factors[0])
     for factor in factors[1:]:
         found = fma(builder, found, x, constant(factor))
@@ -49,13 +48,13 @@ def _within(builder: Any, x: Any, limit: float) -> Any:
 
 
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0)
-"""The coefficients of expf in the Cephes library."""
+"""The polynomial coefficients of e ** x, from expf in the Cephes library."""
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """Return e ** x for x <= 88; 0 below -87.
+    """Generate code for e ** x of a SIMD vector with x <= 88; the result is 0 for x < -87.
 
-    It splits ``x = n * ln(2) + rest``, with ln(2) as the sum of two numbers (Cody and Waite 1980).
+    The code splits ``x = n * ln(2) + rest``, with ln(2) as the sum of two numbers (Cody and Waite 1980).
     """
     lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23; adding it rounds to an integer
     below = builder.fcmp_ordered("olt", x, lowest)
@@ -70,11 +69,11 @@ def _exp(builder: Any, x: Any) -> Any:
 
 
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-"""The coefficients of tanhf in the Cephes library."""
+"""The polynomial coefficients of tanh(x) near 0, from tanhf in the Cephes library."""
 
 
 def _tanh(builder: Any, x: Any) -> Any:
-    """Return tanh(x) as ``1 - 2 / (e ** 2x + 1)``, and near 0, where that is inexact, as a polynomial."""
+    """Generate code for tanh(x) as ``1 - 2 / (e ** 2x + 1)``, and near 0, where that is inexact, as a polynomial."""
     power = _exp(builder, builder.fmul(_within(builder, x, 20.0), constant(2.0)))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(power, constant(1.0))))
     square = builder.fmul(x, x)
@@ -142,12 +141,12 @@ FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sigmoid": _sigmoid,
     "tanh": _tanh,
 }
-"""The activation functions that `apply_function` can apply."""
+"""The activation functions that `apply_function` can apply, each as a generator of SIMD code."""
 
 
 @for_kinds(*[types.int64] * 4)
 def apply_function(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
-    """Set ``target[i] = function(source[i])`` for ``count`` elements; ``number`` is the index in FUNCTIONS."""
+    """Set ``target[i] = f(source[i])`` for ``count`` elements; ``number`` is the index of activation f in FUNCTIONS."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
     for index, of in enumerate(FUNCTIONS.values()):
@@ -169,7 +168,7 @@ def _scaled(source_kind: int | None, target_kind: int | None) -> Any:
 
 
 to_float32, from_float32 = _scaled(None, 0), _scaled(0, None)
-"""Multiply ``count`` elements by ``factor`` and convert them from a dtype of `KINDS` to float32, or back."""
+"""Functions that multiply ``count`` elements by ``factor`` while converting them from a dtype to float32, or back."""
 
 
 @for_kinds(types.boolean, *[types.int64] * 4, types.float32)
@@ -191,7 +190,7 @@ def scale_by_weights(
 
 @for_kinds(types.int64, types.int64, result=types.float32)
 def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
-    """Return the sum of the squares of ``count`` numbers as float32, summed in 16 lanes."""
+    """Return the sum of the squares of ``count`` numbers as float32. The numbers are summed in 16 SIMD lanes."""
     (found,) = map_vectors(
         builder, count, [(source, kind)], [], lambda x, total: [fma(builder, x, x, total)], [constant(0.0)]
     )
@@ -200,7 +199,7 @@ def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
 
 @for_kinds(*[types.int64] * 5)
 def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
-    """Apply rotary position embeddings to ``2 * half`` numbers at address ``x``, rounding as model libraries do.
+    """Apply rotary position embeddings to the ``2 * half`` numbers at address ``x``, with the rounding of transformers.
 
     Pair i consists of elements i and ``half + i``.
     """
@@ -222,9 +221,9 @@ def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: An
 
 
 def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a numba function from ``generate(builder, address, vectors, number)``.
+    """Return a decorator that makes a numba function from a generator of SIMD code.
 
-    It processes ``vectors`` SIMD vectors of float32 at an address.
+    The decorated ``generate(builder, address, vectors, number)`` processes ``vectors`` float32 vectors at an address.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -286,7 +285,7 @@ def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
 
 
 _WORTH_A_THREAD = 1 << 21
-"""The number of multiply-adds that justify another thread. Waking a thread takes as long as a tenth of them."""
+"""The minimum number of multiply-adds per thread. Waking a thread takes about as long as a tenth of this number."""
 
 
 def run_parallel(
@@ -294,8 +293,8 @@ def run_parallel(
 ) -> None:
     """Divide ``tasks`` tasks among several threads, each of which calls ``kernel(*arguments, first, step)``.
 
-    The call processes every step-th task from ``first`` on. ``work`` is the number of multiply-adds of all tasks;
-    little work is done by the calling thread alone. ``threads`` returns the maximum number of threads.
+    Each call processes every step-th task from ``first`` on. ``work`` is the number of multiply-adds of all tasks;
+    if it is small, the calling thread processes all tasks alone. ``threads`` returns the maximum number of threads.
     """
     if work < _WORTH_A_THREAD or (num_threads := min(threads(), tasks, 1 + work // _WORTH_A_THREAD)) <= 1:
         kernel(*arguments, 0, 1)

@@ -1,4 +1,4 @@
-"""A background thread that talks to a Redis server and survives its interruptions."""
+"""A background thread that reads from or writes to a Redis server and continues after the server was unavailable."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Backoff:
-    """Growing delays between attempts, from 0.1 to 3 seconds, randomized so that replicas do not reconnect at once."""
+    """Growing delays between connection attempts, 0.1 to 3 s, randomized so that replicas do not retry at once."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Restart with the shortest delay after a successful attempt."""
+        """Reset the delay between connection attempts to the shortest one, after a successful attempt."""
         self._delay_s = _FIRST_DELAY_S
         self._until = 0.0
 
     def next_delay_s(self) -> float:
-        """Return the seconds to wait before the next attempt, and double the delay after it."""
+        """Return the seconds to wait before the next attempt, and double the delay for the attempt after that."""
         delay_s = self._delay_s
         self._delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         return delay_s * random.uniform(0.75, 1.0)
 
     def pause(self) -> None:
-        """Start the next delay, during which ``is_paused`` is True."""
+        """Start the delay before the next attempt to connect or read, during which ``is_paused`` is True."""
         self._until = time.monotonic() + self.next_delay_s()
 
     @property
@@ -44,13 +44,13 @@ class Backoff:
 
 
 class BackgroundLoop:
-    """A daemon thread that calls a function repeatedly until it is stopped; an exception only delays the next call.
+    """A daemon thread that calls a function repeatedly until it is stopped, after a delay if the last call failed.
 
     Only this thread writes ``is_connected``, ``num_failures`` and ``num_reconnects``.
     """
 
     def __init__(self, name: str, url: str, exchange: Callable[[], None]) -> None:
-        """Create the thread, which calls ``exchange`` repeatedly, and after a delay if it raised an exception."""
+        """Create the thread, which calls ``exchange`` repeatedly, and waits after each call that raised an error."""
         self.is_connected = False
         self.num_failures = 0
         self.num_reconnects = 0  # the number of successes after failures
@@ -68,7 +68,7 @@ class BackgroundLoop:
         return self._stopping.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for some seconds or until ``stop`` is called; return whether it was called."""
+        """Wait for some seconds or until ``stop`` is called; return whether ``stop`` was called."""
         return self._stopping.wait(seconds)
 
     def join(self, timeout_s: float) -> None:
@@ -76,7 +76,7 @@ class BackgroundLoop:
             self._thread.join(timeout_s)
 
     def report(self, error: Exception) -> None:
-        """Count a failure, and log at most one failure per minute; only the thread itself may call this."""
+        """Count a failure, and log at most one failure per minute. Only the background thread may call this."""
         self.num_failures += 1
         if time.monotonic() < self._next_log:
             return

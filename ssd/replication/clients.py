@@ -1,4 +1,4 @@
-"""redis-py clients that bound the size of replies. Needs redis-py, so only ``connect`` imports this module.
+"""redis-py clients that bound the size of replies. Only ``connect`` imports this module, because redis-py is optional.
 
 Anyone who can write to a Redis server chooses the size of the values that other clients read, up to 512 MB each. A
 reply states the size of each element in advance, so that a reply that is too large is aborted before it takes memory.
@@ -40,9 +40,10 @@ _MAX_LINE_BYTES = 1 << 16  # longer than any number, size or error of a real ser
 
 _PATIENCE_S = 5.0
 _MIN_BYTES_PER_S = 8192
-"""The minimum rate of replies for which the client waited longer than _PATIENCE_S in total.
+"""The minimum rate, in bytes per second, of a Redis reply that takes longer than _PATIENCE_S; slower replies are
+aborted.
 
-A slow trickle of bytes would never time out, while a new connection may be faster.
+Without this limit, a slow trickle of bytes would never time out, while a new connection may be faster.
 """
 
 
@@ -55,13 +56,13 @@ class BoundedBuffer(SocketBuffer):
     _waited_s = 0.0
 
     def start_reply(self) -> None:
-        """Start to measure the size and time of a new reply."""
+        """Reset the measured size and time, because a new Redis reply begins."""
         if self._num_reads <= 1:  # the last reply arrived in one read
             self._num_bytes, self._waited_s = 0, 0.0
         self._num_reads = 0
 
     def readline(self, timeout: float | object = SENTINEL) -> bytes:
-        """Return the next protocol line without its line end; raise InvalidResponse if it is too long."""
+        """Return the next line of a Redis reply without its line end; raise InvalidResponse if the line is too long."""
         line: bytes = self._buffer.readline(_MAX_LINE_BYTES)
         while not line.endswith(b"\r\n"):
             if len(line) >= _MAX_LINE_BYTES:
@@ -87,11 +88,11 @@ class BoundedBuffer(SocketBuffer):
 
 
 class BoundedParser(_RESP2Parser):
-    """redis-py's parser of RESP2 with a limit on the size of each reply; a larger one raises OversizedReplyError.
+    """redis-py's parser of RESP2 with a limit on the size of each reply; a larger reply raises OversizedReplyError.
 
     redis-py closes the connection if its parser raises an exception, so the rest of the reply is never read. This
-    parser also raises one if the server is read-only, because a new connection may lead to a server that accepts
-    writes.
+    parser also raises an exception if the server is read-only, because a new connection may lead to a server that
+    accepts writes.
     """
 
     _buffer: Any
@@ -165,10 +166,10 @@ def sentinel_client(
 
 
 class LazyCluster(RedisCluster):
-    """redis-py's cluster client, but it connects only at its first command."""
+    """redis-py's client of a Redis cluster, except that it connects only at its first command."""
 
     def __init__(self, hosts: tuple[tuple[str, int], ...], options: dict[str, Any]) -> None:
-        """Create a client; ``hosts`` are some nodes of the cluster, ``options`` are redis-py's for every node."""
+        """Create a client; ``hosts`` are some nodes of the cluster, ``options`` redis-py's options for every node."""
         self._hosts = hosts
         self._options = options
         self._opening = threading.RLock()
@@ -183,7 +184,7 @@ class LazyCluster(RedisCluster):
             return super().pipeline(transaction, shard_hint)  # type: ignore[no-untyped-call]
 
     def ping(self, **kwargs: Any) -> Any:
-        """Ping a random node of the cluster; commands show whether other nodes are down."""
+        """Ping a random node of the cluster. Later commands show whether other nodes are down."""
         return self.execute_command("PING", target_nodes=self.RANDOM)
 
     def masters(self) -> list[tuple[str, redis.Redis]]:
@@ -193,13 +194,13 @@ class LazyCluster(RedisCluster):
             return [(node.name, self.get_redis_connection(node)) for node in nodes]
 
     def node_for(self, key: str) -> redis.Redis:
-        """Return a client of the cluster node that has a key at present; the client must not be closed."""
+        """Return a client of the cluster node that stores ``key`` at present; the client must not be closed."""
         with self._opened():
             return self.get_redis_connection(self.nodes_manager.get_node_from_slot(key_slot(key.encode())))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Connect at the first use, and convert cluster errors to the errors of a single server."""
+        """Connect at the first use, and convert redis-py's cluster errors to the errors that a single server raises."""
         try:
             with self._opening:
                 if not self._is_open:

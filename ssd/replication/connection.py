@@ -1,4 +1,4 @@
-"""Redis connections with short time-outs, whose passwords never appear in messages."""
+"""Connections to Redis with short time-outs. Passwords in Redis URLs never appear in messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import redis
 
 URL_VARIABLE = "SSD_REDIS_URL"
-"""The environment variable with the Redis URL, because other users can read a password on the command line."""
+"""The environment variable for the Redis URL, because other users of the machine can read passwords in command lines.
+"""
 
 BLOCK_MS = 500  # far less than the socket's time-out
 
@@ -41,7 +42,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Parse a Redis URL; raise ConfigError, without the URL's password, if it is invalid."""
+    """Parse a Redis URL; raise ConfigError if it is invalid. The error message does not contain the password."""
     try:
         return _parse(url)
     except Exception:  # its message may contain the URL
@@ -49,7 +50,7 @@ def parse_redis_url(url: str) -> RedisAddress:
 
 
 def passwords_in(url: str) -> list[str]:
-    """Return the passwords in a URL, both as written and percent-decoded, the longest first."""
+    """Return the passwords in a Redis URL, both as written and percent-decoded, the longest first."""
     found = set(re.findall(rf"[?&](?:{_SECRETS})=([^&#]*)", url))
     if match := re.match(r"[^/]*//[^:@/]*:(.*)@", url):
         found.add(match.group(1))
@@ -57,14 +58,14 @@ def passwords_in(url: str) -> list[str]:
 
 
 def redact_password(text: str, url: str | None = None) -> str:
-    """Replace the passwords of ``url`` in a text by ``***``; if ``url`` is None, the text is the URL."""
+    """Replace the passwords of the Redis URL ``url`` in a text by ``***``; if ``url`` is None, the text is the URL."""
     for secret in passwords_in(text if url is None else url):
         text = text.replace(secret, "***")
     return text
 
 
 def redacted_address(url: str) -> str:
-    """Return a Redis URL for logs, without user, password and options."""
+    """Return a Redis URL without user, password and options, for log messages."""
     try:
         parts = urlsplit(url)
         hosts = parts.netloc.rpartition("@")[2]
@@ -111,8 +112,8 @@ def _host(name: str, default_port: int) -> Host:
 def connect(url: str) -> redis.Redis:
     """Return a Redis client, which connects at its first command and limits the size of replies.
 
-    ``url`` names a server, sentinels or a cluster, with user, password, database and options as in redis-py, except
-    time-outs and protocol. The client of a cluster supports commands and pipelines whose keys have one hash tag;
+    ``url`` names a server, sentinels or a cluster, with user, password, database and options in redis-py's syntax,
+    except time-outs and protocol. The client of a cluster supports commands and pipelines whose keys have one hash tag;
     ``masters_of`` and ``server_of`` return clients for its nodes.
 
     Raises ConfigError, without the password, if the URL is invalid. Commands raise OversizedReplyError if a reply is
@@ -151,9 +152,9 @@ def connect(url: str) -> redis.Redis:
 
 
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
-    """Return (cluster address or "", client) of each server that accepts writes; the clients must not be closed.
+    """Return a client of each Redis server that accepts writes, with its address in a cluster ("" without a cluster).
 
-    Raises the client's errors if a cluster does not return its nodes.
+    The clients must not be closed. Raises the client's errors if a cluster does not return its nodes.
     """
     from ssd.replication.clients import LazyCluster
 
@@ -161,7 +162,7 @@ def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
 
 
 def server_of(client: redis.Redis, key: str) -> redis.Redis:
-    """Return a client of the server that has ``key``; the client must not be closed."""
+    """Return a client of the Redis server that stores ``key``; the client must not be closed."""
     from ssd.replication.clients import LazyCluster
 
     return client.node_for(key) if isinstance(client, LazyCluster) else client

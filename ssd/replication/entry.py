@@ -41,12 +41,12 @@ MAX_ENTRY_BYTES = _PAYLOAD + 4 * MAX_ENTRY_TOKENS + 64  # the maximum overhead o
 
 
 class InvalidEntryError(ValueError):
-    """The bytes are not a valid replication entry: damaged, or of another version, stream or vocabulary."""
+    """Raised if bytes are not a valid replication entry: damaged, or of another version, stream or vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a replication log: a text that can be searched alone."""
+    """One entry of a replication log: a text that is complete enough to be searched without other entries."""
 
     replica_id: bytes  # identifies the writer
     sequence_id: bytes
@@ -62,7 +62,7 @@ def pack_entry(entry: Entry, key: str) -> bytes:
 
 
 def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
-    """Parse and verify an entry of the Redis stream ``key``; raise InvalidEntryError if it is invalid.
+    """Parse and verify an entry of the Redis stream ``key``; raise InvalidEntryError if the entry is invalid.
 
     Anyone who can write to the Redis server may have written ``data``. At most 16 KB are ever decompressed.
     """
@@ -90,7 +90,7 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
 
 
 def unverified_num_tokens(data: bytes) -> int:
-    """Return the number of tokens that an entry's header states; an invalid entry counts as a full one."""
+    """Return the number of tokens in a replication entry's header; an invalid entry counts as one of maximum size."""
     if len(data) < _PAYLOAD or data[0] != FORMAT_VERSION:
         return MAX_ENTRY_TOKENS
     num_tokens: int = _HEADER.unpack_from(data)[3]
@@ -98,7 +98,7 @@ def unverified_num_tokens(data: bytes) -> int:
 
 
 def unverified_id(data: bytes) -> bytes | None:
-    """Return the sequence id that an entry's header states; None if the data cannot be an entry."""
+    """Return the sequence id in a replication entry's header; None if the bytes cannot be an entry."""
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES or data[0] != FORMAT_VERSION:
         return None
     sequence_id: bytes = _HEADER.unpack_from(data)[2]
@@ -110,7 +110,7 @@ def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
 
 
 def max_entries_of(max_tokens: int) -> int:
-    """Return the maximum number of entries in a stream of at most ``max_tokens`` tokens, assuming short entries."""
+    """Return the maximum number of entries of a Redis stream with at most ``max_tokens`` tokens in short entries."""
     return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 
 

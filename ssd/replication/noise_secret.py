@@ -1,7 +1,8 @@
-"""The secret from which shared sampling noise is derived: configured, or generated once and stored with the cache.
+"""The secret from which the sampling noise that requests share is derived.
 
-With the secret, anyone can compute a namespace's sampled answers to a prompt. It is therefore written only to files
-that their owner alone can read, and never to logs, metrics, errors or a ``repr``.
+It is configured, or generated once and stored with the cache. With the secret, anyone can compute a namespace's sampled
+answers to a prompt. It is therefore written only to files that their owner alone can read, and never to logs, metrics,
+errors or a ``repr``.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ SECRET_BYTES: Final = 32
 SecretSource = Literal["secret", "seed", "directory", "memory", "replicas"]
 """The origin of the noise secret.
 
-"secret": a configured secret. "seed": a seed. "directory": a file in the cache directory. "memory": generated for this
-process. "replicas": the secret in Redis.
+"secret": derived from a configured secret. "seed": derived from a seed. "directory": a file in the cache directory.
+"memory": generated for this process. "replicas": the secret in Redis.
 """
 
 _FILE_CONTENT: Final = re.compile(rb"[0-9a-f]{64}")
 
 
 class NoiseSecret:
-    """The current secret of the sampling noise; an engine calls it as its ``noise_root``, from any thread."""
+    """The current secret of the sampling noise. An engine calls this object as its ``noise_root``, from any thread."""
 
     def __init__(self, secret: bytes, source: SecretSource, path: Path | None = None) -> None:
-        """Create a secret of `SECRET_BYTES` bytes; if `adopt` replaces it, the new one is stored at ``path``."""
+        """Create a secret of `SECRET_BYTES` bytes; a secret that later replaces it (`adopt`) is stored at ``path``."""
         assert len(secret) == SECRET_BYTES
         self.source: SecretSource = source
         self._secret = secret
@@ -51,19 +52,20 @@ class NoiseSecret:
 
     @classmethod
     def from_secret(cls, secret: bytes) -> NoiseSecret:
-        """Derive the noise secret from a configured secret, about which it reveals nothing."""
+        """Derive the noise secret from a configured secret; the result does not reveal the configured secret."""
         return cls(hmac.digest(secret, b"root of coupled noise", hashlib.sha256), "secret")
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseSecret:
-        """Derive the noise secret from a seed; it is not secret, but the same in every process."""
+        """Derive the noise secret from a seed. The result is the same in every process, so it is not secret."""
         return cls(hashlib.sha256(b"root of coupled noise of seed %d" % seed).digest(), "seed")
 
     @classmethod
     def load_or_create(cls, path: Path | None) -> NoiseSecret:
-        """Load the noise secret from a file, or create the file; if it cannot be stored, generate one for this process.
+        """Load the noise secret from a file, or generate one and write the file.
 
-        Raises ConfigError if the path is not a regular file.
+        If the file cannot be written, the secret is lost with this process. Raises ConfigError if the path is not a
+        regular file.
         """
         if path is not None:
             try:
@@ -83,7 +85,7 @@ class NoiseSecret:
         return cls(secrets.token_bytes(SECRET_BYTES), "memory")
 
     def adopt(self, secret: bytes) -> None:
-        """Replace the noise secret by the one that all replicas share, and store it; this waits for the disk."""
+        """Replace the noise secret by the secret that all replicas share, and store it. Waits for the disk."""
         if secret != self._secret:
             log.info("requests with shared noise use the noise secret of all replicas from now on")
             self._secret = secret
@@ -91,7 +93,7 @@ class NoiseSecret:
                 try:
                     write_file(self._path, [secret.hex().encode()], durable=True)
                 except OSError as error:
-                    log.warning("%s still has the former noise secret: %s", self._path, error.strerror)
+                    log.warning("the new noise secret could not be written to %s: %s", self._path, error.strerror)
         self.source = "replicas"
 
 
@@ -113,10 +115,10 @@ _CLOSE_TIMEOUT_S: Final = 3.0
 
 
 class ReplicatedSecret:
-    """A thread that adopts the noise secret in Redis, so that all replicas sample with the same noise."""
+    """A thread that replaces the noise secret by the one in Redis, so that all replicas share sampling noise."""
 
     def __init__(self, url: str, secret: NoiseSecret) -> None:
-        """Start the thread; ``secret`` is written to Redis if there is none. Redis need not be up.
+        """Start the thread; ``secret`` is written to Redis if Redis has no secret. Redis need not be reachable.
 
         Raises ConfigError if the URL is invalid.
         """
@@ -160,5 +162,5 @@ class ReplicatedSecret:
         return found
 
     def _get(self) -> Any:
-        """Return at most one byte more than a noise secret has, because any client may have written the key."""
+        """Read the noise secret in Redis, up to one byte too much, because any client may have written the key."""
         return self._client.getrange(KEY, 0, SECRET_BYTES)

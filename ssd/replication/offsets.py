@@ -8,7 +8,7 @@ cache's manifest (``NamespaceCache.set_source``), so that it never covers text t
 
 An *incarnation* is one opening of a namespace's cache, under its own replica id. Its entries have the ring positions of
 their text. So entries whose text reached a file are known, whenever and in whatever order they were written to the log.
-The text of other entries of ours was lost with the memtable and is read back. A copy of a directory on another machine
+The text of our other entries was lost with the memtable and is read back. A copy of a directory on another machine
 knows the same former incarnations and starts another one.
 
 The *offset* is the entry that was read last, by stream id and sequence id. If the log has this entry, it is the log
@@ -36,7 +36,7 @@ _MAX_INCARNATIONS = 64
 
 
 class StreamOffset(NamedTuple):
-    """The entry of a replication stream that was read last, by its Redis stream id and its sequence id."""
+    """The position up to which a replication stream was read: Redis stream id and sequence id of the last entry."""
 
     number: int  # the number of entries read, counted over all incarnations
     entry_id: bytes
@@ -44,7 +44,7 @@ class StreamOffset(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """An opening of a namespace's cache before the last restart; it published its text under its own replica id."""
+    """One opening of a namespace's cache before the last restart. It published text under its own replica id."""
 
     replica_id: bytes
     position: int  # its text before this ring position is in files, or was evicted
@@ -57,9 +57,9 @@ class ReplicaOffset:
     """
 
     def __init__(self, replica_id: bytes, checkpoint: Checkpoint | None = None) -> None:
-        """Restore the position from the cache's ``checkpoint``, as ``to_json`` wrote it, for a new ``replica_id``.
+        """Restore the position in the replication stream from the cache's ``checkpoint``, for a new ``replica_id``.
 
-        A checkpoint of another format is ignored.
+        A checkpoint that ``to_json`` did not write is ignored.
         """
         self.replica_id = replica_id
         self.incarnations, self.last_read = _parse(checkpoint)
@@ -73,7 +73,7 @@ class ReplicaOffset:
         }
 
     def is_stored(self, entry: Entry) -> bool:
-        """Return whether the cache has the text of an entry that this replica wrote, now or before a restart."""
+        """Return whether this replica wrote a stream entry, now or before a restart, and still has its text."""
         if entry.replica_id == self.replica_id:
             return True
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
@@ -82,9 +82,9 @@ class ReplicaOffset:
         self.last_read = StreamOffset(self.last_read.number + 1 if self.last_read else 1, entry_id, sequence_id)
 
     def locate(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
-        """Return the id of the last entry that was read from this log; None if it is another log or empty.
+        """Return the Redis stream id of the last entry that was read; None if the stream was emptied or replaced since.
 
-        ``oldest_id`` is the id of the log's oldest entry, None if there is none. ``sequence_id_at`` returns the
+        ``oldest_id`` is the id of the stream's oldest entry, None if there is none. ``sequence_id_at`` returns the
         sequence id of the entry with a given stream id, None if there is no such entry.
         """
         if (last := self.last_read) is None or oldest_id is None:  # everything else is new, whatever its ids
@@ -94,7 +94,7 @@ class ReplicaOffset:
 
 
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
-    """Return a unique id of 16 bytes for an entry: the writer's replica id and the text's ring buffer position."""
+    """Return the unique 16-byte id of a replication entry: the writer's replica id and the ring-buffer position."""
     return replica_id + position.to_bytes(8, "little")
 
 
@@ -103,10 +103,7 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse the position in a replication stream that is stored with a cache; any other JSON gives an empty position.
-
-    Former versions stored more than one position.
-    """
+    """Parse a stored stream position of this or a former version; any other JSON gives an empty position."""
     if checkpoint is None:
         return (), None
     try:

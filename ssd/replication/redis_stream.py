@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 FIELD = b"e"
-"""The only field of an entry in a Redis stream; its value is the output of ``pack_entry``."""
+"""The name of the only field of an entry in a replication stream. Its value is the output of ``pack_entry``."""
 
 
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append values to a Redis stream; return for each value None, or the server's error if it was not written.
+    """Append values to a Redis stream; return for each value None, or the server's error if the value was not written.
 
     ``max_entries`` is the approximate maximum length of the stream. Raises errors that end the connection; then any of
     the values may have been written.
@@ -40,14 +40,14 @@ def append_entries(
 
 
 def is_cluster(client: redis.Redis) -> bool:
-    """Return whether a client is that of a Redis cluster, in which a failure may concern only some keys."""
+    """Return whether a client is connected to a Redis cluster, in which a failure may concern only some keys."""
     from redis.cluster import RedisCluster
 
     return isinstance(client, RedisCluster)
 
 
 def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
-    """Append values in one pipeline; in a cluster one by one, because its pipeline retries each failed command."""
+    """Append values to a Redis stream in one pipeline; in a cluster one by one, as its pipeline retries failures."""
     from redis.exceptions import ClusterDownError, ResponseError
 
     # Subscribers enforce the bound in tokens. This bound applies even without a subscriber.
@@ -77,7 +77,7 @@ def _is_full(answer: Exception | None) -> bool:
 
 
 def _delete_full(client: redis.Redis, key: str) -> None:
-    """Delete a stream that has reached the largest id, unless another client has changed it meanwhile."""
+    """Delete a Redis stream that has reached the largest possible id, unless another client has changed it since."""
     from redis.exceptions import ResponseError, WatchError
 
     with client.pipeline(transaction=True) as transaction:
@@ -102,16 +102,16 @@ BEGINNING = b"0-0"  # before all entry ids
 _LARGEST = (1 << 64) - 1
 
 MAX_REPLY_BYTES = 8 << 20
-"""The maximum size of a Redis reply: eight times the size of a page of full entries."""
+"""The maximum size of a Redis reply in bytes: eight times the size of a full page of stream entries."""
 
 _AT_ONCE = 256
 
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
-"""The id and the fields of a stream entry; the fields are None if they were too large to transfer or were deleted."""
+"""The id and the fields of a Redis stream entry; the fields are None if they were too large to transfer or deleted."""
 
 
 class OversizedReplyError(Exception):
-    """A Redis reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
+    """Raised if a Redis reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
 
     Attributes:
         unfinished: The arrays in which the reply was cut, the outermost first, each with its complete elements.
@@ -123,7 +123,7 @@ class OversizedReplyError(Exception):
 
 
 class WrongReplyError(Exception):
-    """A Redis reply that does not fit the request and must not be used."""
+    """Raised if a Redis reply does not fit the command and must not be used."""
 
 
 class EntryPage(NamedTuple):
@@ -142,19 +142,19 @@ def id_key(entry_id: bytes) -> tuple[int, int]:
 
 
 def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
-    """Raise WrongReplyError unless the entries of a reply have growing ids larger than ``after``.
+    """Raise WrongReplyError unless the stream entries in a reply have increasing ids, all larger than ``after``.
 
-    A subscriber with a wrong position in the stream would never recover.
+    Otherwise a subscriber could get a wrong position in the stream, from which it would never recover.
     """
     last = id_key(after)
     for entry in entries:
         if type(entry) not in (tuple, list) or len(entry) != 2:
-            raise WrongReplyError("not an entry of a stream")
+            raise WrongReplyError("the reply has an element that is no stream entry")
         entry_id, fields = entry
         if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
-            raise WrongReplyError("not an entry of a stream")
+            raise WrongReplyError("the reply has an element that is no stream entry")
         if (place := id_key(entry_id)) <= last:
-            raise WrongReplyError("entries out of order")
+            raise WrongReplyError("the reply has entries that are out of order")
         last = place
 
 
@@ -185,17 +185,17 @@ def newest_entries(client: redis.Redis, key: str, count: int) -> list[RawEntry]:
 
 
 def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
-    """Return the entry with an id, or None if the Redis stream does not have it. Raises WrongReplyError."""
+    """Return the entry with a given id in a Redis stream, or None if there is no such entry. Raises WrongReplyError."""
     entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
     if entries and entries[0][0] != entry_id:
-        raise WrongReplyError("an entry that was not requested")
+        raise WrongReplyError("the reply has an entry that was not requested")
     return entries[0] if entries else None
 
 
 def _page(client: redis.Redis, count: int, *command: str | bytes) -> EntryPage:
-    """Run a range command and return its entries up to one that is too large to transfer.
+    """Run a Redis range command and return the stream entries up to the first one that is too large to transfer.
 
-    If already the first entry is too large, it is returned without fields.
+    If the first entry is too large, it is returned without fields.
     """
     try:
         entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]
@@ -214,6 +214,6 @@ def _fields(names_and_values: list[bytes] | None) -> dict[bytes, bytes] | None:
 
 
 def value_of(raw: RawEntry) -> bytes:
-    """Return the value of a stream entry; empty if the entry does not have our field."""
+    """Return the value of a stream entry's ``FIELD``; empty if the entry does not have this field."""
     data = (raw[1] or {}).get(FIELD)
     return data if isinstance(data, bytes) else b""

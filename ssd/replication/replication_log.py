@@ -1,4 +1,4 @@
-"""Replication of text between replicas through Redis streams. Without a connection, each replica works alone."""
+"""Replication of the cache's text between replicas through Redis streams. Without Redis, each replica works alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ssd.retrieval.files import check_fingerprint
 from ssd.retrieval.namespace_cache import NamespaceCache, StoredPieces
 
 DEFAULT_MAX_TOKENS: Final = 1 << 22
-"""The default maximum number of tokens in a replication stream; about 8 to 16 MB of Redis memory."""
+"""The default maximum number of tokens in a replication stream, which takes about 8 to 16 MB of Redis memory."""
 
 _CLOSE_TIMEOUT_S = 3.0
 _BATCH = 64
@@ -30,7 +30,7 @@ _IDLE_S = 0.5
 
 
 class PublishQueue:
-    """The entries that are still to be written to one Redis stream, in order; the publisher's lock guards it."""
+    """The entries that wait to be written to one Redis stream, in order. The publisher's lock guards this object."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -55,7 +55,7 @@ class PublishQueue:
 
 
 class Publisher:
-    """The writing half of the replication log: a bounded queue per stream, and the thread that writes them to Redis.
+    """The writing half of the replication log: one bounded queue per Redis stream, and the thread that writes them.
 
     While Redis is down or rejects writes, new entries displace the oldest entries of the longest queue. An entry whose
     write was not confirmed is written again with the same sequence id, so that subscribers can detect it. A rejected
@@ -87,7 +87,7 @@ class Publisher:
             self._queues.setdefault(key, PublishQueue(key)).is_attached = True
 
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
-        """Queue new text of a replica for the Redis stream ``key``; never waits for Redis. O(entries).
+        """Queue new text of a replica for the Redis stream ``key``. Never waits for Redis. O(entries).
 
         The k-th entry of a text gets the text's position in the ring buffer plus k in its sequence id. This identifies
         the entry, because a text reaches a file as a whole.
@@ -107,7 +107,7 @@ class Publisher:
         self._has_entries.set()
 
     def detach(self, key: str, *, discard: bool = False) -> None:
-        """Accept no more entries for the Redis stream ``key``; with ``discard``, also drop its queued entries. O(1)."""
+        """Reject further entries for the Redis stream ``key``; with ``discard``, also drop its queued entries. O(1)."""
         with self._lock:
             if (queue := self._queues.get(key)) is not None:
                 queue.is_attached = False
@@ -116,7 +116,7 @@ class Publisher:
                 self._remove_if_done(queue)
 
     def delete_stream(self, key: str) -> None:
-        """Delete a Redis stream and its queued entries. Waits for Redis, and raises its errors."""
+        """Delete a Redis stream, and the queued entries for it. Waits for Redis, and raises its errors."""
         self.detach(key, discard=True)
         self._client.delete(key)
 
@@ -132,7 +132,7 @@ class Publisher:
             return any(queue.is_rejected for queue in self._queues.values())
 
     def stop(self) -> None:
-        """End the publisher's thread after a last attempt to write the queued entries."""
+        """End the publisher's thread after one last attempt to write the queued entries to Redis."""
         self.loop.stop()
         with self._lock:
             for queue in self._queues.values():
@@ -140,7 +140,7 @@ class Publisher:
         self._has_entries.set()
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the publisher's thread and close the connection; entries that were not written count as dropped."""
+        """Wait for the publisher's thread and close the connection to Redis; entries not written count as dropped."""
         self.loop.join(timeout_s)
         if self.num_queued:  # the thread stopped before it wrote them, or while it waited for Redis
             with contextlib.suppress(Exception):
@@ -164,7 +164,7 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries to Redis, and return the rejected ones and the reason; raise errors that end the connection."""
+        """Write entries to Redis; return those that Redis rejected, and why. Raise errors that end the connection."""
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         values = [pack_entry(entry, queue.key) for entry in entries]
@@ -190,7 +190,7 @@ class Publisher:
             return queue, entries
 
     def _record_write(self, queue: PublishQueue, entries: list[Entry], left: list[Entry], *, is_rejected: bool) -> None:
-        """Update counters and the queue after writing ``entries``; ``left`` were rejected or not confirmed by Redis."""
+        """Update the counters and the queue after a write of ``entries``, of which Redis did not confirm ``left``."""
         with self._lock:
             self._num_in_flight = 0
             queue.put_back(left)
@@ -226,16 +226,16 @@ class StreamStats:
     """The state of the replication stream of one namespace."""
 
     lag_seconds: float = 0.0
-    """The seconds since this replica last reached the end of the stream, minus the half second that a read may block.
+    """The seconds since this replica last reached the end of the replication stream; 0 in normal operation.
 
-    It is 0 in normal operation. It grows while Redis is down or rejects reads, or if the stream is written faster than
-    it is read.
+    The half second that a read may block is subtracted. The lag grows while Redis is down or rejects reads, or if the
+    stream is written faster than it is read.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationStats:
-    """Counters of the replication of text through Redis. An entry is a sequence, or a part of at most 4,096 tokens."""
+    """Counters of the replication of text through Redis. An entry has a sequence or a part of at most 4,096 tokens."""
 
     is_connected: bool  # Redis answers, and rejected neither the last read nor the last write of any namespace
     num_published: int = 0
@@ -254,9 +254,9 @@ class ReplicationStats:
 class ReplicationLog:
     """Replicates the text of caches between all replicas with the same Redis URL and tokenizer.
 
-    ``attach`` and ``detach`` can be used as ``on_open`` and ``on_close`` of a ``CacheManager``. One thread with its own
-    connection writes and another one reads; callers never wait for them. Failures of Redis are visible in ``stats`` and
-    in at most one log line per minute::
+    ``attach`` and ``detach`` can be used as ``on_open`` and ``on_close`` of a ``CacheManager``. One thread writes to
+    Redis and another thread reads, each with a connection of its own; callers never wait for them. Failures of Redis
+    are visible in ``stats`` and in at most one log line per minute::
 
         append -> listener -> queue (bounded) -> publisher -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
         append_replicated <- verification <- subscriber <- XREAD
@@ -271,7 +271,7 @@ class ReplicationLog:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         max_queued_tokens: int = 1 << 20,
     ) -> None:
-        """Start the threads that read and write; Redis need not be up.
+        """Start the threads that read and write the replication streams. Redis need not be reachable.
 
         A stream has at most ``max_tokens`` tokens, or the size of the cache if that is smaller; a new replica starts
         with that much text. At most ``max_queued_tokens`` wait to be written, over all streams.
@@ -289,7 +289,7 @@ class ReplicationLog:
         self.subscriber.loop.start()
 
     def attach(self, cache: NamespaceCache) -> None:
-        """Publish new text of a cache, and add other replicas' text to the cache, from now on. Returns at once.
+        """From now on, publish new text of a cache to the replicas, and add their text to the cache. Returns at once.
 
         A cache with a directory continues where it stopped before a restart: text that it flushed is not stored again,
         and published text that it lost with its memtable is read back. ``offsets`` describes this, and the cases in
@@ -304,13 +304,13 @@ class ReplicationLog:
         self.subscriber.subscribe(key, cache, offset)
 
     def detach(self, cache: NamespaceCache) -> None:
-        """Stop reading the stream of a cache that is being closed; its queued entries are still written. O(1)."""
+        """Stop reading the Redis stream of a cache that is being closed; its queued entries are still written. O(1)."""
         key = stream_key(self._fingerprint, cache.name)
         self.subscriber.unsubscribe(key)
         self._publisher.detach(key)
 
     def delete_stream(self, namespace: str) -> None:
-        """Delete the Redis stream of a namespace that is not attached any more, and its queued entries.
+        """Delete the Redis stream of a namespace that is not attached any more, and the queued entries for it.
 
         Waits for Redis, and raises its errors. A replica that still writes to the stream creates it again.
         """
@@ -336,7 +336,7 @@ class ReplicationLog:
         )
 
     def close(self) -> None:
-        """Write the queued entries if Redis accepts them at once, and stop within seconds. May be called twice."""
+        """Write the queued entries if Redis accepts them at once, and stop the threads. May be called twice."""
         self._publisher.stop()
         self.subscriber.stop()
         self._publisher.close(_CLOSE_TIMEOUT_S)
@@ -354,7 +354,7 @@ _MOST: Final = 1 << 53
 
 
 class RedisCounters:
-    """Named counters in a Redis hash, shared by all replicas. Invalid values count as 0; calls raise Redis errors."""
+    """Named counters in a Redis hash that all replicas share. Invalid values count as 0. Methods raise Redis errors."""
 
     def __init__(self, url: str) -> None:
         self._client = connect(url)
@@ -367,7 +367,7 @@ class RedisCounters:
         return int(self._client.hincrby(COUNTERS_KEY, name, amount))
 
     def raise_to(self, name: str, number: int) -> int:
-        """Raise a counter to at least ``number`` and return its value; repeated calls do not add up."""
+        """Increase a counter in Redis to at least ``number`` and return its value. Repeating the call has no effect."""
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
             found: Any = pipeline.hget(COUNTERS_KEY, name)

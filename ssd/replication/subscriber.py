@@ -52,9 +52,9 @@ _MIN_LOG_TOKENS = 1 << 16  # the minimum bound of a log, however small its cache
 
 
 class SubscribedStream:
-    """The state of one replication stream, above all the position up to which it was read.
+    """The state of one replication stream that is read, above all the position up to which it was read.
 
-    Only the subscriber's thread changes it.
+    Only the subscriber's thread changes this object.
     """
 
     def __init__(self, key: str, cache: NamespaceCache, offset: ReplicaOffset, max_tokens: int) -> None:
@@ -76,7 +76,7 @@ class SubscribedStream:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the position, because the stream was emptied or replaced."""
+        """Forget the position in the stream, because the stream was emptied or replaced."""
         self.last_id: bytes | None = None
         self.anchor: bytes | None = None  # the newest entry that was read; missing if the log was replaced
         self._known: tuple[int, int] | None = None
@@ -84,16 +84,16 @@ class SubscribedStream:
         self.num_tokens = 0
 
     def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
-        """Start to read at the stream's oldest entry; entries up to ``known_id`` are in the cache already."""
+        """Start to read the stream at its oldest entry; the texts of entries up to ``known_id`` are in the cache."""
         self.last_id, self.anchor = BEGINNING, oldest
         self._known = None if known_id is None else id_key(known_id)
 
     def is_known(self, entry_id: bytes) -> bool:
-        """Return whether the text of an entry was in the cache before the replica began to read the stream."""
+        """Return whether the text of a stream entry was in the cache before the replica began to read the stream."""
         return self._known is not None and id_key(entry_id) <= self._known
 
     def record(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
-        """Advance the position past an entry that was read, or skipped because it was too large."""
+        """Advance the position in the stream past an entry that was read, or that was too large to be read."""
         self.last_id = entry_id
         if was_fetched or self.anchor is None:
             self.anchor = entry_id
@@ -101,7 +101,7 @@ class SubscribedStream:
         self.num_tokens += num_tokens
 
     def has_seen(self, sequence_id: bytes) -> bool:
-        """Return whether an entry with this sequence id was read before, and remember the id."""
+        """Return whether an entry with this sequence id was read before, and remember the id for later calls."""
         is_seen = sequence_id in self._seen
         self._seen[sequence_id] = None
         self._seen.move_to_end(sequence_id)
@@ -111,7 +111,7 @@ class SubscribedStream:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the stream is not read at present, after an error or because its cache is slow."""
+        """Whether the stream is not read at present, after an error or because its cache is too slow."""
         return self.backoff.is_paused or time.monotonic() < self.slow_until
 
     @property
@@ -138,9 +138,9 @@ class Subscriber:
     """
 
     def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
-        """Create a subscriber, which connects at its first read.
+        """Create a subscriber, which connects to Redis at its first read.
 
-        ``max_tokens`` bounds each stream, unless its cache is smaller.
+        ``max_tokens`` is the maximum size of each stream, unless its cache is smaller.
         """
         self.num_received = 0
         self.num_received_tokens = 0
@@ -182,7 +182,7 @@ class Subscriber:
         return self.loop.is_connected and not any(stream.is_rejected for stream in self.streams())
 
     def stop(self) -> None:
-        """End the subscriber's thread within the time that a read may block."""
+        """End the subscriber's thread after its current read, which may block for half a second."""
         self.loop.stop()
         self._has_changed.set()
 
@@ -191,7 +191,7 @@ class Subscriber:
         self._client.close()
 
     def _exchange(self) -> None:
-        """Read a page of each stream that has more entries, or wait until there are some."""
+        """Read a page of each stream that has more entries; if no stream has more, wait for new entries."""
         streams, began = self.streams(), time.monotonic()
         if not streams:
             self._wait(BLOCK_MS / 1000)
@@ -223,7 +223,7 @@ class Subscriber:
         self._has_changed.clear()
 
     def _attempt(self, stream: SubscribedStream, step: Callable[[SubscribedStream], object]) -> None:
-        """Run a function for one stream; an error pauses only this stream unless the connection is lost."""
+        """Run ``step`` for one stream. An error pauses only this stream, unless the connection to Redis is lost."""
         from redis.exceptions import ConnectionError, TimeoutError
 
         if self.loop.is_stopping or stream.is_paused:
@@ -254,7 +254,7 @@ class Subscriber:
             stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
 
     def _begin(self, stream: SubscribedStream) -> None:
-        """Determine which entries of a stream are in the cache already, before it is read from its beginning."""
+        """Determine which entries of a stream are in the cache already, before reading the stream from the start."""
         from redis.exceptions import ResponseError
 
         try:
@@ -312,7 +312,7 @@ class Subscriber:
             stream.caught_up_at = time.monotonic()
 
     def _receive_all(self, stream: SubscribedStream, entries: Sequence[RawEntry]) -> None:
-        """Process entries of a stream in order; if the cache is slow, the rest is read again later."""
+        """Process entries of a stream in order; if the cache is too slow, the remaining ones are read again later."""
         check_entries(entries, after=stream.last_id or BEGINNING)
         arrived: list[Tokens] = []
         num_tokens = 0
@@ -370,7 +370,7 @@ class Subscriber:
         return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)
 
     def _trim(self, stream: SubscribedStream) -> None:
-        """Trim a stream that exceeds its bounds; every replica does so, because trimming twice is harmless."""
+        """Trim a Redis stream that is longer than its limits. Every replica does so; trimming twice is harmless."""
         from redis.exceptions import ResponseError
 
         if stream.num_tokens <= stream.max_tokens and len(stream.entries) <= stream.max_entries:

@@ -30,11 +30,11 @@ DEFAULT_NAMESPACE = "default"
 
 
 class _Discarded(Exception):
-    """Raised when a namespace was deleted before it was opened, so that nothing is opened."""
+    """Raised while a namespace is being opened, because it has been deleted meanwhile."""
 
 
 class CacheManager:
-    """The retrieval caches of one tokenizer, one per namespace.
+    """The retrieval caches of all namespaces for one tokenizer.
 
     A request leases its namespace when it is submitted (``acquire``), and the engine's thread reads the lease. Files
     are read and closed on other threads. So a directory that is slow or cannot be opened affects only requests of its
@@ -117,11 +117,11 @@ class CacheManager:
                 return namespace.opened()
 
     def acquire(self, name: str, policy: NamespacePolicy = DEFAULT_POLICY) -> NamespaceLease | None:
-        """Lease a namespace for one request; it is not closed while the returned lease exists.
+        """Lease a namespace for one request; the namespace is not closed while the returned lease exists.
 
-        A namespace that is not open yet is opened on a thread of its own; with ``inline``, before this returns. Never
-        raises: if opening fails, the failure is counted and logged once, and the next request tries again.
-        Safe from any thread.
+        A namespace that is not open yet is opened on a thread of its own or, with ``inline``, before this method
+        returns. Never raises: if opening fails, the failure is counted and logged once, and the next request tries
+        again. Safe from any thread.
 
         Args:
             name: The namespace.
@@ -150,7 +150,7 @@ class CacheManager:
         return lease
 
     def add_prebuilt_directory(self, path: Path) -> None:
-        """Search a directory made by ``ssd-cache build`` in every namespace. Its segments are in memory once.
+        """Search a directory made by ``ssd-cache build`` in every namespace. Its segments are loaded only once.
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
@@ -160,7 +160,7 @@ class CacheManager:
         self._attach_shared_to_all()
 
     def discard(self, name: str) -> None:
-        """Delete a namespace and the namespaces of its group, open or not, with their files.
+        """Delete a namespace and the namespaces of its group, open or not, together with their files.
 
         Existing leases of these namespaces become empty. Waits for writes in progress.
 
@@ -211,21 +211,22 @@ class CacheManager:
         return {each.name: each.cache.stats() for each in found if each.cache is not None}
 
     def maintain(self) -> None:
-        """Flush memtables and merge segments where due, in every namespace. For managers with ``inline``."""
+        """In every namespace, flush the memtable and merge segments if necessary. For managers with ``inline``."""
         for cache in self._open_caches():
             cache.maintain()
         self._attach_shared_to_all()
 
     def flush(self) -> None:
-        """Turn every memtable into segments, and wait until no merge of segments is left."""
+        """Turn every memtable into segments, and wait until all merges of segments have ended."""
         for cache in self._open_caches():
             cache.flush()
         self._attach_shared_to_all()
 
     def close(self) -> None:
-        """Flush and store all text, and stop the threads. May be called twice.
+        """Flush all text, write it to files, and stop the threads. This method may be called twice.
 
-        Waits for running sorts and closings. A namespace that is still being opened is left to its thread.
+        It waits for running sorts and for caches that are being closed, but not for a namespace that is still being
+        opened.
         """
         with self._lock:
             self._stopping = True
@@ -336,7 +337,7 @@ class CacheManager:
                     cache.attach_shared(segments)
 
     def _is_group_full(self, name: str, policy: NamespacePolicy) -> bool:
-        """Return whether requests lease so many namespaces of the group that another one cannot be opened."""
+        """Return whether no further namespace of the group can be opened, because requests lease the maximum number."""
         if policy.group is None:
             return False
         with self._lock:
@@ -372,7 +373,7 @@ class CacheManager:
         """Remove the least recently used namespaces beyond the limits of group and manager; return their open caches.
 
         ``policy`` is that of the namespace just requested. Leased namespaces stay. Namespaces that are not durable go
-        first, because closing others costs more.
+        first, because closing durable namespaces costs more.
         """
         entries = list(self._namespaces.values())
         group = [each for each in entries if policy.group is not None and each.policy.group == policy.group]

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, Self
 
 SourcePosition = Mapping[str, Any]
-"""A position in the source of stored text, such as a replication log, as JSON. The cache only stores and returns it."""
+"""A position in a replication log or another source of stored text, as JSON that the cache only stores and returns."""
 
 
 class Checkpoint(NamedTuple):
-    """A position in the source of stored text, such as a replication log, up to which all text is in files.
+    """A position in a replication log (or another source of text) up to which all text is in files.
 
     Text that was evicted, or dropped because flushing could not keep up, counts as stored: it is lost for good.
 
     Attributes:
-        source: All text of the source up to this position is in files.
+        source: All text of the log up to this position is in files.
         position: All text before this position of the ring buffer is in files.
     """
 
@@ -37,9 +37,9 @@ class Checkpoint(NamedTuple):
 
 
 class PendingCheckpoints:
-    """The positions of a replication log whose text is not in files yet, with the ring-buffer positions to be flushed.
+    """Positions of a replication log that become checkpoints once the text before them is in files.
 
-    Has one owner and no locks.
+    Only one thread may use this object.
     """
 
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
@@ -63,7 +63,7 @@ class PendingCheckpoints:
     def durable_at(self, position: int) -> Checkpoint | None:
         """Return the newest replication-log position that is valid if all text before ``position`` is in files.
 
-        ``position`` is a position in the ring buffer. If ``set`` skipped a log position meanwhile, an older one is
+        ``position`` is a position in the ring buffer. If ``set`` skipped the newest log position, an older one is
         returned.
         """
         self._skip_to(position)
@@ -80,12 +80,12 @@ class PublishedState(Protocol):
     """An immutable copy of what a drafter has learned about a namespace."""
 
     def to_bytes(self) -> bytes:
-        """Serialize the state for ``LearnedState.stored`` of the next process. Safe from any thread."""
+        """Serialize what the drafter has learned, for ``LearnedState.stored`` after a restart. Thread-safe."""
         ...
 
 
 class LearnedState:
-    """Holds the latest copy of what a drafter learned about a namespace, so that it can be saved to disk.
+    """Holds the latest copy of what a drafter has learned about a namespace, so that this copy can be saved to disk.
 
     The drafter changes its own state at every step and publishes copies here, each with one assignment. If several
     drafters learn about one namespace, the copy published last is saved. The retrieval layer does not know the
@@ -93,7 +93,7 @@ class LearnedState:
 
     Attributes:
         stored: The bytes that an earlier process saved in the directory; None if there are none.
-        newest: The copy that was published last; None before the first.
+        newest: The copy that was published last; None if none was published.
     """
 
     def __init__(self, stored: bytes | None = None) -> None:
@@ -112,7 +112,8 @@ class CacheStats:
     """The number of stored tokens that can be matched, at most the capacity; prebuilt and shared segments do not count.
     """
     num_retained_tokens: int
-    """The part of ``num_tokens`` in retained segments: old text that is not evicted because outputs repeated it."""
+    """The part of ``num_tokens`` in retained segments, i.e. old text that is not evicted because outputs repeated it.
+    """
     num_prebuilt_tokens: int
     num_shared_tokens: int
     """The number of tokens of attached shared segments: prebuilt segments, and the text of the shared namespace."""
@@ -122,7 +123,8 @@ class CacheStats:
     num_appended_tokens: int
     """The number of tokens that requests and other replicas passed to the cache, whether they were stored or not."""
     num_skipped_tokens: int
-    """The part of ``num_appended_tokens`` that was not stored, because the beginning of a prompt was stored already."""
+    """The part of ``num_appended_tokens`` that was not stored again, because earlier prompts began with the same text.
+    """
     num_flushes: int
     num_merges: int
     num_failed_merges: int
@@ -130,6 +132,6 @@ class CacheStats:
     num_evicted_segments: int
     num_evicted_tokens: int
     num_dropped_tokens: int
-    """The number of tokens lost because flushing to segments could not keep up."""
+    """The number of tokens lost because appended text was not flushed to segments fast enough."""
     num_failures: int
-    """The number of rejected appends, failed listeners, failed reads and writes of files, and failed merges."""
+    """The sum of rejected appends, failed listeners, failed reads and writes of files, and failed merges."""

@@ -23,8 +23,8 @@ _MIN_SLOTS: Final = 64
 class _HashTable:
     """An open-addressing hash table of int64, whose entries expire when their text is evicted from the ring buffer.
 
-    An expired entry stays in its slot until the table is rebuilt. 24 bytes per slot, or 16 without values; untouched
-    pages take no memory. ``positions`` are ring-buffer positions plus one; 0 marks a free slot.
+    An expired entry stays in its slot until the table is rebuilt. A slot takes 24 bytes, or 16 without values;
+    untouched pages take no memory. ``positions`` are ring-buffer positions plus one; 0 marks a free slot.
     """
 
     def __init__(self, *, has_values: bool) -> None:
@@ -40,7 +40,7 @@ class _HashTable:
         return int(np.count_nonzero(self.positions > self._forgotten))
 
     def forget_before(self, position: int) -> None:
-        """Expire the entries whose text lies before ring-buffer position ``position``, because it is evicted."""
+        """Expire the entries whose text is at ring-buffer positions before ``position``, because it is evicted."""
         self._forgotten = max(self._forgotten, position)
 
     def put(self, keys: Int64s, values: Int64s, position: int) -> None:
@@ -51,7 +51,7 @@ class _HashTable:
         self._num_used += _put(self.keys, self.positions, self.values, keys, values, position + 1)
 
     def num_known(self, keys: Int64s) -> int:
-        """Return the length of the longest prefix of ``keys`` whose keys are all in the hash table."""
+        """Return how many leading elements of ``keys`` are in the hash table, up to the first one that is not."""
         return _num_known(self.keys, self.positions, keys, self._forgotten)
 
     def get(self, key: int) -> int | None:
@@ -69,7 +69,7 @@ def _slot_of(keys: Int64s, positions: Int64s, key: int) -> int:
 
 @kernel
 def _put(keys: Int64s, positions: Int64s, values: Int64s, new: Int64s, new_values: Int64s, position: int) -> int:
-    """Write keys and values to a hash table; return the number of slots that were free before."""
+    """Write keys and values to a hash table; return the number of previously free slots that were filled."""
     used = 0
     for i in range(len(new)):
         slot = _slot_of(keys, positions, new[i])
@@ -112,9 +112,10 @@ def _copy_live(
 class PromptDeduplicator:
     """Detects which leading blocks of a prompt are stored already, by chained hashes of blocks. For one writing thread.
 
-    The hash of a block covers the blocks before it, so a known hash means that the whole beginning is stored. (64 bits:
-    a collision only loses a few tokens of drafting material.) A block expires when its text is evicted. Memory is
-    therefore bounded by capacity / block size entries of 24 to 64 bytes, or 2.5 times that with ``follows_others``.
+    The hash of a block covers the blocks before it, so a known hash means that the whole beginning is stored. A
+    collision of two 64-bit hashes only means that a few tokens are not stored. A block expires when its text is
+    evicted. Memory is therefore bounded by capacity / block size entries of 24 to 64 bytes, or 2.5 times that with
+    ``follows_others``.
     """
 
     def __init__(self, block_tokens: int, lead_in_tokens: int, *, follows_others: bool = False) -> None:
@@ -143,7 +144,7 @@ class PromptDeduplicator:
         """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
         The result is one view of ``tokens``, or none if nothing is new. The completion, after ``prompt_length`` tokens,
-        is always part of it, because the number of occurrences of a text ranks drafts. Its blocks are remembered too,
+        is always returned, because the number of occurrences of a text ranks drafts. Its blocks are remembered too,
         because the next turn of a conversation repeats them in its prompt. The part will be stored at the ring-buffer
         position ``position``, which never decreases.
         """
@@ -160,9 +161,9 @@ class PromptDeduplicator:
     def note_replicated(self, piece: Tokens, position: int) -> None:
         """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
-        If ``piece`` begins like a continuation of a known block, it is regarded as one, and otherwise as the beginning
-        of a text. If that is wrong, a beginning may count as stored whose parts are all stored, each with its lead-in,
-        but not in one piece. Contexts of the lead-in's length are found nevertheless.
+        If ``piece`` begins like a continuation of a known block, it is regarded as a continuation, and otherwise as the
+        beginning of a text. If that is wrong, a beginning may count as stored whose parts are all stored, each with its
+        lead-in, but not in one piece. Contexts of the lead-in's length are found nevertheless.
         """
         if self._ends is None:
             return
@@ -173,7 +174,7 @@ class PromptDeduplicator:
         self._remember(*block_hashes(piece, start, seed, self._block_tokens, self._lead_in_tokens), position)
 
     def forget_before(self, position: int) -> None:
-        """Forget the blocks stored before ring-buffer position ``position``, because they are evicted."""
+        """Forget the prompt blocks stored before ring-buffer position ``position``, because their text is evicted."""
         self._blocks.forget_before(position)
         if self._ends is not None:
             self._ends.forget_before(position)
@@ -239,7 +240,7 @@ def as_sequence(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
 
 
 def split_sequence(tokens: Tokens, max_tokens: int, lead_in_tokens: int) -> list[Tokens]:
-    """Split a sequence into views of at most ``max_tokens`` tokens. An empty sequence gives no views.
+    """Split a sequence into array views of at most ``max_tokens`` tokens. An empty sequence gives no views.
 
     Each later view begins with the ``lead_in_tokens`` before it (at most half a view), so that a context across the
     split is still found.

@@ -1,4 +1,4 @@
-"""A directory of segment files: one writer, and a manifest that lists the valid files.
+"""A directory of segment files with one writing process, and a manifest that lists the valid files.
 
 ::
 
@@ -11,8 +11,8 @@
                              them
     writer.lock              locked by the writing process (flock), as is the directory; the lock ends with the process
 
-Other files in the directory are not touched. Files with these names are used only if they are ours: no links, and only
-segments whose header has this tokenizer and namespace.
+Other files in the directory are not touched. A file with one of these names is used only if this program wrote it:
+links are ignored, and so are segments whose header has another tokenizer or namespace.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ LEARNED_NAME: Final = "learned.bin"
 PART_NAMES: Final = frozenset((MANIFEST_NAME, PREVIOUS_NAME, DAMAGED_NAME, LEARNED_NAME, LOCK_NAME))
 """The names of a cache directory's files other than segments."""
 LEFT_OUT_SUFFIX: Final = ".left-out"
-"""The suffix that former versions added to segment files that the manifest did not name."""
+"""The suffix that former versions added to the names of segment files that were not in the manifest."""
 
 _MAX_LEARNED_BYTES: Final = 1 << 26
 
 RETRY_S: Final = 30.0
-"""The interval in seconds at which failed writes of a cache directory are retried, if no new flush retries them."""
+"""The interval in seconds at which failed writes of a cache directory are retried; a flush of new text retries at once.
+"""
 SAVE_LEARNED_S: Final = 60.0
 
 MAX_READS: Final = 5
-"""The maximum number of attempts to read a cache directory while its server replaces files."""
+"""The maximum number of attempts to read a cache directory while the server that owns it replaces files."""
 
 
 def read_learned(path: Path) -> bytes | None:
@@ -80,22 +81,24 @@ def is_segment_file(name: str) -> bool:
 
 
 class SegmentDirectory:
-    """A directory of segment files, and the exclusive right to write it.
+    """A directory of segment files which this process has the exclusive right to write.
 
-    Not thread-safe, except that ``write`` may overlap other calls.
+    Not thread-safe, except that ``write`` may run concurrently with other calls.
     """
 
     def __init__(self, path: Path, *, fingerprint: str, namespace: str, owner: Owner | None = None) -> None:
-        """Open or create ``path`` as its writer, and remove segment files that the manifest does not name.
+        """Open or create a cache directory for writing, and remove segment files that the manifest does not name.
 
         ``owner`` is written to the manifest. Raises CacheLocked, FormatVersion, TokenizerMismatch, NamespaceMismatch,
         or OSError.
         """
         self.path = path
         self.damage: CacheError | None = None
-        """The reason why the manifest was rebuilt; None if it was intact."""
+        """The error that made it necessary to rebuild the manifest; None if the manifest was intact."""
         self.unusable: tuple[dict[str, Any], ...] = ()
-        """The manifest's entries of segment files that cannot be used. They stay until someone removes the files."""
+        """The manifest's entries of segment files that cannot be used. The entries stay until someone removes the
+        files.
+        """
         self._identity: dict[str, str] = {"fingerprint": fingerprint, "namespace": namespace}
         make_directory(path)
         self._lock = DirectoryLock(path)
@@ -122,7 +125,7 @@ class SegmentDirectory:
             raise
 
     def close(self) -> None:
-        """Release the right to write. Loaded segments stay valid."""
+        """Release the right to write the directory. Loaded segments stay valid."""
         self._lock.close()
 
     def path_of(self, segment_id: str) -> Path:
@@ -133,7 +136,7 @@ class SegmentDirectory:
         return segment_id in self._files
 
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
-        """Read the manifest's segments in order, and return them with the errors of those that are damaged or missing.
+        """Load the segments that the manifest names, and return them in order, with the errors of unreadable segments.
 
         Raises FormatVersion or OSError for files that may be intact but cannot be read now or by this version, and
         closes the directory.
@@ -152,9 +155,9 @@ class SegmentDirectory:
         return segments, failures
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file and return the segment read from it. The file becomes valid with the next ``commit``.
+        """Write a segment's file, and return the segment read from it. The next ``commit`` makes the file valid.
 
-        Raises CacheError, OSError; then there is no file.
+        Raises CacheError or OSError; then no file was written.
         """
         # The file's bytes are synced here. ``commit`` syncs all new names at once, because a file may be lost or torn
         # until a manifest names it.
@@ -173,7 +176,7 @@ class SegmentDirectory:
     def commit(
         self, segments: Sequence[Segment], *, next_position: int, shared: Mapping[str, Any] | None = None
     ) -> None:
-        """Replace the directory's manifest by one that lists ``segments``, and remove other segment files.
+        """Replace the directory's manifest by one that lists ``segments``, and remove the files of other segments.
 
         Segments without a file, because they could not be written, are skipped, and unusable files stay. The order
         survives a power failure: the files' bytes, their names, the manifest's bytes and its name reach the disk one
@@ -206,11 +209,11 @@ class SegmentDirectory:
             self._files.discard(segment_id)
 
     def write_learned(self, learned: bytes) -> None:
-        """Replace the serialized acceptance model in the directory. Raises OSError; then the old one stays."""
+        """Replace the serialized acceptance model in the directory. If this raises OSError, the old model stays."""
         write_file(self.path / LEARNED_NAME, [learned], durable=True)
 
     def _initialize(self) -> None:
-        """Write the first manifest. From then on, a missing manifest means that it was lost."""
+        """Write the first manifest of a directory. If a manifest is missing later, it was lost."""
         # Otherwise a power failure could lose the new directory with all files that are synced in it later.
         for parent in self.path.resolve().parents:
             with contextlib.suppress(OSError):  # a parent that cannot be read
@@ -219,7 +222,7 @@ class SegmentDirectory:
         self._written, self._stamp = self.manifest, self._manifest_stamp()
 
     def _recover(self) -> None:
-        """Rebuild a lost manifest from the segments' headers and from the source position in the previous manifest.
+        """Rebuild a lost manifest from the segments' headers and the replication position in the previous manifest.
 
         Nothing is removed or written before the next ``commit``. If a merge was in progress, either its result or its
         inputs are used, which are the same text.
@@ -263,7 +266,6 @@ class SegmentDirectory:
             raise CacheLocked(f"{self.path / MANIFEST_NAME} was written by another process and is not replaced")
 
     def _manifest_stamp(self) -> tuple[int, int] | None:
-        """Return the inode and time of the manifest, which change when it is replaced; None if there is no manifest."""
         with contextlib.suppress(OSError):
             status = (self.path / MANIFEST_NAME).stat()
             return status.st_ino, status.st_mtime_ns
@@ -281,7 +283,7 @@ class SegmentDirectory:
     def _remove_orphans(self) -> None:
         """Remove segment files that the manifest does not name.
 
-        Call it only while opening: later, a merge may have written a file that the next manifest names.
+        Call it only while opening the directory: later, a merge may have written a file that the next manifest names.
         """
         named = {f"{segment_id}.seg" for segment_id in self.manifest.segment_ids}
         for file in list(self.path.iterdir()):
@@ -303,10 +305,7 @@ class SegmentDirectory:
             return False
 
     def _header_of(self, file: Path) -> SegmentHeader | None:
-        """Return the header of a segment file; None if it is of another tokenizer or namespace, or was just removed.
-
-        Raises CacheError.
-        """
+        """Return a segment file's header; None if it has another tokenizer or namespace, or was just removed."""
         try:
             with open_file(file) as content:
                 header = SegmentHeader.from_bytes(file, content.read(HEADER_LENGTH))
@@ -316,10 +315,7 @@ class SegmentDirectory:
 
 
 def _sort_key(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest first.
-
-    Entries may hold any JSON.
-    """
+    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest segment first."""
     start, num_tokens = entry.get("start"), entry.get("num_tokens")
     return (start, -num_tokens) if type(start) is type(num_tokens) is int else (-1, 0)
 
@@ -331,7 +327,7 @@ def is_cache_file(path: Path) -> bool:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove the files of a namespace from its directory, and the directory if nothing else is in it.
+    """Remove the files of a namespace from its directory, and the directory if it is empty then.
 
     Files are selected by name, because damaged files contain text as well. Raises CacheLocked if another process writes
     the directory, and OSError.
@@ -356,7 +352,7 @@ def load_segments(
     """Load the segments that a manifest names from a cache directory.
 
     ``namespace`` is the namespace that the segments must have; None accepts any. Returns the usable segments in order,
-    and the errors of the others.
+    and the errors of the segments that cannot be used.
     """
     segments: list[Segment] = []
     failures: list[CacheError | OSError] = []
@@ -381,9 +377,9 @@ def load_segments(
 
 
 def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
-    """Load all segments of a cache directory, even while its server replaces ``manifest`` by a newer one.
+    """Load all segments of a cache directory, even if its server replaces ``manifest`` by a newer one meanwhile.
 
-    Raises CacheError: StoreUnavailable if a segment cannot be read.
+    Raises StoreUnavailable, a CacheError, if a segment cannot be read.
     """
     for _ in range(MAX_READS):
         segments, failures = load_segments(path, manifest)
@@ -402,7 +398,7 @@ def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
 
 
 class DurableSegments:
-    """The segment files of one namespace, with retries of failed writes. Not thread-safe.
+    """Writes the segments of one namespace to files, and retries failed writes. Not thread-safe.
 
     Segments that cannot be written are searched nevertheless, and writing them is retried. Such an outage begins with
     the first failure and ends when everything is in files again. It does not end with the first successful write,
@@ -412,7 +408,7 @@ class DurableSegments:
     def __init__(
         self, name: str, directory: SegmentDirectory, report_failure: Callable[[str, BaseException], None]
     ) -> None:
-        """Read a cache directory's manifest and learned model. ``load`` reads the segments."""
+        """Read the manifest and the learned model of a cache directory, but not its segments, which ``load`` reads."""
         self._name = name
         self._directory = directory
         self._report_failure = report_failure
@@ -428,8 +424,8 @@ class DurableSegments:
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False
         self.gaps: Sequence[int] = ()
-        """The ring-buffer positions of unusable segment files. Segments are not merged across them, so that a restored
-        file has room.
+        """The ring-buffer positions of unusable segment files. Segments are not merged across these positions, so that
+        there is room for a file that is restored.
         """
         if directory.damage is not None:
             report_failure("the manifest was rebuilt from the segments", directory.damage)
@@ -437,7 +433,7 @@ class DurableSegments:
         self._save_learned_at = time.monotonic() + SAVE_LEARNED_S
 
     def load(self) -> list[Segment]:
-        """Read the usable segments. They are not stored in this object, so that merged ones can be freed.
+        """Read the usable segments. This object keeps no reference to them, so that merged segments can be freed.
 
         Raises FormatVersion and OSError for files that cannot be read at the moment.
         """
@@ -454,7 +450,7 @@ class DurableSegments:
         return self._directory.has_file(segment.segment_id)
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file and return the segment read from it, or ``segment`` itself if writing failed."""
+        """Write a segment's file and return the segment read from it; return ``segment`` itself if writing failed."""
         try:
             return self._directory.write(segment)
         except (OSError, CacheError) as error:
@@ -464,7 +460,7 @@ class DurableSegments:
     def commit(
         self, segments: tuple[Segment, ...], next_position: int, checkpoint: Checkpoint | None, *, is_whole: bool
     ) -> None:
-        """Update the manifest to the segments that are in files.
+        """Update the manifest of the cache directory to the segments that have files.
 
         ``is_whole`` is whether no merge is waiting for disk space.
         """

@@ -1,6 +1,6 @@
-"""Atomic file writes, locks and manifests. Files are readable by their owner only, because they contain users' text.
+"""Atomic file writes, locks and manifests. Only their owner can read the files, because they contain users' text.
 
-Only regular files are read: a pipe in place of a file would block its reader.
+Only regular files are read, because a pipe in place of a file would block its reader.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SEGMENT_ID = re.compile(r"[0-9a-z-]{1,64}")
 
 
 def check_namespace(name: str) -> str:
-    """Return ``name``, or raise ConfigError unless it is 1-64 characters of A-Z a-z 0-9 _ . - without a leading dot."""
+    """Return a namespace's name; raise ConfigError unless it is 1-64 of A-Z a-z 0-9 _ . - without a leading dot."""
     if not _NAMESPACE.fullmatch(name):
         raise ConfigError(
             f"namespace {name[:80]!r} is invalid: use 1 to 64 characters of A-Z a-z 0-9 _ . - without a leading dot"
@@ -38,14 +38,14 @@ def check_namespace(name: str) -> str:
 
 
 def check_fingerprint(fingerprint: str) -> str:
-    """Return ``fingerprint``, or raise ConfigError unless it is 32 lower-case hexadecimal characters."""
+    """Return a tokenizer's fingerprint; raise ConfigError unless it is 32 lower-case hexadecimal characters."""
     if not _FINGERPRINT.fullmatch(fingerprint):
         raise ConfigError(f"tokenizer fingerprint {fingerprint[:80]!r} must be 32 lower-case hexadecimal characters")
     return fingerprint
 
 
 def is_segment_id(text: object) -> bool:
-    """Return whether ``text`` has the form of ``new_segment_id``. Other texts must not become file names."""
+    """Return whether ``text`` is a possible segment id (see ``new_segment_id``) and thus a safe file name."""
     return isinstance(text, str) and _SEGMENT_ID.fullmatch(text) is not None
 
 
@@ -53,9 +53,9 @@ _RETAINED = "-kept-"
 
 
 def new_segment_id(start: int | None, *, retained: bool = False) -> str:
-    """Return a unique name for a segment; ``retained`` marks a retained one, see ``is_retained``.
+    """Return a unique id for a segment; ``retained`` marks text that is not evicted, see ``is_retained``.
 
-    It is random, so that a merge that outlived its server cannot overwrite a file.
+    The id is random, so that a merge that outlived its server cannot overwrite a file.
     """
     return f"{'static' if start is None else f'{start:012d}'}{_RETAINED if retained else '-'}{secrets.token_hex(8)}"
 
@@ -93,7 +93,7 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool
 
 
 def create_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
-    """Create ``path`` with ``parts`` atomically and durably. An existing file stays as it is. Raises OSError."""
+    """Create ``path`` with ``parts`` atomically and durably. An existing file is not changed. Raises OSError."""
     made = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     write_file(made, parts, durable=True)
     try:
@@ -105,7 +105,7 @@ def create_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _create(path: Path) -> int:
-    """Open a new file, which is never a link. A file that an earlier process with our process id left is removed."""
+    """Create a file, never following a link, after removing any file left by a process with the same process id."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, FILE_MODE)
@@ -119,7 +119,7 @@ class NotAFileError(OSError):
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file, or a link to one, for reading. Never blocks. Raises NotAFileError and OSError."""
+    """Open a regular file, or a link to a regular file, for reading. Never blocks. Raises NotAFileError and OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -128,7 +128,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """Open a lock file, created if missing. Raises OSError.
+    """Open a lock file, and create it if it is missing. Raises OSError.
 
     The file is neither read nor written, so that a pipe does not block.
     """
@@ -136,12 +136,12 @@ def open_lock(path: Path) -> BinaryIO:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether ``path`` is a file with a temporary name of ``write_file``. Raises OSError."""
+    """Return whether ``path`` is a temporary file of an unfinished ``write_file``. Raises OSError."""
     return _TEMPORARY.fullmatch(path.name) is not None and is_regular(path)
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether ``path`` is a regular file, neither a link nor just removed by another process. Raises OSError."""
+    """Return whether ``path`` is a regular file; False if it is a link or has just been removed. Raises OSError."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
@@ -149,7 +149,7 @@ def is_regular(path: Path) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and removals in ``path`` survive a power failure. Raises OSError."""
+    """Sync a directory, so that renames and removals in it survive a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,7 +158,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create ``path`` and its missing parents, accessible to their owner only. Raises OSError.
+    """Create the directory ``path`` and its missing parents, accessible to their owner only. Raises OSError.
 
     Existing directories stay unchanged.
     """
@@ -175,7 +175,7 @@ LOCK_NAME = "writer.lock"
 
 
 class DirectoryLock:
-    """The exclusive right of one process to write a directory. The kernel releases it when the process ends.
+    """A lock that gives one process the exclusive right to write a directory. It is released when the process ends.
 
     Both the directory and a file in it are locked. The lock of the directory cannot be lost by removing a file. The
     file is locked too because former versions lock only the file, and some network file systems cannot lock a
@@ -183,7 +183,7 @@ class DirectoryLock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock ``path``. Raises CacheLocked at once if another process has the lock, and OSError."""
+        """Lock the directory ``path``. Raises CacheLocked at once if another process has the lock, and OSError."""
         self._path = path
         self._file: BinaryIO | None = None
         self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -196,13 +196,13 @@ class DirectoryLock:
             raise
 
     def renew(self) -> None:
-        """Check that the locked directory is still the one at its path, and create a removed lock file anew.
+        """Check that the locked directory is still at its path, and create the lock file again if it was removed.
 
         Raises CacheLocked if another process has the lock, and OSError.
         """
         assert self._directory is not None, "closed"
         if not os.path.samestat(os.fstat(self._directory), self._path.stat()):
-            raise CacheLocked(f"{self._path} was replaced by another directory: restart")
+            raise CacheLocked(f"{self._path} was replaced by another directory: restart this process")
         with contextlib.suppress(FileNotFoundError):
             lock = (self._path / LOCK_NAME).lstat()
             if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), lock):
@@ -235,11 +235,11 @@ class DirectoryLock:
 
 
 class Owner(NamedTuple):
-    """The owner of a cache directory's text, as HMACs that cannot be interpreted without the server's secret.
+    """The owner of a cache directory's text, as two HMACs that only the server with the secret can interpret.
 
     Attributes:
-        secret: The same value in all directories of one secret.
-        tenant: The same value in all directories of one tenant.
+        secret: Identifies the secret; the same in all directories that use the secret.
+        tenant: Identifies the tenant; the same in all directories of the tenant.
     """
 
     secret: str
@@ -254,7 +254,7 @@ MAX_FORMAT = 1000
 """The largest plausible file format number. A larger number means that the file is damaged."""
 _MAX_MANIFEST_BYTES = 64 << 20
 MAX_POSITION = 1 << 61
-"""The largest valid ring-buffer position. Real positions are far smaller, so that later text has room."""
+"""The largest valid ring-buffer position in a file. It leaves room for later text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,9 @@ class Manifest:
     owner: Owner | None = None
     """The owner of the directory's text; None if the server has no secret."""
     shared: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The checkpoint of ``NamespaceCache`` as JSON: the replication position up to which text is in these segments."""
+    """The replication-log position up to which all text is in the listed segments, as JSON
+    (``NamespaceCache.checkpoint``).
+    """
 
     @property
     def segment_ids(self) -> tuple[str, ...]:
@@ -294,13 +296,13 @@ _ADVICE = (
 def read_manifest(
     path: Path, *, fingerprint: str | None = None, namespace: str | None = None, name: str = MANIFEST_NAME
 ) -> Manifest | None:
-    """Return the manifest of a cache directory, from the file ``name`` in it; None if there is none.
+    """Read the manifest of a cache directory from the file ``name`` in it; return None if there is no such file.
 
     ``fingerprint`` and ``namespace`` are those that the manifest must have; None accepts any.
 
     Raises:
         SegmentCorrupt, FormatVersion, TokenizerMismatch, NamespaceMismatch: The manifest cannot be used.
-        OSError: It cannot be read.
+        OSError: The manifest cannot be read.
     """
     manifest_path = path / name
     try:
@@ -334,7 +336,6 @@ def read_manifest(
 
 
 def _from_json(content: Any) -> Manifest:
-    """Build a manifest from JSON. Raises ValueError, KeyError, TypeError for invalid content."""
     manifest = Manifest(
         fingerprint=content["fingerprint"],
         namespace=content["namespace"],
@@ -357,7 +358,7 @@ def _from_json(content: Any) -> Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace the manifest of a cache directory durably. Raises OSError."""
+    """Replace the manifest of a cache directory atomically, and sync it to disk. Raises OSError."""
     content = {name: value for name, value in asdict(manifest).items() if value is not None}
     write_file(path / MANIFEST_NAME, [dump_checked_json("manifest", content)], durable=True)
     sync_directory(path)
@@ -368,13 +369,13 @@ class _NewerFormat(ValueError):
 
 
 def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
-    """Return ``content`` under the key ``name`` as JSON with a checksum and, twice, the format number."""
+    """Serialize ``content`` as JSON under the key ``name``, with a checksum and, twice, the format number."""
     content = {**content, "format": MANIFEST_FORMAT}  # the checksum does not cover the outer format number
     return json.dumps({"format": MANIFEST_FORMAT, name: content, "xxh3": _digest(content)}, indent=1).encode()
 
 
 def parse_checked_json(name: str, text: bytes) -> Any:
-    """Parse the output of ``dump_checked_json`` of this or a former version. Raises ValueError, KeyError, TypeError."""
+    """Parse the output of ``dump_checked_json`` of this or an older version. Raises ValueError, KeyError, TypeError."""
     outer = json.loads(text)
     content, version = outer[name], outer["format"]
     if is_whole := isinstance(content, dict) and outer["xxh3"] == _digest(content):

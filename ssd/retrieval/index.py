@@ -1,4 +1,4 @@
-"""The index of one namespace: the memtable in the ring buffer, and the segments flushed from it."""
+"""The index of one namespace: the memtable (newest text, in the ring buffer), and the segments flushed from it."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
 
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
-    """Return the two to ``fanout`` neighbouring segments that are cheapest to merge, and the cost of that.
-
-    The merged segment has at most ``max_tokens`` tokens.
-    """
+    """Return the cheapest merge of 2 to ``fanout`` neighbours with at most ``max_tokens`` tokens, and its cost."""
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
@@ -93,8 +90,8 @@ class SuffixIndex:
     If room is needed, the oldest segment is evicted. The parts of it that occur in a later output come back as a
     retained segment, which is placed before all segments that are not evicted yet and is not examined again. Retained
     segments have at most half of the capacity. Beyond that, and if there are no other segments, the oldest retained
-    ones are dropped. So new text always has half of the capacity, and text that is never reused evicts only text of its
-    own kind.
+    ones are dropped. So new text always has half of the capacity, and text that is never reused evicts only text that
+    is not reused either.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class SuffixIndex:
         next_position: int = 0,
         gaps: Sequence[int] = (),
     ) -> None:
-        """Start with the ring-buffer ``segments`` of a directory, oldest first, and an empty memtable.
+        """Create an index of the ring-buffer ``segments`` of a directory, oldest first, with an empty memtable.
 
         ``gaps`` are ring-buffer positions, in order, across which segments are not merged.
         """
@@ -120,7 +117,8 @@ class SuffixIndex:
         too slow.
         """
         self.num_skipped_tokens = 0
-        """The number of prompt tokens that were not stored because they were stored already."""
+        """The number of prompt tokens that were not stored because the same beginning of a prompt was stored already.
+        """
 
         self._deduplicator = PromptDeduplicator(config.dedup_block_tokens, config.lead_in_tokens, follows_others=True)
         self._output_spans = OutputSpans()
@@ -130,7 +128,7 @@ class SuffixIndex:
         self._ring = TokenRing(limit, max([next_position, *stops]))
         self._flushing_stop = 0  # ``memtable_to_flush`` has copied the positions below it
         self.shared_segments: Segments = ()
-        """The attached segments of another namespace."""
+        """The segments of another namespace, such as the shared one, that are searched too."""
         self._prebuilt: Segments = ()
         self.ring_segments: Segments = tuple(segments)
         """The segments made from the ring buffer, retained ones included, in order of position."""
@@ -150,7 +148,7 @@ class SuffixIndex:
 
     @property
     def recent_position(self) -> int:
-        """The first ring-buffer position that was not evicted. Before it, only retained text is stored."""
+        """The first ring-buffer position that has not been evicted. Before it, only retained text is still stored."""
         recent = self.ring_segments[self._num_retained :]
         return recent[0].start or 0 if recent else self._ring.memtable_start
 
@@ -163,13 +161,13 @@ class SuffixIndex:
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """Return whether less than half of the ring buffer waits to be flushed to segments."""
+        """Return whether less than half of the ring buffer is text that waits to be flushed to segments."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
 
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
-        """Store a sequence, prompt then completion, so that it can be searched at once; return the stored parts.
+        """Store a sequence (prompt, then completion) so that it can be searched at once; return the stored parts.
 
         Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
         occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
@@ -246,7 +244,7 @@ class SuffixIndex:
         return next(filter(None, plans), None)
 
     def install_merged(self, inputs: Sequence[Segment], merged: Segment) -> bool:
-        """Replace the segments ``inputs`` by ``merged``. Return False, without a change, if one of them is gone."""
+        """Replace the segments ``inputs`` by ``merged``. Return False, without a change, if an input was removed."""
         first = next(
             (i for i, segment in enumerate(self.ring_segments) if segment is inputs[0]), len(self.ring_segments)
         )
@@ -262,9 +260,10 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments with the data needed to find their reused text; None if there are none.
+        """Return the evicted segments with the data needed to find their reused text; None if no segments are evicted.
 
-        Evicted segments are not searched again before ``install_retained``. See ``reuse.hot_texts``.
+        Evicted segments are not searched any more; ``install_retained`` makes their reused text searchable again. See
+        ``reuse.hot_texts``.
         """
         if not self._evicting:
             return None
@@ -276,7 +275,7 @@ class SuffixIndex:
         )
 
     def install_retained(self, evicted: Segments, retained: Sequence[tuple[Segment, Segment]]) -> None:
-        """Free the ``evicted`` segments, and add the segments of their reused text.
+        """Free the ``evicted`` segments, and add the segments made of their reused text.
 
         ``retained`` are pairs of an evicted segment and the segment made of its reused text, in order. A pair is
         ignored if its evicted segment was freed meanwhile.
@@ -307,7 +306,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
+        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
         assert all(segment.start is None for segment in segments)
         self.shared_segments = segments
         self._publish_segments()
@@ -321,10 +320,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Evict the oldest segments until ``num_new_tokens`` more tokens fit.
-
-        Segments that were retained because outputs repeated their text are evicted only if no others exist.
-        """
+        """Evict the oldest segments to make room; evict retained segments only if there are no others."""
         capacity, before = self.config.capacity_tokens, len(self.ring_segments)
         while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)

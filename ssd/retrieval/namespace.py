@@ -15,7 +15,7 @@ from ssd.retrieval.segment import Tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespacePolicy:
-    """The settings of a namespace. They are the same for all its requests; those of the last request apply.
+    """The settings of a namespace. If its requests have different settings, those of the last request apply.
 
     Attributes:
         capacity_tokens: The maximum number of stored tokens; None for the configured number. Applies when the namespace
@@ -43,7 +43,7 @@ _MAX_WAITING_TOKENS: Final = 1 << 18
 
 
 class NamespaceEntry:
-    """A namespace and, once its files have been read, its cache. Safe from any thread.
+    """A namespace of the cache manager and, once its files have been read, its cache. Safe from any thread.
 
     Only ``opened`` and ``discard`` wait for files.
 
@@ -72,7 +72,7 @@ class NamespaceEntry:
         self._leases: WeakSet[NamespaceLease] = WeakSet()
 
     def opened(self) -> NamespaceCache:
-        """Return the namespace's cache, opened by the first caller. Raises the errors of opening."""
+        """Return the namespace's cache; the first call opens it and raises the errors of opening."""
         if self.cache is not None:
             return self.cache
         with self._opening:
@@ -82,7 +82,7 @@ class NamespaceEntry:
                     for tokens, prompt_length in self._waiting:
                         cache.append(tokens, prompt_length=prompt_length)
                     if self._num_lost_tokens:
-                        error = TimeoutError(f"{self._num_lost_tokens} tokens exceeded the buffer")
+                        error = TimeoutError(f"{self._num_lost_tokens} tokens did not fit into the buffer")
                         cache.report_failure("some text that arrived while the cache was opened was not stored", error)
                     self._waiting.clear()
                     self.cache = cache
@@ -91,7 +91,7 @@ class NamespaceEntry:
             return self.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n], now or as soon as the cache is open. Never waits for files."""
+        """Store a finished sequence, int32[n], now or when the namespace's cache is open. Never waits for files."""
         with self._lock:
             if self._is_discarded:
                 return
@@ -105,7 +105,7 @@ class NamespaceEntry:
         self.cache.append(tokens, prompt_length=prompt_length)
 
     def discard(self) -> None:
-        """Delete all text of the namespace, also for existing leases, and ignore later appends.
+        """Delete all text of the namespace, also for requests that lease it, and ignore later appends.
 
         Waits while files are read.
         """
@@ -124,13 +124,13 @@ class NamespaceEntry:
 
     @property
     def is_leased(self) -> bool:
-        """Whether a request leases the namespace, or its cache is being opened."""
+        """Whether a request leases the namespace, or its cache is being opened, so that it must not be closed."""
         with self._lock:
             return self.is_opening or len(self._leases) > 0
 
 
 class NamespaceLease:
-    """A request's lease of a namespace, which is not closed to make room for another one while the lease exists."""
+    """A request's reference to its namespace. As long as a lease exists, the namespace is not closed to make room."""
 
     __slots__ = ("__weakref__", "_namespace")
 
@@ -139,9 +139,9 @@ class NamespaceLease:
 
     @property
     def cache(self) -> NamespaceCache | None:
-        """The namespace's cache; None while its files are read, or if they cannot be read."""
+        """The namespace's cache; None while the cache's files are read, or if they cannot be read."""
         return self._namespace.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n], now or as soon as the cache is open; see ``NamespaceCache.append``."""
+        """Store a finished sequence, int32[n], in the namespace's cache, now or as soon as the cache is open."""
         self._namespace.append(tokens, prompt_length=prompt_length)

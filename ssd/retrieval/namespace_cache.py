@@ -38,7 +38,7 @@ _ROOM_WAIT_S: Final = 1.0
 
 
 class StoredPieces(list[Tokens]):
-    """The parts of one sequence that an append stored, in order: int32[n] each, without separators.
+    """The parts of one sequence that were stored by an append, in order: int32[n] each, without separators.
 
     ``position`` is the ring-buffer position of the first token. The other parts follow, each after a separator.
     """
@@ -103,12 +103,13 @@ class NamespaceCache:
         self._files = None if directory is None else DurableSegments(name, directory, self.report_failure)
         segments = [] if self._files is None else self._files.load()
         self.checkpoint = None if self._files is None else self._files.checkpoint
-        """The position in the replication log up to which all text was in files when the directory was opened.
+        """The replication-log position up to which all text was in files when the directory was opened.
 
-        None without a directory, and if no source position was ever set.
+        None without a directory, or if ``set_source`` was never called.
         """
         self.learned = LearnedState(None if self._files is None else self._files.learned)
-        """The acceptance model that drafters learned for this namespace. The directory stores the copy published last.
+        """The acceptance model that drafters learned for this namespace. The copy published last is saved in the
+        directory.
         """
         self._index = SuffixIndex(
             config,
@@ -139,13 +140,13 @@ class NamespaceCache:
         return self._index.config.capacity_tokens
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot to search now, which includes the last append."""
+        """Return a snapshot of the namespace's text for a lookup; it includes the last append."""
         return self._index.snapshot()
 
     # Appending
 
     def append(self, token_ids: TokenIds, *, prompt_length: int = 0) -> None:
-        """Store a finished sequence, prompt then completion. Never raises and never waits for sorting or files.
+        """Store a finished sequence (prompt, then completion). Never raises and never waits for sorting or files.
 
         ``token_ids`` are ids >= 0, the end-of-text token included. Leading blocks of its first ``prompt_length`` tokens
         that are stored already are skipped. Input that cannot be stored counts as a failure.
@@ -207,7 +208,7 @@ class NamespaceCache:
         self._wake_if_due()
 
     def set_source(self, source: SourcePosition) -> None:
-        """Record the caller's position in a replication log. After a restart, ``checkpoint`` has the last durable one.
+        """Record the caller's position in a replication log; after a restart, ``checkpoint`` is the last durable one.
 
         The directory stores the newest position at which all text stored so far, by any caller, is in files. So a crash
         loses only text after it. It must be small JSON, as every manifest contains it. Text in a file that turns out to
@@ -226,7 +227,7 @@ class NamespaceCache:
             self._listeners = (*self._listeners, listener)
 
     def add_prebuilt_directory(self, path: Path) -> frozenset[str]:
-        """Search the segments of a directory made by ``ssd-cache build``, which are never evicted; return their ids.
+        """Search the segments of a directory made by ``ssd-cache build`` too; return their ids. They are never evicted.
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
@@ -237,11 +238,11 @@ class NamespaceCache:
 
     @property
     def shared_segments(self) -> tuple[Segment, ...]:
-        """The attached segments of another namespace."""
+        """The segments of another namespace, such as the shared one, that are searched too."""
         return self._index.shared_segments
 
     def attach_shared(self, segments: tuple[Segment, ...]) -> None:
-        """Replace the attached segments of another namespace by ``segments``, which have no ring-buffer position."""
+        """Replace the attached segments of another namespace by ``segments``, whose ``start`` must be None."""
         with self._lock:
             if not self._is_discarded:
                 self._index.attach_shared(segments)
@@ -277,7 +278,7 @@ class NamespaceCache:
     # Maintenance
 
     def maintain(self, *, flush_all: bool = False, wait: bool = True) -> None:
-        """Flush the memtable and merge segments where due, and update the directory.
+        """Flush the memtable and merge segments if necessary, and update the directory.
 
         Args:
             flush_all: Flush the memtable whatever its size.
@@ -304,13 +305,13 @@ class NamespaceCache:
         self.maintain(flush_all=True)
 
     def begin_close(self) -> None:
-        """Make maintenance on another thread end after its current segment. ``close`` must follow."""
+        """Make maintenance on another thread stop after the current segment. The caller must then call ``close``."""
         with self._room:
             self._is_closing = True
             self._room.notify_all()
 
     def close(self) -> None:
-        """Flush the memtable and close the directory. Later appends still work, in memory only.
+        """Flush the memtable and close the directory. Text appended later is stored in memory only.
 
         Does not wait for text that other threads append after the call. It sorts at most one memtable, and writes the
         result and segments that could not be written before.
@@ -354,7 +355,7 @@ class NamespaceCache:
     # Flushing, and retaining reused text
 
     def _flush_memtable(self, min_tokens: int) -> None:
-        """Turn the memtable into segments while it has at least ``min_tokens`` tokens. Later text waits."""
+        """Turn the memtable into segments while it has at least ``min_tokens`` tokens; text appended later waits."""
         stop = self._index.next_position
         while True:
             with self._lock:
@@ -370,7 +371,7 @@ class NamespaceCache:
                 self._room.notify_all()
 
     def _retain_hot(self) -> None:
-        """Retain the text of evicted segments that later outputs repeated."""
+        """Find the text of evicted segments that later outputs repeated, and store it in retained segments."""
         while True:
             with self._lock:
                 due = self._index.eviction_pass()
@@ -391,10 +392,7 @@ class NamespaceCache:
     # Merging
 
     def _merge(self, *, wait: bool) -> None:
-        """Run the merges of segments that are due.
-
-        With ``wait``, also wait for the sorter; otherwise a later call installs its results.
-        """
+        """Start the merges of segments that are due; with ``wait``, wait until the sorter has finished them."""
         while not self._is_closing:
             if self._running is not None:
                 if not wait and not self._running.order.done():
@@ -423,10 +421,7 @@ class NamespaceCache:
                 self._back_off_merge(inputs, error)
 
     def _merges_in_backoff(self) -> set[str]:
-        """Return the ids of segments whose failed merge must not be retried yet.
-
-        It forgets failed merges that are no longer possible.
-        """
+        """Return the ids of segments whose merge failed recently and must not be retried yet."""
         there, now = {segment.segment_id for segment in self._index.ring_segments}, time.monotonic()
         self._failed_merges = {ids: when for ids, when in self._failed_merges.items() if there.issuperset(ids)}
         return {each for ids, (again_at, _) in self._failed_merges.items() if again_at > now for each in ids}
@@ -446,10 +441,7 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer a merge of segments that failed, twice as long each time.
-
-        Without an ``error``, disk space was missing, which does not count as a failure.
-        """
+        """Defer the retry of a failed merge, twice as long each time; without ``error``, no failure is counted."""
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2
@@ -479,7 +471,6 @@ class NamespaceCache:
                 self._index.install_merged((segment,), written)
 
     def _commit(self) -> None:
-        """Update the manifest with the newest durable position in the replication log."""
         if self._files is None:
             return
         with self._lock:

@@ -28,7 +28,8 @@ from ssd.retrieval.files import (
 )
 
 STATE_DIRECTORY: Final = ".ssd"
-"""The name of the directory of the server's state below the cache directory, which no namespace can have."""
+"""The name of the directory below the cache directory that stores the server's state. No namespace can have this name.
+"""
 SECRET_NAME: Final = "secret"
 MIN_SECRET_BYTES: Final = 16
 
@@ -37,18 +38,18 @@ _TENANTS: Final = re.compile(rf"t[0-9a-f]{{{_DIGITS}}}")
 
 
 def keyed_digest(secret: bytes, *parts: str | int) -> str:
-    """Return a keyed hash (HMAC) of ``parts`` that is valid in a file name."""
+    """Return a keyed hash (HMAC) of ``parts`` as text that is valid in a file name."""
     text = json.dumps(parts).encode()  # JSON, so that different lists of parts give different texts
     return hmac.new(secret, text, hashlib.sha256).hexdigest()[:_DIGITS]
 
 
 def secret_id(secret: bytes) -> str:
-    """Return an identifier of a secret that does not reveal it, for ``Owner.secret``."""
+    """Return an identifier of a server's secret that does not reveal the secret, for ``Owner.secret``."""
     return keyed_digest(secret, "secret")
 
 
 def tenant_directories(root: Path) -> list[Path]:
-    """Return the nonempty tenants' directories below a cache directory. Raises OSError."""
+    """Return the directories of tenants below a cache directory, except empty ones. Raises OSError."""
     found = [path for path in root.iterdir() if _TENANTS.fullmatch(path.name)] if root.is_dir() else []
     return sorted(path for path in found if path.is_dir() and not path.is_symlink() and _holds_something(path))
 
@@ -58,7 +59,7 @@ def _holds_something(path: Path) -> bool:
 
 
 def read_owner(path: Path) -> Owner | None:
-    """Return the owner in a directory's manifest, or in the previous manifest; None if neither names one."""
+    """Return the owner in a cache directory's manifest, or in its previous manifest; None if neither names an owner."""
     for name in (MANIFEST_NAME, PREVIOUS_NAME):
         with contextlib.suppress(CacheError, OSError):
             if (manifest := read_manifest(path, name=name)) is not None and manifest.owner is not None:
@@ -71,9 +72,9 @@ def dump_secret(secret: bytes) -> bytes:
 
 
 def parse_secret(content: bytes) -> tuple[bytes, bool]:
-    """Parse a secret's file; return the secret and whether the file had a checksum. Raises ValueError if it is damaged.
+    """Parse a secret's file; return the secret and whether it had a checksum, which former versions did not write.
 
-    Former versions wrote no checksum.
+    Raises ValueError if the file is damaged.
     """
     if not content.startswith(b"{") and b'"xxh3"' not in content:
         if b"\0" in content or len(content.strip()) < MIN_SECRET_BYTES:

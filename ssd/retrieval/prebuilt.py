@@ -1,4 +1,4 @@
-"""Directories of prebuilt segments: built offline, searched by every server, never evicted."""
+"""Directories of prebuilt segments: built offline by ``ssd-cache build``, searched by servers, and never evicted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
-"""The default number of tokens per prebuilt segment, which takes about 3 s and 16 bytes of memory per token to sort."""
+"""The default number of tokens per prebuilt segment. Sorting it takes about 3 s, and 16 bytes of memory per token."""
 
 _LEAD_IN_TOKENS = 32
 
 
 def load_prebuilt_directory(path: Path, *, fingerprint: str) -> list[Segment]:
-    """Load all segments of a cache directory, of any namespace, as prebuilt ones.
+    """Load all segments of a cache directory, of any namespace, as prebuilt segments.
 
-    It may be the directory of a server that continues to write it. Raises CacheError: SegmentCorrupt, FormatVersion,
+    It may be the directory of a server that is running. Raises CacheError: SegmentCorrupt, FormatVersion,
     TokenizerMismatch, or StoreUnavailable if it cannot be read.
     """
     try:
@@ -59,9 +59,10 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
 
 
 class PrebuiltWriter:
-    """Writes sequences into a directory as prebuilt segments, in addition to existing ones, which may be a server's.
+    """Writes sequences into a directory as prebuilt segments, in addition to segments that the directory has already.
 
-    As a context manager, it commits everything when it is left normally, and nothing after an exception.
+    It may be the directory of a server. As a context manager, the writer commits everything when it is left normally,
+    and nothing after an exception.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PrebuiltWriter:
         namespace: str = "default",
         segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
     ) -> None:
-        """Open a cache directory for writing segments of ``segment_tokens`` tokens (>= 2) to it.
+        """Open a cache directory for writing, with segments of ``segment_tokens`` tokens (>= 2).
 
         Raises CacheError, ConfigError, OSError.
         """
@@ -94,7 +95,7 @@ class PrebuiltWriter:
         self._segments = list(existing)
 
     def append(self, token_ids: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Add one sequence of ids >= 0, and write a segment if it is full. Raises CacheError, OSError."""
+        """Add one sequence of token ids >= 0, and write a segment if it is full. Raises CacheError, OSError."""
         for piece in split_sequence(as_sequence(token_ids), self._segment_tokens - 1, _LEAD_IN_TOKENS):
             if self._num_pending + len(piece) + 1 > self._segment_tokens:
                 self._write()
@@ -111,7 +112,7 @@ class PrebuiltWriter:
             self._directory.close()
 
     def discard(self) -> None:
-        """Remove all segments that this writer has written."""
+        """Remove the files of all segments that this writer has written."""
         try:
             self._commit(self._existing)
         finally:
@@ -127,7 +128,7 @@ class PrebuiltWriter:
             self.discard()
 
     def _commit(self, segments: Sequence[Segment]) -> None:
-        """List the new segments before others in the manifest; a server's ring-buffer position and checkpoint stay."""
+        """List the new segments first in the manifest; a server's ring-buffer position and checkpoint do not change."""
         manifest = self._directory.manifest
         self._directory.commit(
             sorted(segments, key=lambda segment: segment.start is not None),

@@ -1,4 +1,4 @@
-"""Detect stored text that was reused, i.e. that a later output repeated, so that it can be retained.
+"""Detect stored text that a later output repeated ("reused" text), so that it is retained instead of evicted.
 
 Reuse is detected when segments are evicted. About a quarter of the windows of evicted text, identified by hashes of
 their tokens, are looked up in all stored outputs and in the retained text. A window that occurs in a later output
@@ -25,7 +25,7 @@ WINDOW_TOKENS: Final = 8
 """The number of consecutive tokens that a later output must repeat so that stored text counts as reused."""
 
 BLOCK_TOKENS: Final = 64
-"""The number of tokens per block of stored text that is marked as reused."""
+"""The number of tokens per block of stored text; text that outputs repeated is retained in whole blocks."""
 
 _SAMPLED: Final = 1 << 62  # one window in 4 is looked up, so that an output of 20 tokens is hardly ever missed
 _FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -36,14 +36,14 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """The positions of outputs in the ring buffer, oldest first, 24 bytes each. For one writing thread."""
+    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
         self._first = 0
 
     def add(self, begin: int, start: int, stop: int) -> None:
-        """Add an output at ring-buffer positions [start, stop), whose prompt was stored from ``begin`` on."""
+        """Add an output at ring-buffer positions [start, stop), whose prompt was stored from position ``begin`` on."""
         self._spans.extend((begin, start, stop))
 
     def forget_before(self, position: int) -> None:
@@ -60,7 +60,7 @@ class OutputSpans:
 
 
 class EvictionPass(NamedTuple):
-    """The evicted segments, with the data needed to find which of their text was reused.
+    """The evicted segments, with the data needed to find the part of their text that later outputs repeated.
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
@@ -78,14 +78,14 @@ class EvictionPass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a text's windows of WINDOW_TOKENS tokens: the position of each window's last token, and its hash."""
+    """A sample of a text's token windows (WINDOW_TOKENS tokens each): each window's last position, and its hash."""
 
     ends: Int64s
     keys: Int64s
 
 
 def windows(tokens: TokenIds, start: int = 0) -> Windows:
-    """Return the position and the hash of about a quarter of a text's windows of WINDOW_TOKENS tokens.
+    """Sample about a quarter of a text's windows (runs of WINDOW_TOKENS tokens); return their positions and hashes.
 
     No window contains a separator. ``start`` is the position of the first token.
     """
@@ -136,9 +136,10 @@ def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: I
 
 
 def hot_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
-    """Return the reused text of each evicted segment that has any. O(all stored text), a block at a time.
+    """Return, for each evicted segment, the text that later outputs repeated, if any. O(all stored text).
 
-    Raises SegmentCorrupt if the text of an evicted segment does not match its checksum.
+    The text is read a block at a time. Raises SegmentCorrupt if the text of an evicted segment does not match its
+    checksum.
     """
     if not len(due.outputs):
         return []
@@ -167,7 +168,7 @@ def _spans_after(outputs: Int64s, ends: Int64s) -> Int64s:
 
 
 def _iter_windows(segment: Segment) -> Iterator[Windows]:
-    """Yield the windows of a segment's text a block at a time, so that other threads get the GIL in between."""
+    """Yield the sampled windows of a segment's text a block at a time, so that other threads get the GIL in between."""
     position, before = segment.start or 0, np.empty(0, np.int32)
     for block in iter_blocks(segment):
         text = np.concatenate([before, block])
@@ -177,7 +178,7 @@ def _iter_windows(segment: Segment) -> Iterator[Windows]:
 
 
 def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
-    """Return the reused text of a segment: the blocks marked in ``used``, each with the block before and after it.
+    """Return the reused text of a segment: the blocks marked in ``used``, each with its two neighbouring blocks.
 
     ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of
     blocks becomes a sequence of its own. The result may be empty.

@@ -17,7 +17,7 @@ def power_of_two_at_least(n: int) -> int:
 
 
 class TokenRing:
-    """The memtable in a ring buffer: the last ``limit`` appended tokens that are in no segment. For one writing thread.
+    """The ring buffer of the memtable: the last ``limit`` tokens that are in no segment yet. For one writing thread.
 
     ``Snapshot`` describes concurrent reads. Position p, which is absolute and only grows, is in
     ``tokens[p & (len(tokens) - 1)]``::
@@ -44,7 +44,7 @@ class TokenRing:
         return self.memtable_stop - self.memtable_start
 
     def append(self, piece: Tokens) -> int:
-        """Store a sequence of fewer than ``limit`` tokens and a separator; return the position of its first token.
+        """Store a sequence of fewer than ``limit`` tokens and a separator; return the position of the first token.
 
         The oldest sequences are dropped if there is no room.
         """
@@ -68,7 +68,7 @@ class TokenRing:
         return np.concatenate([self.tokens[first:], self.tokens[:last]])
 
     def end_of_sequences(self, max_tokens: int) -> int:
-        """Return the end position of the oldest sequences that together have at most ``max_tokens`` tokens.
+        """Return the position up to which the oldest sequences have together at most ``max_tokens`` tokens.
 
         At least one sequence is included.
         """
@@ -80,7 +80,7 @@ class TokenRing:
         return stop
 
     def release(self, stop: int) -> None:
-        """Free the positions below ``stop``, the end of a sequence, because a segment contains their tokens now."""
+        """Free the ring-buffer positions before ``stop``, because a segment contains their tokens now."""
         while self._stops and self._stops[0] <= stop:
             self.memtable_start = self._stops.popleft()
 

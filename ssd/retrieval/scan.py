@@ -1,4 +1,4 @@
-"""Scan of a text, such as the memtable, for the end of a context."""
+"""Scan a text without a suffix array, such as the memtable, for occurrences of the last tokens of a context."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from ssd.jit.addresses import Int64s, TokenIds, kernel, leading_zeros
 
 MAX_SCAN_HITS: Final = 4096
-"""The maximum number of occurrences of a context's last token that a scan of a text examines, the most recent ones."""
+"""The maximum number of occurrences of a context's last token that a scan of a text examines, most recent first."""
 
 MAX_SCAN_TOKENS: Final = 1 << 16
-"""The maximum number of tokens that a scan of a text examines, the most recent ones, so that its time is bounded."""
+"""The maximum number of tokens, the most recent ones, that a scan of a text examines; it bounds the time of a scan."""
 
 _BLOCK: Final = 64  # tokens per comparison, one bit each; the loop compiles to vector instructions
 
 
 @kernel
 def pattern_length(context: TokenIds, max_length: int) -> int:
-    """Return the number of last context tokens to look up: at most ``max_length``, and only ids >= 0."""
+    """Return the number of tokens at the end of the context to look up: at most ``max_length``, after any id < 0."""
     n = len(context)
     longest = min(n, max_length)
     for length in range(longest):

@@ -1,4 +1,4 @@
-"""An immutable text with the suffix array of its reversal, and the file format of both.
+"""An immutable text with the suffix array of the reversed text, and the file format in which the two are stored.
 
 Token ids take as few bytes as the largest one needs (``width``). An id is stored as id + 1, and ``SEPARATOR`` as 0,
 little-endian, between two guards of zeros. With this layout, texts can be compared backwards eight bytes at a time, for
@@ -27,12 +27,12 @@ from ssd.errors import FormatVersion, NamespaceMismatch, SegmentCorrupt, Tokeniz
 from ssd.retrieval.files import MAX_FORMAT, NotAFileError, is_segment_id, open_file, write_file
 
 Tokens = npt.NDArray[np.int32]
-"""The type of arrays of token ids, with ``SEPARATOR`` at the ends of sequences."""
+"""The type of an array of token ids in which ``SEPARATOR`` follows each sequence."""
 Bytes = npt.NDArray[np.uint8]
 
 WIDTHS = (2, 3, 4)
 GUARD_BYTES = 64
-"""The number of zero bytes around a segment's packed text, so that comparisons may read beyond its ends."""
+"""The number of zero bytes before and after a segment's packed text, so that comparisons may read beyond its ends."""
 
 _HUGE: Final = 1 << 22  # the smallest allocation with huge pages, in bytes, as in numpy
 _BLOCK_TOKENS = 1 << 16  # tokens converted at a time, so that the whole text is not copied
@@ -46,12 +46,12 @@ def width_for(largest_id: int) -> int:
 
 
 def packed_size(num_tokens: int, width: int) -> int:
-    """Return the number of bytes of a packed text with the zeros around it, a multiple of 64."""
+    """Return the number of bytes of a packed text with the zero bytes around it, a multiple of 64."""
     return 2 * GUARD_BYTES + -(-num_tokens * width // GUARD_BYTES) * GUARD_BYTES
 
 
 def pack(tokens: Tokens, width: int) -> Bytes:
-    """Store token ids (each >= -1) in ``width`` bytes each, with zeros around them."""
+    """Store token ids (each >= -1) in ``width`` bytes each, with zero bytes before and after the text."""
     packed = np.empty(packed_size(len(tokens), width), np.uint8)  # np.zeros would not use huge pages
     packed[:GUARD_BYTES] = 0
     packed[GUARD_BYTES + width * len(tokens) :] = 0
@@ -79,15 +79,15 @@ def unpack(packed: Bytes, num_tokens: int, width: int, out: Tokens | None = None
 
 
 SEPARATOR = -1
-"""The value stored after every sequence. It is never a token id, so that no match or continuation crosses it."""
+"""The value that is stored after every sequence. It is never a token id, so no match or draft extends beyond it."""
 
 SPARSE_INDEX_STEP = 32
-"""The number of suffix-array ranks per entry of a segment's sparse index, which takes a quarter byte per token."""
+"""The number of suffix-array ranks per entry of a segment's sparse index. The index takes a quarter byte per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """An immutable text with the suffix array of its reversal.
+    """An immutable text of the retrieval cache with the suffix array of the reversed text.
 
     Attributes:
         text: uint8, whole sequences, each closed by ``SEPARATOR``, packed in ``width`` bytes per token.
@@ -111,17 +111,17 @@ class Segment:
 
     @property
     def stop(self) -> int | None:
-        """The ring-buffer position after the last token; None for a prebuilt segment."""
+        """The ring-buffer position after the segment's last token; None for a prebuilt segment."""
         return None if self.start is None else self.start + len(self.order)
 
     @property
     def tokens(self) -> Tokens:
-        """The unpacked tokens, int32[n], a new array at every access."""
+        """The segment's tokens, int32[n], unpacked into a new array at every access."""
         return unpack(self.text, len(self.order), self.width)
 
 
 def allocate_pages(num_bytes: int) -> mmap.mmap:
-    """Allocate memory that is returned to the operating system when freed, unlike malloc's. Raises MemoryError."""
+    """Allocate memory that returns to the operating system when it is freed, unlike malloc's. Raises MemoryError."""
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -133,7 +133,7 @@ def allocate_pages(num_bytes: int) -> mmap.mmap:
 
 
 def allocate_tokens(count: int) -> Tokens:
-    """Allocate an array of ``count`` tokens that is returned to the operating system when freed. Raises MemoryError."""
+    """Allocate an array of ``count`` tokens whose memory returns to the operating system. Raises MemoryError."""
     return np.frombuffer(allocate_pages(4 * count), np.int32, count)
 
 
@@ -183,7 +183,7 @@ def sparse_index_offset(num_tokens: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """The header of a segment file, with an xxh3-64 checksum of each section.
+    """The header of a segment file, with an xxh3-64 checksum of each section of the file.
 
     ``width`` is the number of bytes per token, and ``start`` the ring-buffer position of the first token (None for a
     prebuilt segment).
@@ -209,7 +209,7 @@ class SegmentHeader:
 
     @classmethod
     def from_bytes(cls, path: Path, header: bytes) -> Self:
-        """Parse a segment file's header; ``path`` is for messages. Raises SegmentCorrupt, FormatVersion."""
+        """Parse a segment file's header; ``path`` is used in error messages. Raises SegmentCorrupt, FormatVersion."""
         if len(header) < HEADER_LENGTH:
             raise corrupt(path, f"it has {len(header)} bytes, fewer than the {HEADER_LENGTH} bytes of a header")
         unpacked = _HEADER.unpack(header[: _HEADER.size])
@@ -240,7 +240,7 @@ class SegmentHeader:
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
-    """Return the exception to raise for a damaged segment file, with advice."""
+    """Return an exception for a damaged segment file, whose message advises how to recover."""
     return SegmentCorrupt(
         f"{path} is damaged: {what}. Delete it, or restore it from a copy, or rebuild it with `ssd-cache build`"
     )
@@ -334,7 +334,7 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Verify the zeros around a segment's text and its last separator, which prevent readers from leaving the text."""
+    """Verify the zeros around a segment's text and its last separator, which keep searches inside the segment."""
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
         raise corrupt(path, "its text has no separator at its end, or no zeros around it")

@@ -28,7 +28,7 @@ _Getter = Callable[[], int]
 
 
 def _find_runtimes() -> list[tuple[_Getter, _Setter]]:
-    """Find the OpenMP runtimes that libdivsufsort may use: its own copy, or one that torch loaded before."""
+    """Find the OpenMP runtimes that libdivsufsort may use: its own copy, or the one that torch has loaded."""
     libraries = [ctypes.CDLL(None)]
     libraries += [ctypes.CDLL(str(path)) for path in Path(pydivsufsort.__file__).parent.glob("libdivsufsort.so*")]
     found = [library for library in libraries if hasattr(library, "omp_set_num_threads")]
@@ -40,7 +40,7 @@ _RUNTIMES = _find_runtimes()
 
 @contextmanager
 def one_openmp_thread() -> Iterator[None]:
-    """Let OpenMP code that runs within this context manager use the calling thread only; other threads are unaffected.
+    """Limit OpenMP to the calling thread within this context manager; OpenMP in other threads is not affected.
 
     With a second pool of OpenMP threads in the process, libgomp stops spinning at barriers, because it counts more
     threads than processors. On two cores, a forward pass of the bundled model over five positions took 12 ms instead of
@@ -61,7 +61,8 @@ Bytes = npt.NDArray[np.uint8]
 _TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""The maximum number of tokens in a segment. The sorter's limit is in bytes, of which a token may take four."""
+"""The maximum number of tokens in a segment. The limit of the sorting library is in bytes, and a token may take four.
+"""
 _BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 
@@ -79,7 +80,7 @@ _divsufsort = _find_sorter()
 
 
 def dense_ranks(tokens: Tokens) -> npt.NDArray[np.unsignedinteger]:
-    """Replace every token id (>= -1) by its rank among the distinct ids, in the narrowest type that fits.
+    """Replace every token id (>= -1) by its rank among the distinct ids, in the narrowest integer type that fits.
 
     O(n + largest id), or O(n log n) if the largest id far exceeds n.
     """
@@ -147,7 +148,7 @@ def _sorted_width(ranks: npt.NDArray[np.unsignedinteger]) -> int:
 
 
 def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes:
-    """Return the token ranks from last to first, each from its highest byte of ``width`` to its lowest."""
+    """Return the token ranks in reverse order, each as ``width`` bytes from the highest to the lowest."""
     n = len(ranks)
     text = np.empty(width * n, np.uint8)
     rows = text.reshape(n, width)
@@ -161,7 +162,7 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
 def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
     """Convert byte offsets in the reversed text to token positions in the text, in place, at the front of ``order``.
 
-    Offsets inside a token are dropped. They were sorted only because the library supports no wider symbols.
+    Offsets inside a token are dropped. They were sorted too, because the sorting library supports only bytes.
     """
     count = 0
     for start in range(0, len(order), _BLOCK):
@@ -173,7 +174,7 @@ def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
 
 
 def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
-    """Return the packed text before every SPARSE_INDEX_STEP-th position of a suffix array, where searches begin.
+    """Return the packed text before every SPARSE_INDEX_STEP-th position of a suffix array, in which searches begin.
 
     See ``Segment.sparse_index``.
     """
@@ -185,7 +186,7 @@ def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np
 def build_segment(tokens: Tokens, *, start: int | None, segment_id: str, order: Tokens | None = None) -> Segment:
     """Sort whole sequences into a segment in memory, with read-only arrays.
 
-    ``order`` is the result of ``build_suffix_array`` if it was called already.
+    ``order`` is the result of ``build_suffix_array`` if that was called already.
     """
     assert len(tokens) > 0 and tokens[-1] == SEPARATOR
     width = width_for(int(tokens.max()))

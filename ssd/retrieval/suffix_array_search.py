@@ -1,4 +1,4 @@
-"""The kernels that search one context in many segments of the retrieval cache at once.
+"""The kernels that search for one context in many segments of the retrieval cache at once.
 
 A segment's suffix array orders all positions of its text by the text before them. One binary search finds the rank at
 which the context would be inserted. The neighbours of that rank have the longest matches, and the ranks that match only
@@ -10,8 +10,8 @@ The searches of all segments (`SegmentSearch`) advance together, one memory acce
 another search, so the processor waits for memory once per step instead of once per access. The kernels allocate nothing
 and release the GIL.
 
-The order in a file is not verified. If it is wrong, the results are meaningless, but nothing outside the segment is
-read: positions are bounded where they are loaded, and each text is surrounded by zeros.
+The sort order in a segment file is not verified. If it is wrong, the results are meaningless, but nothing outside the
+segment is read: positions are bounded where they are loaded, and each text is surrounded by zeros.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ MAX_MATCH_LENGTH: Final = 256
 """The maximum match length of a lookup, in tokens."""
 
 PATTERN_BYTES: Final = (MAX_MATCH_LENGTH + 4) * WIDTHS[-1]
-"""The size of a buffer for the tokens that are searched in segments, packed in one token width."""
+"""The size in bytes of a buffer for the context tokens to search for, packed in one token width."""
 
 PATTERNS_BYTES: Final = len(WIDTHS) * PATTERN_BYTES
-"""The size of a buffer for the tokens that are searched in segments, packed in every token width."""
+"""The size in bytes of a buffer for the context tokens to search for, packed once in every token width."""
 
 _INT32: Final = np.dtype(np.int32)
 _LARGEST_ID: Final = np.iinfo(np.int32).max
@@ -58,8 +58,8 @@ _LARGEST_ID: Final = np.iinfo(np.int32).max
 def as_context(context: npt.NDArray[Any]) -> TokenIds:
     """Convert token ids to the array that the search kernels require: int32, contiguous, aligned.
 
-    An id that int32 cannot represent becomes -1, and only the tokens after it are looked up, because no text contains
-    it. Raises CacheError unless ``context`` is a sequence of integers.
+    An id that int32 cannot represent becomes -1. Only the tokens after such an id are looked up, because no text
+    contains it. Raises CacheError unless ``context`` is a sequence of integers.
     """
     if context.dtype is _INT32 and context.ndim == 1 and context.flags.carray:
         return context
@@ -95,7 +95,7 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 @inlined
 def num_matching_tokens(text: int, pattern: int, num_bytes: int, width: int) -> int:
-    """Return on how many whole tokens the packed text before ``text`` and the context before ``pattern`` agree."""
+    """Return how many whole tokens before ``text`` (packed text) and before ``pattern`` (packed context) are equal."""
     agreeing = 0
     while agreeing < num_bytes:
         different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)
@@ -120,7 +120,7 @@ class SegmentSearch(Record):
         match_below: The number of matching tokens at the rank below it, whose position is ``position_below`` (or -1).
         length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
         probe: The address of the text that is compared next, ``offset`` bytes before it.
-        active: Scratch, indexed by place in the list of active searches.
+        active: Scratch, the indices of the searches that have not ended.
         low_offset: The offset at which the text just below ``low`` differed.
         high_offset: The offset at which the text at ``high`` differed.
     """
@@ -159,7 +159,7 @@ class RangeExpander(Record):
         probe: The rank that is compared next, counted outwards.
         target: The address of that rank's position, then of its text.
         offset: How many bytes before the end of the text are compared next.
-        active: Scratch, indexed by place in the list of active sides.
+        active: Scratch, the indices of the sides that have not ended.
     """
 
     num_ranks: Int64
@@ -182,7 +182,7 @@ expanders_at = views_of(RangeExpander)
 
 @inlined
 def position_at(search: SegmentSearch, rank: int) -> int:
-    """Return the text position at a rank of the suffix array, bounded to 0..n even if the file is wrong."""
+    """Return the text position at a rank of the suffix array, clipped to 0..n in case that the file is wrong."""
     return min(load_uint32(search.order + 4 * rank), search.num_tokens)
 
 
@@ -237,7 +237,7 @@ def start_searches(
 
 @kernel
 def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None:
-    """Narrow each segment's binary search to the ranks between two entries of its sparse index.
+    """Narrow each segment's binary search to the ranks between two entries of the segment's sparse index.
 
     No branch depends on loaded data, because a mispredicted branch costs more than the superfluous steps of searches
     that have ended.
@@ -287,7 +287,7 @@ def _prefetch_probe(search: SegmentSearch) -> None:
 
 @kernel
 def binary_search_all(searches: SegmentSearches, num_searches: int) -> None:
-    """Find where the context would be inserted in each segment's suffix array, and the lengths of the matches there.
+    """Find where the context would be inserted in each segment's suffix array, and the match lengths at that rank.
 
     All searches together take O(log n) steps, plus a few for matching text; their memory accesses overlap. A step of a
     search compares eight bytes. If they are equal, the next step compares the bytes before them, and otherwise the
@@ -346,7 +346,7 @@ def longest_match_of_all(searches: SegmentSearches, num_searches: int) -> int:
 
 @inlined
 def request_range(search: SegmentSearch, length: int) -> None:
-    """Let the next ``expand_ranges`` expand a finished search to all matches of at least ``length`` tokens."""
+    """Set the match length for the next ``expand_ranges``, which then finds all matches of at least this length."""
     search.length = length if longest_match_in(search) >= length else 0
 
 
@@ -388,7 +388,7 @@ def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: i
 
 @kernel
 def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_searches: int, exact: int) -> None:
-    """Find further matches in each segment: all matches of at least the length that ``request_range`` requested.
+    """In each segment, find all matches of at least the length that ``request_range`` has set.
 
     Matches of a length have neighbouring ranks in the suffix array, which surround those of longer matches; so call it
     with ever smaller lengths. On each side, the distance of the compared ranks doubles, and then a binary search finds
