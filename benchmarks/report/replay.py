@@ -66,15 +66,18 @@ def curve_section(path: Result, tree: Result) -> str:
     columns: Columns = (
         ("draft shape", "{kind}"), ("verification cost", "{cost}"), (">speed-up, SSD", "{ours:.2f}x"),
         (">speed-up, Arctic Inference", "{theirs:.2f}x"),
-        (">SSD relative to Arctic, lowest ... highest trace", "{ends}"),
-        (">share of the best draft in hindsight, lowest ... highest trace", "{least_share:.0%} ... {most_share:.0%}"),
+        (">SSD relative to Arctic, range over traces", "{ends}"),
+        (
+            ">tokens per step, relative to the best possible draft, range over traces",
+            "{least_share:.0%} ... {most_share:.0%}",
+        ),
     )  # fmt: skip
     parameters = path["parameters"]
     note = (
         f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD limits its "
         "drafts by this cost. Arctic Inference uses its best settings for each trace, selected after the replay. The "
-        f"best draft in hindsight has the {FLAT_WIDTH - 1} tokens from earlier text that yield the most accepted "
-        f"tokens. Speed-ups are geometric means over {len(_traces(path))} traces with the tokenizers "
+        f"best possible draft has the {FLAT_WIDTH - 1} tokens from earlier text that yield the most accepted tokens. "
+        f"Speed-ups are geometric means over {len(_traces(path))} traces with the tokenizers "
         f"{' and '.join(parameters['tokenizers'])}. The replay used at most {parameters['max_output_tokens']:,} output "
         f"tokens per trace and at most {parameters['draft']['num_speculative_tokens']} tokens per draft. Measured on "
         f"{_origins((path, tree))}."

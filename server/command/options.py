@@ -128,7 +128,7 @@ class NetworkOptions:
     uds: Path | None = None
     """Path of a Unix domain socket to listen on instead of --host and --port."""
     root_path: Annotated[str, Parameter(converter=_root_path)] = ""
-    """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without it."""
+    """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without this prefix."""
     ssl_certfile: Path | None = None
     """TLS certificate in PEM form; the server then answers only https."""
     ssl_keyfile: Path | None = None
