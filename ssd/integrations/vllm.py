@@ -105,7 +105,7 @@ class SuffixProposer(VllmDrafter):
                 self._row_ids = None
                 core.finish_requests(core.pop_requests(names))
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 

@@ -203,7 +203,7 @@ class VllmDrafter:
         """Count and log the current exception instead of raising it, because it must not affect vLLM's requests."""
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-            log.exception("%s failed, the step continues without it (%d times so far)", what, self._num_failures)
+            log.exception("%s failed, vLLM continues without it (%d times so far)", what, self._num_failures)
 
 
 def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
@@ -237,7 +237,7 @@ def should_draft(vllm_config: Any) -> bool:
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, it gets no drafts",
+            "this is vLLM %s, but SSD was tested with %s. If this version's interface differs, SSD makes no drafts",
             version,
             ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
@@ -274,5 +274,5 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
                 f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
                 'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
             ) from error
-        log.warning("no tokenizer, so the end of text is unknown: %s", error)
+        log.warning("the end-of-text token is unknown, because the tokenizer cannot be loaded: %s", error)
         return None

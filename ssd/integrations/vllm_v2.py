@@ -210,7 +210,7 @@ class Speculator(VllmDrafter):
                     core.drafter.clear()
                 core.start_request(new.req_id, tokens, new.prompt_len).stop_rules = stop_rules_of(new.sampling_params)
         except Exception:
-            self._record_failure("following requests")
+            self._record_failure("registering requests")
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
         """Mark requests as finished; they are added to the cache when all their tokens have arrived from the device.
@@ -229,7 +229,7 @@ class Speculator(VllmDrafter):
             self._process_arrived(core)
             self._finish_arrived(core)
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
 
     def close(self) -> None:
         core = self._core
@@ -242,7 +242,7 @@ class Speculator(VllmDrafter):
             self._process_arrived(core)
             self._finish_arrived(core)
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
         super().close()
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Speculator(VllmDrafter):
             None,
         )
         if missing:
-            log.warning("drafting stopped for %d requests: some of their tokens are missing", len(missing))
+            log.warning("drafting stopped for %d requests, whose output tokens did not all arrive", len(missing))
 
     def _finish_arrived(self, core: DrafterCore) -> None:
         """Add the finished requests whose tokens have all arrived from the device to the cache."""

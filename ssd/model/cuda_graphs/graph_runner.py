@@ -357,7 +357,7 @@ class CapturedMoves:
                 raise ValueError("the captured move did not copy the position")
         except Exception as failure:  # moving layer by layer is right in any case
             self._has_failed = True
-            log.warning("accepted paths of draft trees are moved layer by layer: %s", first_line(failure))
+            log.warning("accepted draft tokens are moved layer by layer, without a graph: %s", first_line(failure))
             return False
         self._moves = replay
         return True

@@ -99,9 +99,9 @@ def replace_layers(
             return True
         reason = f"logits differ by {error:.2g}"
     except AttributeError:
-        reason = "the model computes with the weights of its layers itself"
+        reason = "the model reads the weights of its layers directly"
     except Exception as failure:  # from a compiler, for example
-        reason = f"with the faster ones a forward pass fails ({first_line(failure)})"
+        reason = f"a forward pass with the faster layers fails ({first_line(failure)})"
     log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
         setattr(parent, name, again())

@@ -35,7 +35,7 @@ _UNSUPPORTED = (
 )
 
 
-MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
+MERGE = "merge it into the model's weights (peft's merge_and_unload) and serve the merged model"
 
 
 @dataclass(slots=True)

@@ -202,7 +202,7 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
         key, found, wanted = min(mismatched)
         raise ModelError(
             f"model {name!r}: {len(mismatched)} weights have other shapes than its config.json says, {key} "
-            f"{tuple(found)} instead of {tuple(wanted)} among them: {advice}"
+            f"{tuple(found)} instead of {tuple(wanted)} for example: {advice}"
         )
     if missing:
         raise ModelError(
@@ -211,7 +211,7 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
         )
     if unexpected:
         log.warning(
-            "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to it",
+            "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to this checkpoint",
             name,
             len(unexpected),
             _some(unexpected),

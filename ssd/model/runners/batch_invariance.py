@@ -117,7 +117,7 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
             "Omit the option to serve the model with outputs that are equal up to rounding"
         )
     if differ and kernels is not None:
-        differ += "; --batch-invariant on uses our batch-invariant kernels instead, which verify draft chains only"
+        differ += "; --batch-invariant on uses SSD's batch-invariant kernels instead, which verify draft chains only"
     _apply_plans(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
     if kernels is not None:
         kernels.use_invariant_kernels(bool(found["kernels"]))

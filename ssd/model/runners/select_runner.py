@@ -71,7 +71,7 @@ def check_windows(target: SlotRunner) -> None:
     for index, reach in target.kv_cache.reach.items():
         declared = getattr(layers[index], "sliding_window", None) if index < len(layers) else None
         if reach != declared and not _reuses_keys(layers, index):
-            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, its configuration says {declared}")
+            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, but its config declares {declared}")
 
 
 def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
