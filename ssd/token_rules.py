@@ -1,7 +1,4 @@
-"""A request's logit bias, allowed tokens and bad words as arrays, which are built once for all its forward passes.
-
-This module does not import torch.
-"""
+"""A request's logit bias, allowed tokens and bad words as arrays. This module does not import torch."""
 
 from __future__ import annotations
 

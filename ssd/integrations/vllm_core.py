@@ -54,7 +54,7 @@ class VllmRequest(RowText):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerStats:
-    """Counters of the work of SSD's drafter inside vLLM since its start."""
+    """Counters of SSD's drafter inside vLLM, which begin at 0 when vLLM starts."""
 
     num_proposals: int = 0  # the number of drafts that were requested
     num_drafts: int = 0
@@ -170,7 +170,7 @@ class VllmDrafter:
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
         """Open the cache and the drafter, see `DrafterCore`.
 
-        Raises ConfigError if rejected draft tokens would corrupt the model's state in vLLM (Mamba, linear attention).
+        Raises ConfigError if drafting would make vLLM corrupt the model's state (Mamba, linear attention).
         """
         self._num_failures = 0
         self._last_stats = ProposerStats()
@@ -226,7 +226,7 @@ def should_draft(vllm_config: Any) -> bool:
     Logs a warning if SSD was not tested with the installed version of vLLM.
 
     Raises:
-        ConfigError: Rejected draft tokens would corrupt the model's state in vLLM (Mamba, linear attention).
+        ConfigError: Drafting would make vLLM corrupt the state of this model (Mamba, linear attention).
     """
     model = vllm_config.model_config
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))

@@ -25,9 +25,7 @@ vLLM's checks and its asynchronous scheduling accept this method, and no real mo
 """
 
 LENGTHS: Final = "ssd_lengths"
-"""The name of an attribute that SSD adds to vLLM's scheduler output: a mapping from the id of each finished request to
-its number of tokens.
-"""
+"""The name of an attribute that SSD adds to vLLM's scheduler output: the token counts of finished requests by id."""
 
 
 class Hook(NamedTuple):

@@ -1,12 +1,12 @@
 """The plugin entry point ``vllm.general_plugins``: installs SSD's drafters in vLLM and wraps the methods they need.
 
-vLLM calls ``register`` in each of its processes, before it creates its configuration. ``register`` checks in the source
+vLLM calls ``register`` in each of its processes, before the configuration is created. ``register`` checks in the source
 files of the installed vLLM, without importing them, that they have all functions that the drafter for the V2 model
 runner needs (``ssd.integrations.vllm_hooks``). If one is missing, nothing is registered, and a log line states the
 reason. Otherwise these functions are wrapped::
 
-    init_speculator              creates our speculator if the speculative model is "ssd"
-    GPUModelRunner (V1, V2)      notifies it of new and finished requests and of the shutdown
+    init_speculator              creates SSD's speculator if the speculative model is "ssd"
+    GPUModelRunner (V1, V2)      notifies the speculator of new and finished requests and of the shutdown
     Scheduler                    records the number of tokens of each finished request's answer
     Scheduler.__init__           rejects "ssd" on the V1 runner, which would run vLLM's n-gram method instead
 

@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewriting of a conversation by `variants` of which a chat template writes the most parts."""
+    """The rewritten conversation of which a chat template writes the most parts, among those that `variants` yields."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -196,7 +196,7 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template writes contents of ``role`` only if they are lists of parts, not strings."""
+        """Return whether the template writes contents of ``role`` if they are lists of parts, but not strings."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []

@@ -388,7 +388,7 @@ class TokenTexts:
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
     def is_shown(self, token_id: int) -> bool:
-        """Return whether a token is part of an output's text; special tokens are not."""
+        """Return whether a token's text is part of the output's text; the text of special tokens is left out."""
         return token_id not in self._codec.special_ids
 
     def _bytes_of(self, token_id: int) -> bytes:

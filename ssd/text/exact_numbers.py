@@ -1,4 +1,4 @@
-"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, in which numbers are text.
+"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, which spell these numbers.
 
 Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """

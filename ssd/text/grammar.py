@@ -28,8 +28,7 @@ from ssd.text.grammar_memory import GrammarReservation, allocated_bytes
 Mask = npt.NDArray[np.bool_]
 
 PATIENCE_S = 0.02
-"""The maximum time in seconds that a forward pass waits for token masks, of requests whose masks were never late
-before.
+"""The maximum time in seconds that a forward pass waits for token masks.
 
 Usual masks are far faster. A mask that needs more processor time than this is costly: many costly masks at once would
 take the processors from the forward passes.

@@ -143,7 +143,7 @@ class GrammarCompiler:
         return kept
 
     def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
-        """Return an llguidance matcher before the first token, and the processor seconds of the compilation."""
+        """Return an llguidance matcher in its initial state, and the processor seconds of the compilation."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -365,7 +365,7 @@ _COMPLAINTS = {
     "minProperties": "min/max|minProperties",
     "maxProperties": "min/max|maxProperties",
 }
-"""Patterns of llguidance errors that do not name the JSON schema keyword at fault: the keyword of each pattern."""
+"""For some JSON schema keywords, a pattern of the llguidance errors that they cause without being named."""
 
 
 def _is_about(complaint: str, key: str) -> bool:

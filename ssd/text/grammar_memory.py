@@ -32,7 +32,7 @@ class GrammarCost:
 
 
 class Compiled:
-    """A compiled grammar: an llguidance matcher before the first token, of which each request uses a copy."""
+    """A compiled grammar: an llguidance matcher in its initial state, of which each request uses a copy."""
 
     def __init__(self, start: Any, weight: GrammarCost) -> None:
         self.start, self.weight = start, weight
@@ -64,7 +64,7 @@ class GrammarReservation:
         return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
-        """Return an llguidance matcher before the first token; compile the grammar again if it is no longer cached."""
+        """Return an llguidance matcher in its initial state; compile the grammar again if it is no longer cached."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()

@@ -123,7 +123,8 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
 
     Args:
         schema: The client's schema.
-        strict: Whether SchemaError is raised for a constraint that cannot be enforced. Otherwise it is removed.
+        strict: Whether SchemaError is raised for a constraint that cannot be enforced; if not, the constraint is
+            removed.
     """
     try:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
@@ -395,7 +396,7 @@ class _Preparation:
                 known["allOf"] = [*known.get("allOf", []), schema]
 
     def _list_patterns(self, node: dict[str, Any], at: str) -> None:
-        """Replace ``patternProperties`` that match few keys by these keys, so that no key occurs twice in an object."""
+        """Replace patterns in ``patternProperties`` that match few keys by these keys, so that no key occurs twice."""
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):

@@ -21,7 +21,7 @@ _SENTINELS = 0x100000  # code points for token numbers; the 2^16 before it hold 
 
 
 class Marks(NamedTuple):
-    """A pair of unused characters that enclose text in a request that spells a special token, to keep it plain text."""
+    """A pair of characters that enclose text that spells a special token, so that it is encoded as ordinary text."""
 
     begin: str
     end: str

@@ -143,7 +143,6 @@ class TextStream:
         return sent
 
     def _new_text(self, text: str, stop: int) -> str:
-        """Return the new part of the recent tokens' ``text``, which ends before the index ``stop`` in the window."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._codec.decode(

@@ -28,8 +28,7 @@ from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 
 PassFunction = Callable[[], None]
 CaptureFunction = Callable[[PassFunction], PassFunction]
-"""A function that gets a function that runs a forward pass, and returns an equivalent one, usually a CUDA graph launch.
-"""
+"""Converts a function that runs a forward pass to an equivalent function, usually one that launches a CUDA graph."""
 
 _WARM_UPS = 2
 
@@ -39,7 +38,7 @@ _CAPTURING = threading.Lock()
 
 
 def run_eagerly(run_pass: PassFunction) -> PassFunction:
-    """Return a forward-pass function unchanged; this replaces CUDA graph capture if passes are to run eagerly."""
+    """Return a forward-pass function unchanged; used in place of CUDA graph capture, to run passes eagerly."""
     return run_pass
 
 

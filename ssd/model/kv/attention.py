@@ -236,7 +236,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the attention scores of all nodes on a draft tree's path together, from index ``first``, the root, on."""
+    """Move the attention scores of the nodes on a draft tree's path next to each other, in the order of depth."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters (LoRA, Hu et al. 2021), which each row of a forward pass chooses."""
+"""Linear layers with low-rank adapters (LoRA, Hu et al. 2021); each row of a forward pass may use another adapter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AdaptedLinear(nn.Module):
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer and each row's LoRA adapter to x, [rows, ..., in]; ValueError for another number of rows."""
+        """Apply the layer and each row's LoRA adapter to x, [rows, ..., in]; raises ValueError for other shapes."""
         out: torch.Tensor = self.base(x)
         for name, indices in self._rows.groups:
             addition = self.lora_weights.get(name)

@@ -1,7 +1,7 @@
 """Decoder layers and models on a CPU that call their parts directly, without transformers' code in between.
 
-In a pass of few positions of a small model most of the time is spent in that code: modules that call modules, views of
-views, attribute look-ups. The parts are the same faster layers in both cases, so the results are bit-identical.
+In a pass of few positions of a small model, most of the time is spent in transformers' code: modules that call modules,
+views of views, attribute look-ups. Both ways call the same faster layers, so their results are bit-identical.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FlatLayer(ABC):
 
 
 class FlatModel:
-    """A model of `FlatLayer`s that also bypasses transformers' code around the layers; ``model`` must be flat."""
+    """A model of `FlatLayer`s that also bypasses transformers' code between the layers; requires `is_flat`."""
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head

@@ -1,7 +1,7 @@
 """Embeddings on a CPU that read their rows from the output layer's packed weights, if the model ties both weights.
 
 oneDNN does not document its packed weight layout. So the layout is found by packing a small matrix of known numbers,
-and checked by comparing all rows read with it with the original weights.
+and checked by reading every row of the packed weights and comparing the row with the original weights.
 """
 
 from __future__ import annotations

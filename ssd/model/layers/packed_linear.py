@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [..., out] from [..., in] in one matrix product, without padding the number of rows."""
+        """Compute the layer's output [..., out] for x [..., in] in one matrix product, without padding the rows."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
@@ -167,7 +167,7 @@ def _restore_linear(layer: Any) -> nn.Linear:
 
 
 def _tied(model: nn.Module) -> dict[int, ModulePlaces]:
-    """Return the places of the modules that share a weight with another module, by the weight's ``id``."""
+    """Return the places of all modules that share a weight with another module, grouped by the weight's ``id``."""
     places: dict[int, ModulePlaces] = {}
     for parent in parents(model):
         for name, child in parent.named_children():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
-"""The length in tokens of a KV cache slot for the startup test, which runs short texts: one text and one more token."""
+"""The length in tokens of a KV cache slot in the startup test, enough for one test text and one more token."""
 
 
 @torch.inference_mode()
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""The maximum number of input elements of a compiled loop on one core; for more, torch is faster on several cores."""
+"""The maximum number of input elements for a compiled loop on one core; for more, torch uses several cores."""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
@@ -60,7 +60,7 @@ A wrong mask, position or state causes an error of about 1; two ways to round to
 
 
 class Replaced(NamedTuple):
-    """A layer, or a layer's ``forward`` method, that has been replaced by a faster one, to undo the replacement."""
+    """A layer, or a layer's ``forward`` method, that was replaced by a faster one and can be restored."""
 
     parent: Any  # the module that contains it
     name: str

@@ -1,6 +1,6 @@
 """Batch-invariant activations, RMS norms and rotary positions on a CPU.
 
-The bits of a result depend only on its own number, row or pair of numbers. torch computes most numbers by vectors, but
+The bits of a result depend only on the numbers from which it is computed. torch computes most numbers by vectors, but
 the last numbers of a row, or of a thread's part, one by one with other rounding.
 """
 

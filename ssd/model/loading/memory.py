@@ -43,8 +43,8 @@ def fit_slots(
 ) -> FittingSlots:
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    A slot has memory for ``max_length`` tokens and ``extra`` positions. If ``max_length`` is None, slots have ``limit``
-    tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
+    A slot has memory for ``max_length`` tokens and ``extra`` more positions. If ``max_length`` is None, slots have
+    ``limit`` tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit

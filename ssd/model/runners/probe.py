@@ -96,5 +96,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest relative error in pairs of computed and expected logits: the norm of their difference."""
+    """Return the largest relative error of the computed logits in pairs of computed and expected logits."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

@@ -82,7 +82,7 @@ def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
 
 
 def declared_layers(model: PreTrainedModel) -> list[Any]:
-    """Return the cache layers that transformers derives from the configuration, which show the state of each layer."""
+    """Return transformers' cache layers for the model's configuration; their types show the state of each layer."""
     try:
         return list(DynamicCache(config=model.config).layers)
     except Exception:  # a model with its own kind of cache: its layers are unknown
@@ -123,7 +123,7 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """The fastest model runner that reproduces the model's own logits."""
+    """The fastest model runner that reproduces the model's own logits, and the reason for this choice."""
 
     kind: Any  # a subclass of ``Target`` constructed from (model, num_slots, max_length)
     reason: str = ""  # why the model does not run with slot attention
