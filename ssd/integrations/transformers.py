@@ -319,7 +319,7 @@ def _argmax(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
 
 
 def _sample_multinomial(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-    """Sample a token like ``model.generate``, with the same number of values of torch's global random generator."""
+    """Sample a token like ``model.generate``, consuming as many values of torch's global random generator."""
     return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
 
 

@@ -347,7 +347,7 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write the part of each chain that follows the tokens sampled meanwhile to ``drafts``, on the device.
+        """Write the rest of each chain, after the tokens that were sampled since it was drafted, to ``drafts``.
 
         The module docstring describes the selection. ``slots``, ``lengths`` and ``padding`` have one entry per
         sequence; ``probabilities`` is written unless it is None.

@@ -196,7 +196,7 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template writes contents of ``role`` if they are lists of parts, but not strings."""
+        """Return whether the template writes contents of ``role`` as lists of parts, but drops them as strings."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []

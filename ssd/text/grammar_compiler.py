@@ -357,6 +357,7 @@ def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]
 
 
 _DEFINITION = re.compile("^/(?:[$]defs|definitions)/")
+# Patterns of the llguidance errors that some JSON schema keywords cause without being named in the error.
 _COMPLAINTS = {
     "$ref": "Pointer|Resource|circular",
     "oneOf": "oneOf",
@@ -365,7 +366,6 @@ _COMPLAINTS = {
     "minProperties": "min/max|minProperties",
     "maxProperties": "min/max|maxProperties",
 }
-"""For some JSON schema keywords, a pattern of the llguidance errors that they cause without being named."""
 
 
 def _is_about(complaint: str, key: str) -> bool:

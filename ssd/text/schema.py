@@ -123,8 +123,7 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
 
     Args:
         schema: The client's schema.
-        strict: Whether SchemaError is raised for a constraint that cannot be enforced; if not, the constraint is
-            removed.
+        strict: Whether SchemaError is raised for a constraint that cannot be enforced, instead of removing it.
     """
     try:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)

@@ -30,7 +30,7 @@ class Marks(NamedTuple):
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """Unescape the two mark characters in a text in which a chat template may have written them as ASCII JSON."""
+        """Replace JSON escapes of the two mark characters, as some chat templates write them, by the characters."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text

@@ -105,7 +105,7 @@ def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbeddin
 
 
 def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """Yield possible factors by which a model scales its embeddings: None, then the module's ``embed_scale``."""
+    """Yield the factors by which a model may scale its embeddings: None (no scaling), then its ``embed_scale``."""
     yield None
     scale: Any = getattr(embedding, "embed_scale", None)
     if scale is not None:

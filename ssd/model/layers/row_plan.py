@@ -1,4 +1,4 @@
-"""Numbers of rows for which a CPU library computes bit-identical matrix products, determined by testing."""
+"""Finds the numbers of rows for which a CPU library computes bit-identical matrix products, by testing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ROUNDED_RESULTS = 1 << 16
 
 
 class RowPlan(NamedTuple):
-    """The numbers of rows, ``least`` to ``most``, for which a linear layer computes each row with the same bits."""
+    """The range of batch sizes, ``least`` to ``most`` rows, in which a linear layer gives each row the same bits."""
 
     least: int = 1
     most: int = _MAX_ROWS[0]
     is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """Compute a matrix product of rows [n, in], padded or split to numbers of rows that give identical bits."""
+        """Compute a matrix product of rows [n, in], padded to ``least`` or split by ``most`` rows for identical bits."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))
@@ -46,7 +46,7 @@ class RowPlan(NamedTuple):
 
 
 UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""The row plan of layers that are not batch-invariant: rows are neither padded nor split."""
+"""The `RowPlan` of layers that are not batch-invariant, for which rows are neither padded nor split."""
 
 
 def rounded_rows(num_rows: int) -> int:
@@ -70,8 +70,8 @@ def row_counts(most: int) -> list[int]:
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
     """Test which numbers of rows give bit-identical results in a linear layer with a weight [num_outputs, size].
 
-    Returns the plan with the largest possible maximum and the fastest minimum. O(products of 6,000 rows in total),
-    fewer for layers of more than 64 million weights.
+    The returned plan has the largest possible ``most`` and the ``least`` for which a product is fastest. O(products of
+    6,000 rows in total), fewer for layers of more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS

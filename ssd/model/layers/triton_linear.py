@@ -143,7 +143,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLAS, if it may not split sums, computes the same bits as our kernel for large batches."""
+    """Return whether cuBLAS, if it may not split sums, computes the same bits for large batches as SSD's kernel."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -183,7 +183,7 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of plain linear layers by our matrix product; yields a `Replaced` for each layer."""
+    """Replace the ``forward`` of plain linear layers by SSD's matrix product; yields a `Replaced` for each layer."""
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():
