@@ -239,7 +239,7 @@ class StructuredOutput:
 
     @classmethod
     def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
-        """Combine several constraints by a Lark grammar, whose rules refer to a constraint in ``parts`` as ``@name``.
+        """Combine several constraints in a Lark grammar, whose rules refer to a constraint in ``parts`` as ``@name``.
 
         Args:
             lark: The Lark grammar. None of its own rules may have the name of a constraint in ``parts``.

@@ -254,7 +254,7 @@ class GrammarState:
     def _follow(self, trial: _Trial) -> None:
         """Compute the token masks of a draft with a copy of llguidance's matcher, which stays at the end of the output.
 
-        Copying the matcher takes 1 us. llguidance's own rollback could leave masks of another draft.
+        Copying takes 1 us. llguidance's own rollback is not used, because it could return masks of an earlier draft.
         """
         if self._matcher is None:
             self._begin_again(trial, [])

@@ -1,6 +1,6 @@
 """Programmatic dependent launch on Hopper GPUs: a kernel is launched while the previous kernel ends.
 
-Otherwise starting kernels takes a tenth of a pass over few positions. Import this module only if triton is installed.
+Without it, starting kernels takes a tenth of a pass over few positions. Import this module only if triton is installed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _MOST_ERROR = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states that a target model stores for a draft head; its fields mean the same as in `Head`."""
+    """The layers whose hidden states a target model stores for a draft head, and how they are combined to features."""
 
     layers: tuple[int, ...]  # see `Head.feature_layers`
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]  # see `Head.combine`

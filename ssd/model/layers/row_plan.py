@@ -37,7 +37,7 @@ class RowPlan(NamedTuple):
     is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
-        """Compute a matrix product of rows [n, in], padded to ``least`` or split by ``most`` rows for identical bits."""
+        """Compute a matrix product of rows [n, in], padded or split to numbers of rows that give identical bits."""
         count = len(x)
         if count <= self.most:
             wanted = max(self.least, rounded_rows(count))

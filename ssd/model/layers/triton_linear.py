@@ -229,7 +229,7 @@ def _product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
-    With IS_TURNED the outputs are the rows of the tensor cores' product, which has 64 rows. ASKED is the number of
+    With IS_TURNED the product is transposed, because tensor cores compute 64 rows at a time. ASKED is the number of
     bytes that each thread prefetches. The grid is (tiles of rows, tiles of outputs).
     """
     if IS_EARLY and ASKED > 0:

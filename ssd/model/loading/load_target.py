@@ -114,7 +114,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Make transformers use LongRoPE's frequencies for long texts, and prevent that it updates them later."""
+    """Make transformers use LongRoPE's frequencies for long texts from now on, instead of choosing in each pass."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
