@@ -1,6 +1,6 @@
 """SSD: LLM inference that gets faster the more it is used and never changes a token of the output.
 
-``import ssd`` loads neither torch nor the web framework; each module is imported at its first use.
+``import ssd`` loads neither torch nor the web framework; each submodule is imported at its first use.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
-"""The maximum number of alternative tokens whose log-probabilities are reported for each token."""
+"""The maximum number of alternative tokens per output token whose log-probabilities a request may ask for."""
 
 MAX_SPECULATIVE_TOKENS = 128
 """The maximum number of draft tokens per decoding step of a request."""
@@ -35,7 +35,7 @@ MAX_INTERVAL_S = 86_400
 
 
 _MOST = (1 << 31) - 1
-"""The maximum number of tokens in any option, because counts have 32 bits."""
+"""The maximum value of every option that counts tokens, because token counts are stored in 32 bits."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -49,32 +49,30 @@ def _require_one_of(choices: tuple[str, ...], name: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The options of a cache index: the suffix arrays in which drafts for one namespace are searched."""
+    """The options of a cache index, i.e. of the suffix arrays in which drafts for one namespace are searched."""
 
     capacity_tokens: int = 1 << 22
-    """The maximum number of tokens in the index. The oldest are evicted, at most an eighth of the capacity at a time.
-    Text that a later output repeated is retained, up to half of the capacity.
+    """The maximum number of tokens in the index. If it is full, the oldest text is evicted, an eighth of the capacity
+    at most. Text that a later output repeated is not evicted, up to half of the capacity.
     """
 
     flush_tokens: int = 4096
-    """The number of new tokens at which the memtable, the newest part of the index, is flushed to an immutable segment.
-    """
+    """The number of tokens in the memtable (the newest part of the index) at which it is flushed to a segment."""
 
     rebuild_interval_s: float = 1.0
-    """The maximum time in seconds before new text is flushed to a segment. Merging of segments is considered as often.
-    """
+    """The maximum time in seconds before new text is flushed to a segment. Segments are merged at the same interval."""
 
     merge_fanout: int = 4
     """The number of neighbouring segments of similar size that are merged into one segment."""
 
     dedup_block_tokens: int = 64
-    """The block size in tokens for storing repeated prompt prefixes only once, like a prefix cache. 0 stores every
-    prompt completely.
+    """The block size in tokens for deduplicating prompt prefixes, like a prefix cache. 0 stores every prompt
+    completely.
     """
 
     lead_in_tokens: int = 32
-    """If a prompt begins with stored text, the number of tokens of that text that are stored again before the new text,
-    so that a search for a context across the border finds it.
+    """The number of tokens of overlap: if a prompt begins with a prefix that is already stored, the last tokens of the
+    prefix are stored again before the rest of the prompt, so that a search across the border finds a match.
     """
 
     def __post_init__(self) -> None:
@@ -96,29 +94,30 @@ class DraftConfig:
     num_speculative_tokens: int = 64
     """The maximum number of draft tokens per decoding step of a request. 0 disables drafting.
 
-    A draft is only as long as its expected gain exceeds its cost. The maximum bounds the memory for draft positions in
-    the KV cache and the number of tokens in a verification pass.
+    A draft ends before the first token whose expected gain is less than its cost. The maximum bounds the memory for
+    draft positions in the KV cache and the number of tokens in a verification pass.
     """
 
     max_match_length: int = 32
-    """The maximum length in tokens of the end of the context that is searched in the cache."""
+    """The maximum number of tokens at the end of the context that are searched in the cache."""
 
     min_match_length: int = 1
-    """The minimum length in tokens of a match from which drafts are made."""
+    """The minimum length in tokens of a match; shorter matches of the end of the context give no draft."""
 
     draft_shape: DraftShape = "auto"
-    """Whether a draft may be a tree, which branches where the next token is uncertain. "chain": no. "tree": yes, if the
-    model's runner can verify trees. "auto": only while a single sequence runs, for which trees measured faster.
+    """The shape of drafts. "chain": sequences of tokens. "tree": trees, which branch where the next token is uncertain,
+    if the model's runner can verify them. "auto": trees only while a single sequence runs, because only then they
+    measured faster.
     """
 
     recycling: bool = True
-    """Whether drafts are also made by token recycling: from the tokens that were most probable to the target after the
-    same token or pair of tokens earlier. This helps for new text.
+    """Whether token recycling also makes drafts, from the tokens that were most probable to the target after an earlier
+    occurrence of the last one or two tokens. This helps for new text.
     """
 
     retrieval: bool = True
-    """Whether the end of the context is searched in the request's own text, its prediction and the namespace's cache.
-    False leaves only the other sources of drafts, which shows their contribution.
+    """Whether drafts come from matches of the end of the context: in the context, in the client's prediction and in the
+    namespace's cache. False leaves only the other sources of drafts, e.g. to measure their contribution.
     """
 
     def __post_init__(self) -> None:
@@ -141,12 +140,10 @@ class EngineConfig:
     """The options of the engine: memory, batching, scheduling and sampling noise."""
 
     max_num_seqs: int = 16
-    """The maximum number of sequences decoded at once. The number is lower if the KV cache has no memory for all of
-    them.
-    """
+    """The maximum number of sequences that are decoded at once; it is reduced if the KV cache has too little memory."""
 
     max_model_len: int | None = None
-    """The maximum number of prompt and output tokens of a request. None: the model's limit."""
+    """The maximum number of prompt and output tokens of a request. None uses the model's limit."""
 
     prefill_chunk_tokens: int = 512
     """The maximum number of prompt tokens computed in one step, so that a long prompt does not stall other requests."""
@@ -155,42 +152,42 @@ class EngineConfig:
     """The maximum number of requests that wait to run; further requests are refused with QueueFull."""
 
     kv_cache_memory_bytes: int | None = None
-    """The maximum memory of the KV cache in bytes. None: half of the free memory. ``max_num_seqs`` is reduced if not
-    all sequences fit.
+    """The maximum memory of the KV cache in bytes. None uses half of the free memory. ``max_num_seqs`` is reduced if
+    not all sequences fit.
     """
 
     gpu_memory_utilization: float | None = None
-    """Alternatively to ``kv_cache_memory_bytes``, which takes precedence: the share of the device's memory (on a CPU:
-    main memory) that may be used in total, including the KV cache.
+    """The share of the GPU's memory (on a CPU: of main memory) that may be in use in total, including the KV cache. It
+    has no effect if ``kv_cache_memory_bytes`` is set.
     """
 
     enforce_eager: bool = False
-    """Whether the model runs without CUDA graphs, as in vLLM: slower, but with less memory."""
+    """Whether the model runs without CUDA graphs, as with vLLM's option: this is slower, but needs less memory."""
 
     batch_invariant: BatchInvariant = "auto"
     """Whether the logits of a position must be bit-identical in every forward pass (batch invariance), so that outputs
-    do not depend on drafts or on other sequences. "auto": if the model allows it. "on": refuse a model that does not.
-    "off": use the fastest kernels.
+    do not depend on drafts or on other sequences. "auto": yes, if the model allows it. "on": yes, and a model that does
+    not allow it is refused. "off": no, the fastest kernels are used.
     """
 
     enable_prefix_caching: bool = True
-    """Whether the KV cache is reused by requests with the same prefix, namespace, cache salt and tenant."""
+    """Whether requests with the same prefix, namespace, cache salt and tenant reuse each other's KV cache."""
 
     scheduling_policy: SchedulingPolicy = "fcfs"
-    """The order of waiting requests. "fcfs": first come, first served; a priority other than 0 is refused. "priority":
-    the request with the lowest ``priority`` value first, which may also preempt a running one with a higher value.
-    Waiting requests gain priority over time. Clients with low values can make others wait, so use it only among clients
-    that trust each other.
+    """The order of waiting requests. "fcfs": first come, first served; a request with a priority other than 0 is
+    refused. "priority": the request with the lowest ``priority`` value runs first and may preempt a running request
+    with a higher value; waiting requests gain priority over time. Use "priority" only if clients trust each other,
+    because a client that sends low values delays the others.
     """
 
     coupled_streams: int = 0
     """The number of noise streams that sampled requests without a seed share (docs/concepts/coupled-sampling.md).
-    Requests with the same stream give the same answer to the same prompt, so earlier answers can be drafted. 0: each
-    request has its own noise.
+    Requests with the same noise stream and the same prompt generate the same answer, so earlier answers can be drafted.
+    With 0, each request has its own noise.
     """
 
     coupled_window: int = 8
-    """The number of preceding tokens on which the shared noise of a token depends, see ``coupled_streams``."""
+    """The number of preceding tokens on which a token's shared noise depends if ``coupled_streams`` is set."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -221,30 +218,31 @@ class CacheConfig:
 
     index: IndexConfig = field(default_factory=IndexConfig)
     directory: Path | None = None
-    """The directory in which the cache is stored. None: the cache is in memory and is lost when the process ends."""
+    """The directory in which the cache is stored. None keeps the cache in memory until the process ends."""
 
     redis_url: str | None = None
-    """The URL of the Redis server through which replicas with the same namespace share new text. None: no sharing."""
+    """The URL of the Redis server through which replicas with the same namespace share text. None disables sharing."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A constraint that the whole text of an output must satisfy, as vLLM's structured outputs."""
+    """A constraint that the whole text of an output must satisfy, as in vLLM's structured outputs."""
 
     kind: GrammarKind
     source: str = ""
-    """The source of the constraint, by ``kind``. "json_schema": a JSON schema. "regex": a regular expression in Rust's
-    syntax. "choice": a JSON list of texts. "grammar": a Lark grammar. "json_object": empty. "parts": see `parts`.
+    """The source of the constraint. "json_schema": a JSON schema. "regex": a regular expression in Rust's syntax.
+    "choice": a JSON list of texts. "grammar": a Lark grammar. "json_object": empty. "parts": see
+    `StructuredOutput.parts`.
     """
     param: str = field(default="structured_outputs", compare=False)
-    """The request field in which the client sent the constraint, for error messages."""
+    """The name of the request field in which the client sent the constraint; it is used in error messages."""
 
     @classmethod
     def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
-        """Combine several constraints by a Lark grammar, whose rules refer to each of ``parts`` as ``@name``.
+        """Combine several constraints in a Lark grammar, whose rules refer to a constraint in ``parts`` as ``@name``.
 
         Args:
-            lark: The Lark grammar. None of its own rules may have the name of a part.
+            lark: The Lark grammar. None of its own rules may have the name of a constraint in ``parts``.
             parts: The constraints by name.
             param: The request field in which the client sent the constraint, for error messages.
         """
@@ -260,30 +258,30 @@ _MAY_BE_NONE = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "allowed_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one output is sampled, and what is reported about it. Names and meanings are those of OpenAI and vLLM."""
+    """The parameters for sampling one output and for its log-probabilities, with OpenAI's and vLLM's names."""
 
     n: int = 1
-    """The number of outputs of each prompt. Only `ssd.LLM` accepts more than one; an engine's request has one."""
+    """The number of outputs per prompt. `ssd.LLM` accepts any number; an engine's request must have 1."""
     max_tokens: int | None = None
-    """The maximum number of tokens to generate. None: up to the model's context."""
+    """The maximum number of tokens to generate. None allows as many as fit into the model's context."""
     temperature: float = 1.0
-    """The sampling temperature; 0 is greedy."""
+    """The sampling temperature. 0 selects greedy decoding."""
     top_p: float = 1.0
     top_k: int = 0
-    """The number of most probable tokens from which the next token is sampled; 0 or -1: all tokens."""
+    """The number of most probable tokens from which the next token is sampled. 0 and -1 allow all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token id and the number that is added to the logit of this token."""
+    """Pairs of a token id and the number that is added to the logit of this token at every position."""
     seed: int | None = None
-    """The seed of the sampling noise. None: a random seed for each request. Equal seeds give equal outputs, whatever
-    the drafts and the other sequences of the batch are.
+    """The seed of the sampling noise. None chooses a random seed for each request. Requests with the same prompt,
+    parameters and seed give the same output, independently of drafts and of other sequences in the batch.
     """
     coupled: bool = True
-    """Whether the request may use noise that requests share, if ``EngineConfig.coupled_streams`` is set. A seed takes
-    precedence.
+    """Whether the request may use the sampling noise that requests share if ``EngineConfig.coupled_streams`` is set. A
+    request with a ``seed`` never uses shared noise.
     """
     stop: tuple[str, ...] = ()
     """Strings that end the text. A single string may be given without a tuple."""
@@ -291,39 +289,39 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    """The number of tokens before which end-of-text and stop tokens are not sampled."""
+    """The minimum number of output tokens: before this number, end-of-text and stop tokens are not sampled."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be sampled. None: all."""
+    """The ids of the only tokens that may be sampled. None allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output never contains: the last token of a sequence is not sampled after its other
-    tokens.
+    """Token sequences that the output never contains: the last token of a sequence is not sampled directly after the
+    other tokens of the sequence.
     """
     structured_output: StructuredOutput | None = None
-    """The constraint on the whole text. It takes precedence over ``allowed_token_ids``, and both over ``bad_words`` and
-    ``min_tokens``: a rule of lower precedence is ignored if it would leave no token.
+    """The constraint that the whole text must satisfy. It takes precedence over ``allowed_token_ids``, which takes
+    precedence over ``bad_words`` and ``min_tokens``: a rule of lower precedence is ignored if it would leave no token.
     """
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. The final end-of-text token is always left out."""
     shown_special_ids: tuple[int, ...] = ()
-    """Special tokens that are in the text even if ``skip_special_tokens`` is set, because a tool or reasoning parser
-    needs them.
+    """The ids of special tokens that stay in the text even if ``skip_special_tokens`` is set, because a tool or
+    reasoning parser needs them.
     """
     continues_prompt: bool = False
-    """Whether the output continues the prompt's text, so that a space at its beginning is kept. Some tokenizers drop it
-    at the beginning of a text.
+    """Whether the output continues the prompt's text, so that a space at the beginning of the output is kept. Some
+    tokenizers drop a space at the beginning of a text.
     """
     logprobs: int | None = None
-    """The number of most probable tokens whose log-probabilities are reported, in addition to that of each output
-    token. They are computed from float32 logits before bias, penalties, temperature and all other rules, as vLLM's are
-    by default.
+    """The number of most probable tokens per output token whose log-probabilities are reported, in addition to that of
+    the output token. The log-probabilities are computed from float32 logits before bias, penalties, temperature and all
+    other rules, as by default in vLLM.
     """
     prompt_logprobs: int | None = None
-    """The number of most probable tokens whose log-probabilities are reported for each prompt token except the first,
-    in addition to that of the prompt token.
+    """The number of most probable tokens per prompt token whose log-probabilities are reported, in addition to that of
+    the prompt token. The first prompt token has no log-probabilities.
     """
     drawn_logprobs: bool = False
-    """Whether log-probabilities of output tokens are computed after all rules, temperature and truncation, as vLLM's
-    ``processed_logprobs``. For greedy requests the temperature is 1.
+    """Whether log-probabilities of output tokens are computed after all rules, temperature and truncation, like vLLM's
+    ``processed_logprobs``. For greedy requests a temperature of 1 is used.
     """
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -380,7 +378,7 @@ class SamplingParams:
 
     @property
     def rules(self) -> TokenRules:
-        """Return logit bias, allowed tokens and bad words in prepared form; the first call may take milliseconds."""
+        """The logit bias, allowed tokens and bad words as arrays; the first access may take milliseconds."""
         if not self.logit_bias and self.allowed_token_ids is None and not self.bad_words:
             return NO_RULES
         rules = self._rules
@@ -391,5 +389,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is always chosen, because the temperature is 0."""
+        """Whether decoding is greedy, i.e. always chooses the most probable token, because the temperature is 0."""
         return self.temperature == 0.0

@@ -39,7 +39,7 @@ class RequestError(SSDError, ValueError):
     """A request is invalid or cannot be served.
 
     Attributes:
-        param: The faulty field as the client wrote it, or None.
+        param: The name of the faulty request field as the client wrote it, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -60,7 +60,7 @@ class EngineError(SSDError):
 
 
 class QueueFull(EngineError):
-    """Too many requests are waiting; the client should retry later."""
+    """The request was refused because too many requests are waiting; the client should retry later."""
 
 
 class EngineStopped(EngineError):
@@ -68,7 +68,7 @@ class EngineStopped(EngineError):
 
 
 class EngineBroken(EngineError):
-    """The target cannot compute anything any more; the process must be restarted."""
+    """The target model cannot compute anything any more; the process must be restarted."""
 
 
 class CacheError(SSDError):
@@ -80,23 +80,23 @@ class SegmentCorrupt(CacheError):
 
 
 class FormatVersion(CacheError):
-    """A cache file has a format that this version does not read."""
+    """A cache file was written in a format that this version of SSD does not read."""
 
 
 class TokenizerMismatch(CacheError):
-    """A cache was made with another tokenizer, so its token ids mean other text."""
+    """A cache was made with another tokenizer, so its token ids stand for other text."""
 
 
 class NamespaceMismatch(CacheError):
-    """A cache contains the text of another namespace and must not be used for this one."""
+    """A cache contains the text of another namespace and must not be used for the requested namespace."""
 
 
 class CacheLocked(CacheError):
-    """Another process writes to this cache directory."""
+    """Another process is writing to the cache directory."""
 
 
 class StoreUnavailable(CacheError):
-    """The shared store of the cache, Redis or a directory, does not answer or refuses access."""
+    """The Redis server or the directory in which the cache is stored does not answer or refuses access."""
 
 
 def first_line(error: BaseException) -> str:
@@ -114,7 +114,7 @@ def reraise_exits(error: BaseException) -> None:
 
 
 def quote_value(value: object) -> str:
-    """Return any value in at most 80 characters, for an error message. O(1); never raises an exception."""
+    """Return the ``repr`` of any value, cut to 80 characters, for an error message. O(1); never raises an exception."""
     if isinstance(value, str):
         text = repr(value[:80])
         return text if len(value) <= 72 and len(text) <= 80 else f"{text[:60]}... ({len(value)} characters)"

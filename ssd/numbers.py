@@ -1,4 +1,4 @@
-"""Parses and writes integers in readable form: 4M, 32k, 64GiB."""
+"""Parses and formats integers with suffixes such as 4M, 32k and 64GiB."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ for _power, _letter in enumerate(_LETTERS, 1):
 
 
 def parse_number(text: str) -> int:
-    """Parse an integer like ``vllm serve``: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
+    """Parse an integer with an optional suffix of vLLM: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
 
     Raises ValueError if the text is not such a number.
     """
@@ -28,7 +28,7 @@ def parse_number(text: str) -> int:
 
 
 def format_number(value: int) -> str:
-    """Write ``value`` in the shortest exact form that `parse_number` reads: 8388608 is ``8M``."""
+    """Format an integer in the shortest exact form that `parse_number` reads, e.g. 8388608 as ``8M``."""
     for power, letter in reversed(list(enumerate(_LETTERS, 1))):
         if value and value % 1024**power == 0:
             return f"{value // 1024**power}{letter.upper()}"

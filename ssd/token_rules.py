@@ -1,4 +1,4 @@
-"""A request's logit bias, allowed tokens and bad words, prepared once for all its forward passes. Imports no torch."""
+"""A request's logit bias, allowed tokens and bad words as arrays. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class BadWords:
     """Finds the tokens that must not come next because they would complete one of many forbidden token sequences.
 
     It is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) over all but the last
-    token of each sequence: a state is the longest suffix of the text with which a sequence begins. It is built in
-    O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
+    token of each forbidden sequence: a state is the longest suffix of the text with which a forbidden sequence begins.
+    The automaton is built in O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
     """
 
     START = 0  # the state before a text
@@ -44,7 +44,7 @@ class BadWords:
                 waiting.append(deeper)
 
     def after(self, text: npt.NDArray[np.int32]) -> int:
-        """Return the automaton's state after a text, int32[n]. O(length of the longest forbidden sequence)."""
+        """Return the automaton's state after reading a text, int32[n]. O(length of the longest forbidden sequence)."""
         state = self.START
         for token in text[max(0, len(text) - self._longest) :].tolist():
             state = self.move(state, token)
@@ -56,7 +56,7 @@ class BadWords:
         return self._next[state].get(token, self.START)
 
     def ends(self, state: int) -> set[int]:
-        """Return the tokens that would complete a forbidden sequence in this state. O(sequences that have begun)."""
+        """Return the tokens that would complete a forbidden sequence if they came next. O(sequences begun)."""
         found = set(self._own_ends[self.START])
         while state != self.START:
             found |= self._own_ends[state]
@@ -72,7 +72,7 @@ class TokenRules:
         bias: float64[n], the number that is added to the logit of each token in ``bias_ids``.
         allowed_ids: int64[m], distinct token ids; None allows all tokens.
         bad_words: The automaton that finds forbidden tokens; None if there are no bad words.
-        kept: A cache for the sampler: the rules in the forms that it needs for a vocabulary and device.
+        kept: A cache for the sampler, which stores the rules here as tensors for each vocabulary and device.
     """
 
     __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
@@ -83,7 +83,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Prepare the rules, whose meanings are those of ``SamplingParams``; several biases of one token are added."""
+        """Build the arrays; the arguments are those of ``SamplingParams``. Several biases of one token are added."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)
@@ -94,7 +94,7 @@ class TokenRules:
         self.kept: dict[Any, Any] = {}
 
     def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (field name, (greatest token id,)) for each non-empty field, to check ids against a vocabulary."""
+        """Return (field name, (greatest token id,)) for each non-empty field, to check the ids against a vocabulary."""
         found = [
             ("logit_bias", int(self.bias_ids[-1]) if len(self.bias_ids) else -1),
             ("allowed_token_ids", -1 if self.allowed_ids is None else int(self.allowed_ids[-1])),

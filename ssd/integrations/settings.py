@@ -18,16 +18,16 @@ ENVIRONMENT_PREFIX = "SSD_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrationSettings:
-    """Settings of the drafter inside vLLM; each is read from vLLM's ``additional_config`` or from ``SSD_<NAME>``."""
+    """Settings of SSD's drafter inside vLLM; each is read from ``additional_config`` or the variable ``SSD_<NAME>``."""
 
     cache_dir: Path | None = None
     """The directory in which the cache is stored; None keeps it in memory."""
 
     redis_url: str | None = None
-    """The Redis server through which servers with the same tokenizer and namespace share text."""
+    """The URL of the Redis server through which servers with the same tokenizer and namespace share text."""
 
     namespace: str = DEFAULT_NAMESPACE
-    """The name of the cache that this server uses."""
+    """The name of the cache (namespace) that this server reads and extends."""
 
     capacity_tokens: int = IndexConfig().capacity_tokens
     """The maximum number of tokens in the cache."""
@@ -36,20 +36,21 @@ class IntegrationSettings:
     """The maximum number of seconds before new text is written to a segment, an immutable file of the cache."""
 
     warm_dirs: tuple[Path, ...] = ()
-    """Directories made by ``ssd-cache build``; in the environment they are separated like the entries of ``PATH``."""
+    """Directories made by ``ssd-cache build``; the environment variable separates them like the entries of ``PATH``."""
 
     max_match_length: int = 32
     """The maximum number of tokens at the end of the context that are searched in the cache."""
 
     tokenizer: str | None = None
-    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id. None: the model's own."""
+    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id. None: vLLM's tokenizer.
+    """
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
 
     @property
     def is_shared(self) -> bool:
-        """Whether text is exchanged with other processes, so that token ids must have the same meaning there."""
+        """Whether text is exchanged with other processes, so that token ids must mean the same text in all of them."""
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
     def cache_config(self) -> CacheConfig:
@@ -88,8 +89,6 @@ def read_settings(vllm_config: Any) -> IntegrationSettings:
 
 
 class _SettingType(NamedTuple):
-    """The type of a setting, with a function that converts valid values."""
-
     name: str  # the description of valid values
     types: tuple[type, ...]
     make: Callable[[Any], Any]

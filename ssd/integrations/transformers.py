@@ -1,4 +1,4 @@
-"""Use of the drafter in transformers' ``model.generate``.
+"""Use of SSD's drafter in transformers' ``model.generate``.
 
 ::
 
@@ -9,12 +9,12 @@
 
 transformers verifies the drafts in its own assisted decoding. Logits processors are called and tokens are sampled as in
 ``model.generate``: once for each token of the output, in order, and never after a rejected draft token. So processors
-may keep state, and greedy and sampled outputs equal those of ``model.generate``, also with a seed, up to the rounding
-of forward passes of a different width.
+may keep state. Greedy outputs and outputs sampled with a seed equal those of ``model.generate``, up to the rounding of
+forward passes of a different width.
 
 With ``coupled=CoupledSampling(secret, stream)``, all calls with the same secret and stream share their sampling noise,
 see `ssd.drafting.noise`. The distribution of tokens does not change, but a repeated request generates nearly the same
-text, which is then drafted almost completely. The acceptance of drafts is predicted with this noise too.
+text, which is then drafted almost completely. The shared noise is also used to predict which drafts are accepted.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _MAX_WINDOW = 64
 
 @dataclass(frozen=True, slots=True)
 class CoupledSampling:
-    """Sampling noise that calls of ``generate`` share, so that they give nearly the same text to the same prompt.
+    """Sampling noise that calls of ``generate`` share, so that they generate nearly the same text for the same prompt.
 
-    Each token still has the model's distribution. An engine of SSD generates the same text, up to rounding, for a
-    request with the same three values.
+    Each token still has the model's distribution. SSD's own engine generates the same text, up to rounding, for a
+    request with the same secret, stream and window.
 
     Attributes:
         secret: 64 secret bits; anyone who knows them can predict the noise.
@@ -111,9 +111,9 @@ def generate(
     Args:
         model: The model.
         input_ids: The prompt, int64[1, n].
-        cache: The cache from which drafts come and to which the finished text is added; None drafts from prompt and
-            output alone.
-        drafter: A drafter that is used for several calls and keeps what it learned; None creates a new one.
+        cache: The cache from which drafts come and to which the finished text is added. With None, drafts come only
+            from the prompt and the output.
+        drafter: A drafter that several calls use, so that it keeps its acceptance statistics; None creates a new one.
         num_speculative_tokens: The maximum draft length.
         learn: Whether the finished text is added to the cache.
         coupled: The sampling noise; None uses torch's global generator, as ``model.generate`` does.
@@ -170,9 +170,9 @@ def generate(
 
 
 class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # transformers is not typed
-    """The source of draft tokens for transformers' assisted decoding in one call of ``generate``.
+    """Provides the draft tokens of transformers' assisted decoding during one call of ``generate``.
 
-    If the drafter raises an exception, there is no draft.
+    If the drafter raises an exception, decoding continues without a draft.
     """
 
     def __init__(
@@ -213,16 +213,16 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return candidates, None
 
     def read_context(self, input_ids: torch.Tensor) -> TokenIds:
-        """Return the text so far as int32[n], and bring the state of the shared sampling noise up to date with it."""
+        """Return the text so far as int32[n], and update the state of the sampling noise with the text's new tokens."""
         context = _on_host(input_ids)
         if self.sampling is not None:
             self.sampling.noise.advance(context)
         return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Learn from the verification of the last draft, of which ``num_matches`` tokens were accepted.
+        """Update the drafter with the verification of the last draft, of which ``num_matches`` tokens were accepted.
 
-        ``scores`` are the scores [1, k, V] that transformers returns to the caller if they are requested.
+        ``scores``, [1, k, V], are the processed scores, which transformers returns to the caller on request.
         """
         if self.token_sampler is not None:
             self.token_sampler.restore_scores(scores)
@@ -245,8 +245,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         """Cut a draft before the first token that would end the output.
 
         transformers checks the stopping criteria only after the last accepted token. So the draft ends one token before
-        the criteria hold, and the model generates that token. The first ``length`` tokens of ``candidates`` are the
-        context.
+        the token at which the criteria hold, and the model generates that token. The first ``length`` tokens of
+        ``candidates`` are the context.
         """
         for size in range(length, candidates.shape[1]):
             if self.stopping_criteria(candidates[:, : size + 1], None).all():
@@ -279,10 +279,10 @@ SampleToken = Callable[[torch.Tensor, torch.Tensor], int]
 
 
 class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """A logits processor that calls all others, samples a token, and leaves only the score of this token finite.
+    """A logits processor that calls all other processors, samples a token, and sets all other tokens' scores to -inf.
 
-    transformers calls it for every position of a draft. Positions after a rejected draft token are skipped, so the
-    processors see the same calls as in ``model.generate``, whatever state they keep and whatever is drafted.
+    transformers calls it for every position of a draft. It skips positions after a rejected draft token, so the other
+    processors receive the same calls as in ``model.generate``, whatever state they keep and whatever is drafted.
     """
 
     def __init__(self, processors: LogitsProcessorList, sample: SampleToken, *, keep_scores: bool) -> None:
@@ -308,7 +308,7 @@ class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is n
         return one_hot
 
     def restore_scores(self, scores: torch.Tensor) -> None:
-        """Replace the one-hot scores, [1, k, V], which transformers returns to the caller, by the processed scores."""
+        """Overwrite one-hot scores, [1, k, V], with the processed scores, which ``generate`` returns on request."""
         for position, row in enumerate(self._scores):
             scores[:, position] = row
         self._scores.clear()
@@ -319,7 +319,7 @@ def _argmax(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
 
 
 def _sample_multinomial(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-    """Sample as ``model.generate`` does, consuming the same number of values of torch's global generator."""
+    """Sample a token like ``model.generate``, consuming as many values of torch's global random generator."""
     return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
 
 
@@ -333,7 +333,10 @@ def _on_host(input_ids: torch.Tensor) -> TokenIds:
 
 
 def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
-    """Return the sampling parameters that do not depend on the text, so that a drafter can predict samples."""
+    """Return the parameters of ``generate`` as SSD's sampling parameters, from which a drafter predicts sampled tokens.
+
+    Parameters that depend on the text are left out.
+    """
     return SamplingParams(
         temperature=min(config.temperature or 1.0, 2.0),
         top_k=config.top_k or 0,
@@ -343,7 +346,7 @@ def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
 
 
 class _AssistedModel:
-    """A proxy of the model that gives our candidate generator to assisted decoding; the model itself is not changed."""
+    """A proxy of a model that makes transformers' assisted decoding use our drafts; the model itself is not changed."""
 
     def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
         self._model = model
@@ -360,9 +363,9 @@ class _AssistedModel:
 
 
 def _with_stop_criteria(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``generate`` with stop strings replaced by a stopping criterion.
+    """Return the arguments of ``generate`` with the stop strings replaced by a stopping criterion.
 
-    transformers does not give custom generate functions the tokenizer that it needs for stop strings.
+    The stop strings need the tokenizer, which transformers does not pass on to custom generate functions.
     """
     configs = (kwargs.get("generation_config"), model.generation_config)
     strings = kwargs.get("stop_strings") or next((c.stop_strings for c in configs if c and c.stop_strings), None)

@@ -51,7 +51,7 @@ _EPSILON = 1e-6  # a tolerance for the trainer's epoch, which is a rounded fract
 
 @dataclass(slots=True)
 class RolloutTotals:
-    """The totals over all rollouts of a trainer so far."""
+    """The totals over all rollouts that a trainer has requested so far."""
 
     samples: int = 0
     tokens: int = 0
@@ -62,10 +62,10 @@ class RolloutTotals:
 
 
 class Rollouts:
-    """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16); close it after the training.
+    """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16) that uses SSD's engine; close it after the training.
 
-    In a distributed run each process has an engine. Not supported: weights that are sharded over processes, adapters
-    (peft), images, and ``generation_kwargs``.
+    In a distributed run each process has its own engine. Not supported are weights that are sharded over processes,
+    adapters (peft), images, and ``generation_kwargs``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Rollouts:
         secret: bytes | None = None,
         fresh_noise_every: int = 0,
     ) -> None:
-        """Create a ``rollout_func``; the engine is opened by the first call or by `open`.
+        """Create a ``rollout_func``; the first call of the ``rollout_func`` or `open` starts the engine.
 
         Args:
             config: The settings of the engine.
@@ -113,7 +113,7 @@ class Rollouts:
         self.close()
 
     def close(self) -> None:
-        """Close the engine and its caches; a cache directory keeps the learned text. May be called twice."""
+        """Close the engine and its caches; a cache directory keeps the generated text. May be called twice."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -204,14 +204,14 @@ class Rollouts:
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def _noise_root_of(self, trainer: Any) -> bytes:
-        """Derive the current secret of the sampling noise, which changes every ``fresh_noise_every`` epochs."""
+        """Derive the secret of the shared sampling noise; it changes every ``fresh_noise_every`` epochs."""
         secret = self._secret or b"rollouts %d" % trainer.args.seed
         every = self._fresh_noise_every
         period = int(((trainer.state.epoch or 0.0) + _EPSILON) // every) if every else 0
         return hmac.digest(secret, b"period %d" % period, hashlib.sha256)
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
-        """Yield one request per prompt; sample i of several equal prompts uses noise stream i."""
+        """Yield one request per prompt; the i-th request with the same prompt uses noise stream i."""
         from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
 
         args = trainer.args

@@ -1,4 +1,4 @@
-r"""Use of the drafter in vLLM's V1 model runner, as a custom proposer class (for V2 see ``ssd.integrations.vllm_v2``).
+r"""Use of SSD's drafter in vLLM's V1 model runner as a custom proposer class (for V2 see ``ssd.integrations.vllm_v2``).
 
 ::
 
@@ -7,14 +7,14 @@ r"""Use of the drafter in vLLM's V1 model runner, as a custom proposer class (fo
 
 Settings (``ssd.integrations.settings``) come from ``SSD_CACHE_DIR``, ``SSD_REDIS_URL``, ``SSD_NAMESPACE`` and so on, or
 from ``--additional-config '{"ssd": {"cache_dir": ...}}'``. Cache directories, warm-up directories and a Redis log can
-be shared with ``ssd-serve``, because names and tokenizer fingerprint are the same.
+be shared with ``ssd-serve``, because both programs use the same names and tokenizer fingerprint.
 
-vLLM passes only rows of tokens to a proposer. The ids of requests, their ends and the length of the answers that were
-sent to clients are obtained by wrapping methods of its runner. vLLM calls its interface for such classes experimental.
+vLLM passes only rows of tokens to a proposer. SSD obtains request ids, the ends of requests and the lengths of the
+answers sent to clients by wrapping methods of vLLM's runner. vLLM calls its interface for custom classes experimental.
 
 vLLM verifies the drafts, so they do not change outputs. With a custom class vLLM disables its asynchronous scheduling,
 and if the longest request of a step leaves no room for a full draft before ``max_model_len``, it requests no drafts at
-all in that step. When a server is told to stop, it kills its workers at once unless it runs with
+all in that step. A vLLM server that is told to stop kills its workers at once unless it runs with
 ``--shutdown-timeout``. Then the text of the last ``rebuild_interval_s`` seconds, which is not flushed yet, is lost.
 """
 
@@ -37,10 +37,10 @@ from ssd.jit.addresses import address, int32_array, int64_array, kernel
 
 
 class SuffixProposer(VllmDrafter):
-    """Drafts for every running request of a vLLM engine from the cache, and adds completed text to the cache.
+    """Drafts tokens from the cache for every running request of a vLLM engine, and adds completed text to the cache.
 
     vLLM creates and calls it on one thread. In a tensor-parallel group only the first rank drafts, and vLLM uses its
-    drafts. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
+    drafts in all ranks. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
     ``cache_dir``; the engines share text through Redis.
     """
 
@@ -85,7 +85,7 @@ class SuffixProposer(VllmDrafter):
         return drafts + [[] for _ in range(len(sampled_token_ids) - len(drafts))]
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """Add finished requests to the cache, and read the draft limit, at the start of a step of vLLM's runner.
+        """At the start of a step of vLLM's runner, add finished requests to the cache and read the current draft limit.
 
         Never raises an exception.
         """
@@ -105,7 +105,7 @@ class SuffixProposer(VllmDrafter):
                 self._row_ids = None
                 core.finish_requests(core.pop_requests(names))
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class SuffixProposer(VllmDrafter):
     def _append_new_tokens(
         self, core: DrafterCore, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
     ) -> list[int]:
-        """Append the new tokens of this step to the requests, and return the rows whose lengths are inconsistent."""
+        """Append the tokens generated in this step to the requests; return the rows whose lengths are inconsistent."""
         assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
         inconsistent, width, words = [], matrix.shape[1], self._new_words
         _gather_new_tokens(
@@ -172,7 +172,7 @@ def _gather_new_tokens(
 ) -> None:
     """Write each sequence's length, number of new tokens and new tokens in the form that `BatchDrafter.append` reads.
 
-    The new tokens are left out if the numbers are implausible. The arguments are the addresses of the tokens,
+    The tokens are left out if the lengths are implausible. The arguments are the addresses of the tokens,
     int32[num_rows, width], the lengths, int32[num_rows], the numbers of new tokens, int64[num_rows], and the output,
     int32[num_rows, num_words].
     """
@@ -187,7 +187,7 @@ def _gather_new_tokens(
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:
-    """Append tokens that were generated in steps in which vLLM did not call the proposer, from vLLM's record."""
+    """Append tokens of earlier steps in which vLLM did not call the proposer, read from vLLM's own request state."""
     if state is None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]

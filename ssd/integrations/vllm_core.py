@@ -1,4 +1,4 @@
-"""Common parts of the drafters for vLLM's two model runners: the cache, the running requests and the drafter."""
+"""The common parts of SSD's drafters for vLLM's two model runners: the cache, the running requests and the drafter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stop_rules_of(params: Any) -> StopRules | None:
 
 
 class VllmRequest(RowText):
-    """The tokens of one vLLM request, as far as they have arrived at the drafter."""
+    """The prompt and output tokens of one vLLM request that the drafter has received so far."""
 
     __slots__ = ("num_sent", "stop_rules")
 
@@ -54,7 +54,7 @@ class VllmRequest(RowText):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerStats:
-    """Counters of the drafter inside vLLM since its start."""
+    """Counters of SSD's drafter inside vLLM, which begin at 0 when vLLM starts."""
 
     num_proposals: int = 0  # the number of drafts that were requested
     num_drafts: int = 0
@@ -64,10 +64,10 @@ class ProposerStats:
 
 
 class DrafterCore:
-    """The resources of the drafter inside one vLLM engine: cache, drafter and running requests.
+    """The cache, the drafter and the running requests of SSD inside one vLLM engine.
 
-    The cache is opened as by ``ssd-serve`` with the same settings (files, warm-up directories, Redis). This object owns
-    everything that must be closed, and keeps no reference to vLLM's engine.
+    The cache is opened as ``ssd-serve`` opens it with the same settings (files, warm-up directories, Redis). This
+    object owns everything that must be closed, and keeps no reference to vLLM's engine.
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
@@ -76,7 +76,7 @@ class DrafterCore:
         Raises:
             ConfigError: A setting is invalid.
             CacheError: The cache cannot be opened.
-            ModelError: Text is shared and the tokenizer cannot be loaded.
+            ModelError: The settings share text with other processes, but the tokenizer cannot be loaded.
         """
         model, settings = vllm_config.model_config, read_settings(vllm_config)
         draft = DraftConfig(
@@ -145,7 +145,7 @@ class DrafterCore:
         self._resources.close()
 
     def _append_to_cache(self, ended: Iterable[VllmRequest]) -> None:
-        """Add the text of each request to the cache, up to the last token that was sent to the client. O(text)."""
+        """Add the text of each ended request to the cache, up to the last token that the client received. O(text)."""
         for request in ended:
             tokens = request.tokens if request.num_sent is None else request.tokens[: request.num_sent]
             # A draft may continue after an accepted end of text; the client does not get that part.
@@ -162,15 +162,15 @@ class DrafterCore:
 
 
 class VllmDrafter:
-    """Base class of the drafters for vLLM's two model runners.
+    """Base class of SSD's drafters for vLLM's two model runners (V1 and V2).
 
-    Only the first rank of a tensor-parallel group drafts; ``_core`` is None in other ranks and after `close`.
+    Only the first rank of a tensor-parallel group drafts; in other ranks and after `close`, ``_core`` is None.
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
         """Open the cache and the drafter, see `DrafterCore`.
 
-        Raises ConfigError if vLLM would corrupt the state of the model (Mamba, linear attention).
+        Raises ConfigError if drafting would make vLLM corrupt the model's state (Mamba, linear attention).
         """
         self._num_failures = 0
         self._last_stats = ProposerStats()
@@ -200,14 +200,14 @@ class VllmDrafter:
             self._core = None
 
     def _record_failure(self, what: str) -> None:
-        """Count and log the current exception, which must not affect vLLM's requests."""
+        """Count and log the current exception instead of raising it, because it must not affect vLLM's requests."""
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-            log.exception("%s failed, the step continues without it (%d times so far)", what, self._num_failures)
+            log.exception("%s failed, vLLM continues without it (%d times so far)", what, self._num_failures)
 
 
 def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
-    """Return the number of tokens up to the one that completes the first stop string. O(n log n)."""
+    """Return the number of tokens up to and including the token that completes the first stop string. O(n log n)."""
 
     def stops(count: int) -> bool:
         text = codec.decode(tokens[:count], skip_special_tokens=rules.skip_special_tokens)
@@ -221,12 +221,12 @@ def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) ->
 
 
 def should_draft(vllm_config: Any) -> bool:
-    """Return whether this process drafts, i.e. is the first rank of its tensor-parallel group.
+    """Return whether this process drafts, because it is the first rank of its tensor-parallel group.
 
-    It logs a warning if this version of vLLM was not tested.
+    Logs a warning if SSD was not tested with the installed version of vLLM.
 
     Raises:
-        ConfigError: vLLM would corrupt the state of this model (Mamba, linear attention).
+        ConfigError: Drafting would make vLLM corrupt the state of this model (Mamba, linear attention).
     """
     model = vllm_config.model_config
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))
@@ -237,7 +237,7 @@ def should_draft(vllm_config: Any) -> bool:
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, it gets no drafts",
+            "this is vLLM %s, but SSD was tested with %s. If this version's interface differs, SSD makes no drafts",
             version,
             ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
@@ -260,7 +260,7 @@ def _module(name: str) -> Any:
 
 
 def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
-    """Load the tokenizer of vLLM's model; return None if it is missing, or raise ModelError if text is shared."""
+    """Load the tokenizer of vLLM's model. If it is missing, return None, or raise ModelError if text is shared."""
     from ssd.text.codec import TextCodec
     from ssd.text.load_tokenizer import HubOptions
 
@@ -274,5 +274,5 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
                 f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
                 'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
             ) from error
-        log.warning("no tokenizer, so the end of text is unknown: %s", error)
+        log.warning("the end-of-text token is unknown, because the tokenizer cannot be loaded: %s", error)
         return None

@@ -1,6 +1,6 @@
-"""The functions and classes of vLLM on which the drafters rely, and a check that the installed vLLM has them.
+"""The functions and classes of vLLM on which SSD's drafters rely, and a check that the installed vLLM has them.
 
-This module imports neither numba nor torch, because plugins are loaded before vLLM has prepared its libraries.
+This module imports neither numba nor torch, because plugins are loaded before vLLM has prepared these libraries.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Final, NamedTuple
 log = logging.getLogger("vllm.ssd")  # below vLLM's own logger, so that vLLM's log settings apply
 
 TESTED_VERSIONS: Final = ("0.32",)
-"""The versions of vLLM (major and minor) with which the drafters were tested; other versions cause a warning."""
+"""The versions of vLLM (major and minor) with which SSD's drafters were tested; any other version causes a warning."""
 
 METHOD: Final = "ngram_gpu"
 MODEL: Final = "ssd"
-"""``METHOD`` and ``MODEL`` are the speculative method and model in vLLM's configuration that select our drafter.
+"""The model name in vLLM's speculative configuration that selects SSD's drafter, together with the method ``METHOD``.
 
-vLLM's checks and its asynchronous scheduling accept this method, and no real model has this name.
+vLLM's checks and its asynchronous scheduling accept this method, and no real model has the name "ssd".
 """
 
 LENGTHS: Final = "ssd_lengths"
-"""An attribute that we add to vLLM's scheduler output: the number of tokens of each finished request, by request id."""
+"""The name of an attribute that SSD adds to vLLM's scheduler output: the token counts of finished requests by id."""
 
 
 class Hook(NamedTuple):
-    """A function of vLLM with its first parameters, or a class with members, that the drafters need."""
+    """A function of vLLM with its first parameters, or a class of vLLM with members, on which SSD's drafters rely."""
 
     module: str
     attribute: str  # the qualified name in the module
@@ -85,15 +85,15 @@ def selects_ssd(vllm_config: Any) -> bool:
 
 
 def finished_lengths(scheduler_output: Any) -> Mapping[str, int]:
-    """Return the number of tokens of each finished request, by id, as far as the scheduler reported it."""
+    """Return the number of tokens of each finished request by request id, as far as vLLM's scheduler reported it."""
     lengths: Mapping[str, int] = getattr(scheduler_output, LENGTHS, {})
     return lengths
 
 
 def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
-    """Return a line for each function or member that the installed vLLM lacks.
+    """Return a line of text for each function or class member that the drafters need and the installed vLLM lacks.
 
-    It reads vLLM's source files, and imports only packages.
+    It parses vLLM's source files, and imports only packages.
     """
     trees: dict[str, ast.Module | None] = {}
     missing = []
@@ -133,7 +133,7 @@ def _find_node(tree: ast.Module, attribute: str) -> ast.AST | None:
 
 
 def _members(node: ast.ClassDef) -> set[str]:
-    """Return the fields, methods and properties of a class, and the attributes that ``__init__`` sets."""
+    """Return the names of a class's fields, methods and properties, and of the attributes set in ``__init__``."""
     members = {
         inner.target.id
         for inner in node.body

@@ -1,12 +1,12 @@
-"""The plugin entry point ``vllm.general_plugins``: installs the drafters in vLLM and wraps the methods that they need.
+"""The plugin entry point ``vllm.general_plugins``: installs SSD's drafters in vLLM and wraps the methods they need.
 
-vLLM calls ``register`` in each of its processes, before it creates its configuration. It checks that the source files
-of the installed vLLM have all functions that the V2 model runner needs (``ssd.integrations.vllm_hooks``), without
-importing them. If one is missing, nothing is registered, and a log line states the reason. Otherwise these functions
-are wrapped::
+vLLM calls ``register`` in each of its processes, before the configuration is created. ``register`` checks in the source
+files of the installed vLLM, without importing them, that they have all functions that the drafter for the V2 model
+runner needs (``ssd.integrations.vllm_hooks``). If one is missing, nothing is registered, and a log line states the
+reason. Otherwise these functions are wrapped::
 
-    init_speculator              creates our speculator if the speculative model is "ssd"
-    GPUModelRunner (V1, V2)      notifies it of new and finished requests and of the shutdown
+    init_speculator              creates SSD's speculator if the speculative model is "ssd"
+    GPUModelRunner (V1, V2)      notifies the speculator of new and finished requests and of the shutdown
     Scheduler                    records the number of tokens of each finished request's answer
     Scheduler.__init__           rejects "ssd" on the V1 runner, which would run vLLM's n-gram method instead
 
@@ -41,7 +41,7 @@ _is_registered = False
 
 
 def register() -> None:
-    """Register the drafters with vLLM in this process. May be called many times."""
+    """Register SSD's drafters with vLLM in this process. May be called many times."""
     global _is_registered
     if _is_registered:
         return
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def wrap_v1_runner() -> bool:
-    """Wrap methods of vLLM's V1 runner so that it notifies our drafter; return whether that was possible."""
+    """Wrap methods of vLLM's V1 model runner so that it notifies SSD's drafter; return False if methods are missing."""
     if missing := missing_hooks(V1_HOOKS):
         log.warning(
             "SSD does not support the V1 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
@@ -82,10 +82,10 @@ def _summarise(missing: Sequence[str]) -> str:
 
 
 def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
-    """Replace functions of a class or module by calls of ``wrapper(original, *arguments)``.
+    """Replace functions of a class or module by functions that call ``wrapper(original, *arguments)``.
 
     Raises:
-        AttributeError: A function is missing; nothing was replaced.
+        AttributeError: The class or module lacks a function; nothing was replaced.
     """
 
     def wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,9 +97,10 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
-    """Wrap methods of a vLLM runner class, once, so that runners with one of our drafters notify the drafter.
+    """Wrap methods of a vLLM runner class, once, so that a runner that uses one of SSD's drafters notifies the drafter.
 
-    If the runner's ``attribute`` is our drafter, ``wrapper(drafter, original, runner, *arguments)`` is called instead.
+    If the runner's ``attribute`` is SSD's drafter, ``wrapper(drafter, original, runner, *arguments)`` is called
+    instead.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 

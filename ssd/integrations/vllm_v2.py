@@ -1,25 +1,26 @@
-"""Use of the drafter in vLLM's V2 model runner, as a speculator that ``ssd.integrations.vllm_plugin`` installs.
+"""Use of SSD's drafter in vLLM's V2 model runner, as a speculator that ``ssd.integrations.vllm_plugin`` installs.
 
 ::
 
     vllm serve MODEL --speculative-config '{"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 8}'
 
-The runner's host is ahead of its device: when it requests a draft, the tokens before the draft are often not sampled
+The runner's host code is ahead of the GPU: when it requests a draft, the tokens before the draft are often not sampled
 yet. The drafter does not wait for them. At each step
 
-1. the output of the step is packed on the device and copied to the host on a stream of its own, followed by an event;
-2. the output of earlier steps whose event has happened is appended to the requests' texts;
+1. the output of the step is packed on the GPU and copied to the host on a separate CUDA stream, followed by an event;
+2. the output of earlier steps whose event has been reached is appended to the requests' texts;
 3. from the known text, a *chain* is drafted for each request: the expected output of the steps that still run, and its
-   continuation. The chain and the acceptance probabilities of its tokens are copied to the device in one copy;
-4. the device compares the chain with the tokens that were sampled since the known text. The draft starts where these
+   continuation. The chain and the acceptance probabilities of its tokens are copied to the GPU in one copy;
+4. the GPU compares the chain with the tokens that were sampled since the known text. The draft starts where these
    tokens end in the chain: exactly, or else where their last two tokens occur in the chain nearest to that position.
    Otherwise there is no draft.
 
-If the device has no running steps (a CPU, or after a wait), the chain itself is the draft.
+If no step is running on the device (on a CPU, or after a wait), the chain itself is the draft.
 
 vLLM verifies the requested number of tokens for every sequence, so sequences without a draft are padded with the last
 token, and a step without a draft costs as much as a step with one. With ``"enable_adaptive_verification": true``, if
-vLLM supports it (full CUDA graphs), it verifies only tokens whose probability is high enough; that of padding is 0.
+vLLM supports it (full CUDA graphs), it verifies only tokens whose acceptance probability is high enough; padding has
+the probability 0.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _FAR: Final = 1 << 30  # more than twice any length; fits into int32
 
 
 class Event(Protocol):
-    """An object that signals the end of a copy to the host, as ``torch.cuda.Event`` does."""
+    """An object that signals the end of a copy from the GPU to the host, as ``torch.cuda.Event`` does."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -56,7 +57,7 @@ class Event(Protocol):
 
 
 class _StepBuffers:
-    """Host memory for the copies of one step between host and device, pinned if there is a device."""
+    """Host memory for the copies that one step makes between host and device; pinned memory if there is a GPU."""
 
     def __init__(self, num_requests: int, num_output_words: int, num_chain_words: int, event: Event | None) -> None:
         pin = event is not None and torch.cuda.is_available()
@@ -73,17 +74,17 @@ class _StepBuffers:
 
 
 class Speculator(VllmDrafter):
-    """Our drafter as vLLM's ``BaseSpeculator``; its V2 model runner creates and calls it on one thread.
+    """SSD's drafter as vLLM's ``BaseSpeculator``; vLLM's V2 model runner creates and calls it on one thread.
 
-    Every rank of a tensor-parallel group has one; the first rank drafts and broadcasts its drafts on the device. Each
-    engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below ``cache_dir``; the engines
-    share text through Redis.
+    Every rank of a tensor-parallel group has a speculator; the first rank drafts and broadcasts its drafts on the
+    device. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
+    ``cache_dir``; the engines share text through Redis.
     """
 
     supports_mm_inputs = False
     draft_logits: Tensor | None = None
-    """Always None: the drafter proposes single tokens without a distribution, which are accepted if the target samples
-    them.
+    """Always None: drafts have no probability distribution. vLLM accepts a draft token if the target samples the same
+    token.
     """
     num_query_per_req = 1
     num_extra_query_per_req = 0
@@ -94,8 +95,8 @@ class Speculator(VllmDrafter):
     ) -> None:
         """Open the cache and the drafter, see `DrafterCore`.
 
-        ``req_states`` are the request states of vLLM's runner. Without ``make_event``, CUDA events are used on CUDA,
-        and copies are synchronous elsewhere.
+        ``req_states`` are the request states of vLLM's runner. Without ``make_event``, CUDA events are used on CUDA; on
+        other devices, copies are synchronous.
         """
         speculative = vllm_config.speculative_config
         self._states, self._device = req_states, device
@@ -130,10 +131,10 @@ class Speculator(VllmDrafter):
             log.info("vLLM verifies %d tokens per request in every step, even if SSD has no draft", self._width)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Do nothing: there is no CUDA graph."""
+        """Do nothing: the drafter has no CUDA graph."""
 
     def capture(self) -> None:
-        """Do nothing: there is no CUDA graph."""
+        """Do nothing: the drafter has no CUDA graph."""
 
     @torch.inference_mode()
     def propose(
@@ -159,9 +160,9 @@ class Speculator(VllmDrafter):
         """Return one draft for each sequence of vLLM's batch, int64[rows, K] on the device.
 
         It never raises an exception and never waits for the device. ``num_sampled``, int32[rows], is the number of
-        tokens that this step sampled for each sequence, 0 in prefill; ``last_sampled`` is int64[slots, 1];
-        ``num_speculative_tokens`` is the number of tokens of each draft that will be verified, None for all. Of
-        ``input_batch`` only the fields named in ``vllm_hooks.V2_HOOKS`` are used.
+        tokens that this step sampled for each sequence, 0 in prefill. ``last_sampled``, int64[slots, 1], is the last
+        sampled token. ``num_speculative_tokens`` is the number of tokens of each draft that will be verified; None
+        means all. Only the fields of ``input_batch`` that are named in ``vllm_hooks.V2_HOOKS`` are used.
         """
         count = input_batch.num_reqs
         drafts = self._drafts[:count]
@@ -190,7 +191,7 @@ class Speculator(VllmDrafter):
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
-        """Register new requests; a preempted request comes back with its output so far. Never raises an exception."""
+        """Register new requests, and preempted requests with their output so far. Never raises an exception."""
         core = self._core
         if core is None or not scheduler_output.scheduled_new_reqs:
             return
@@ -209,10 +210,10 @@ class Speculator(VllmDrafter):
                     core.drafter.clear()
                 core.start_request(new.req_id, tokens, new.prompt_len).stop_rules = stop_rules_of(new.sampling_params)
         except Exception:
-            self._record_failure("following requests")
+            self._record_failure("registering requests")
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """Mark finished requests, which are added to the cache when all their tokens have arrived from the device.
+        """Mark requests as finished; they are added to the cache when all their tokens have arrived from the device.
 
         Never raises an exception.
         """
@@ -228,7 +229,7 @@ class Speculator(VllmDrafter):
             self._process_arrived(core)
             self._finish_arrived(core)
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
 
     def close(self) -> None:
         core = self._core
@@ -241,7 +242,7 @@ class Speculator(VllmDrafter):
             self._process_arrived(core)
             self._finish_arrived(core)
         except Exception:
-            self._record_failure("learning")
+            self._record_failure("adding text to the cache")
         super().close()
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
@@ -251,9 +252,9 @@ class Speculator(VllmDrafter):
     ) -> Tensor | None:
         """Draft a chain for each sequence of a batch, and return the chains on the device, see `BatchDrafter.draft`.
 
-        ``slots``, int64[rows], ``lengths`` and ``num_sampled``, int32[rows, 1], are the sequences' indices in the
-        runner's state and their numbers of tokens and of new tokens. ``width`` draft tokens will be verified; if 0,
-        there are no chains.
+        ``slots``, int64[rows], are the sequences' indices in the runner's state; ``lengths`` and ``num_sampled``,
+        int32[rows, 1], are their numbers of tokens and of new tokens. ``width`` draft tokens will be verified; 0
+        disables drafting.
         """
         count = len(slots)
         if self._row_ids != batch.req_ids:
@@ -311,7 +312,7 @@ class Speculator(VllmDrafter):
             self._last_arrived = step
 
     def _drop_requests(self, core: DrafterCore, requests: Sequence[VllmRequest]) -> None:
-        """Stop drafting for requests with missing tokens, and do not add them to the cache."""
+        """Stop drafting for requests whose output did not arrive completely, and do not add them to the cache."""
         missing = [name for name, request in core.requests.items() if request in requests]
         core.pop_requests(missing)
         core.drafter.clear()
@@ -321,7 +322,7 @@ class Speculator(VllmDrafter):
             None,
         )
         if missing:
-            log.warning("drafting stopped for %d requests: some of their tokens are missing", len(missing))
+            log.warning("drafting stopped for %d requests, whose output tokens did not all arrive", len(missing))
 
     def _finish_arrived(self, core: DrafterCore) -> None:
         """Add the finished requests whose tokens have all arrived from the device to the cache."""
@@ -346,7 +347,7 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write the part of each chain that follows the sampled tokens to ``drafts``, on the device.
+        """Write the rest of each chain, after the tokens that were sampled since it was drafted, to ``drafts``.
 
         The module docstring describes the selection. ``slots``, ``lengths`` and ``padding`` have one entry per
         sequence; ``probabilities`` is written unless it is None.

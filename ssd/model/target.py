@@ -66,7 +66,7 @@ class Target(ABC):
 
     @property
     def supports_noise(self) -> bool:
-        """Whether forward passes can sample tokens on the device with Gumbel noise; if not, pass no noise to them."""
+        """Whether forward passes can sample tokens on the device with Gumbel noise; if not, pass them no noise."""
         return False
 
     def length(self, slot: int) -> int:
@@ -90,7 +90,7 @@ class Target(ABC):
     def copy_prefix(self, source: int, slot: int, length: int) -> None:
         """Copy the KV cache of the first ``length`` tokens of the slot ``source`` to ``slot``.
 
-        The tokens that ``slot`` already holds must be a prefix of the same text. Requires ``can_copy_prefixes``.
+        The tokens that ``slot`` already contains must be a prefix of these tokens. Requires ``can_copy_prefixes``.
         """
         start = self.length(slot)
         assert self.can_copy_prefixes and slot != source and start <= length <= self.length(source)
@@ -99,7 +99,7 @@ class Target(ABC):
         self._token_ids[slot, start:length] = self._token_ids[source, start:length]
 
     def cached_tokens(self, slot: int) -> npt.NDArray[np.int32]:
-        """Return the tokens from which a slot's KV cache was computed: a view, int32[length(slot)]."""
+        """Return the tokens whose keys and values a KV cache slot contains: a view, int32[length(slot)]."""
         return self._token_ids[slot, : self.length(slot)]
 
     def _append_tokens(self, slots: Integers, tokens: TokenMatrix, counts: Integers, **kwargs: Any) -> PassOutput:
@@ -111,7 +111,7 @@ class Target(ABC):
         return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Copy the KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which holds ``start`` tokens."""
+        """Copy the KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which has ``start`` tokens."""
         raise NotImplementedError(f"the runner {self.backend!r} cannot copy prefixes between slots")
 
     @abstractmethod
@@ -132,9 +132,9 @@ class Target(ABC):
         ``tokens`` is int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
         token id. ``noise`` is the noise to sample tokens with, if the target `supports_noise`. ``parents`` are the
         parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token the index of its
-        parent, smaller than its own index; -1 for the first token and for no other. A row 0, 1, 2 ... is a chain. Each
-        token is scored after the path to it. The slots then hold trees until ``accept_paths`` is called, which must
-        follow.
+        parent, which is smaller than its own index; -1 for the first token only. The parents -1, 0, 1 ... are a chain.
+        Each token is scored after the path to it. After a pass with ``parents``, the slots contain trees, and the
+        caller must call ``accept_paths`` next.
         """
         assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
@@ -143,14 +143,14 @@ class Target(ABC):
         return self._append_tokens(slots, tokens, counts, **more)
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether `run_ahead` can launch the next forward pass of these slots before their tokens are read."""
+        """Return whether `run_ahead` can launch the next pass of these slots before the host reads their tokens."""
         return False
 
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
         """Launch a forward pass over the tokens that the last pass sampled, before the host has read them.
 
-        The pass has one token for each slot of the last pass. Call `start_copy_to_host` on the last pass's output
-        before, and `record_tokens` with its tokens afterwards. ``noise`` is the same as for ``forward``.
+        The pass has one token for each slot of the last pass. Before, call `start_copy_to_host` on the last pass's
+        output; afterwards, call `record_tokens` with its tokens. ``noise`` is the same as for ``forward``.
         """
         raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
 
@@ -167,7 +167,7 @@ class Target(ABC):
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
     def warm_up(self) -> None:
-        """Do the work that the first forward passes would otherwise wait for, for example capture CUDA graphs."""
+        """Prepare the target, e.g. capture CUDA graphs, so that the first forward passes do not have to wait."""
         prepare_linears(self.model)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Equivalent rewritings of tool calls and results, for chat templates that refuse or drop the usual form."""
+"""Rewrites conversations with tool calls in equivalent forms, for chat templates that refuse or drop the usual form."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from ssd.text.messages import Message, equivalent_forms, hermes_calls
 
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
-"""A function that writes tool calls, each with ``name`` and ``arguments``, as text in the model's own format."""
+"""A function that writes tool calls, mappings with ``name`` and ``arguments``, as text in the model's own format."""
 
 
 class Variant(NamedTuple):
-    """A conversation with the same meaning as the client's, but written in another way."""
+    """A rewriting of the client's conversation that has the same meaning but other messages."""
 
     messages: list[Message]
     one_call_each: bool = False  # whether each message has at most one tool call
@@ -24,8 +24,8 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
     The changes are, in order: text next to a tool call becomes a message before it; each call becomes a message of its
     own, followed by its result; results become user messages; calls become text. Arguments that are not a JSON object
-    are wrapped in one with the key "arguments". Each change is combined with every form of `equivalent_forms`. The
-    order and the number of rewritings depend only on the roles and on which parts the messages have.
+    are wrapped in an object with the key "arguments". Each change is combined with every form of `equivalent_forms`.
+    Order and number of the rewritings depend only on the roles of the messages and on which parts they have.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -38,7 +38,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
-    """Yield the rewritings of a conversation, each with whether every message has at most one tool call."""
+    """Yield the rewritings of a conversation, and for each whether all its messages have at most one tool call."""
     yield messages, False
     yield _text_apart(messages), False
     yield _one_call_each(messages), True
@@ -51,7 +51,7 @@ def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[
 
 
 def functions_of(message: Message) -> list[Mapping[str, Any]]:
-    """Return the functions that a message calls; malformed calls are left out."""
+    """Return the functions that a message's tool calls name; malformed tool calls are left out."""
     functions = [call.get("function") for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function, Mapping)]
 
@@ -62,7 +62,7 @@ def has_object_arguments(function: Mapping[str, Any]) -> bool:
 
 
 def _text_apart(messages: Sequence[Message]) -> list[Message]:
-    """Move text next to tool calls to a message of its own before them."""
+    """Move text that is in the same message as tool calls to a separate message before it."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
@@ -75,7 +75,7 @@ def _text_apart(messages: Sequence[Message]) -> list[Message]:
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Write each tool call as a message of its own, followed by its result.
 
-    The result is the one with the id of the call, or else the next one.
+    The result of a call is the tool message with the call's id, or else the next tool message.
     """
     found: list[Message] = []
     at = 0
@@ -108,7 +108,7 @@ def _results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
-    """Append tool calls as text to the content of their messages; ``beside_text``: only if there is other content."""
+    """Append tool calls as text to the content of their messages; ``beside_text``: only if there already is content."""
     found: list[Message] = []
     for message in messages:
         functions = functions_of(message)

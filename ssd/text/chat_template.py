@@ -2,8 +2,8 @@
 
 A template is a program. Its source does not show whether it writes a role, a list of content parts or a second tool
 call; it may mention a role only in a comment. So it is rendered with unique marks as contents and arguments, once for
-each shape (roles and parts) of a conversation. Conversations of that shape then use the first rewriting of
-`variants` with all marks in the output.
+each shape (roles and parts) of a conversation. Conversations of that shape are then rewritten in the first way of
+`variants` in which the template wrote all marks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewriting of a conversation, see `variants`, that a chat template renders most completely."""
+    """The rewritten conversation of which a chat template writes the most parts, among those that `variants` yields."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -56,14 +56,14 @@ class VariantChoice(NamedTuple):
 
 
 class CallSample(NamedTuple):
-    """The text that a chat template writes for a call of ``SAMPLE_NAME``; it shows the model's format of tool calls."""
+    """The text that a chat template writes for a call of the tool ``SAMPLE_NAME``, to show the model's format."""
 
     prompt: str  # the generation prompt before the assistant's message
     texts: tuple[str, ...]  # the message, once for each plausible end of its header
 
 
 class ChatTemplate:
-    """A chat template with the function of a tokenizer that renders it. Thread-safe."""
+    """A chat template, and the function of a tokenizer that renders the template. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
         self.source = source
@@ -73,7 +73,7 @@ class ChatTemplate:
         self._needs_missing: dict[frozenset[str], bool] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return the prompt text for a conversation; exceptions of the template are passed on."""
+        """Return the prompt text for a conversation; exceptions that the template raises are passed on."""
         messages = [_in_parts(each) if self._parts_alone(each["role"]) else each for each in messages]
         return self._apply(messages, chat_template=self.source, tokenize=False, **options)
 
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools; if it refuses the test conversations, whether it mentions tools."""
+        """Whether the template writes tools; if it refuses the test conversations, whether its source names tools."""
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
         return mentions_tools(self.source) and (
@@ -109,7 +109,7 @@ class ChatTemplate:
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def with_fields(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Add tool fields that the template requires but the API does not, e.g. empty descriptions."""
+        """Add fields to tools that the API lets clients omit but the template requires, e.g. empty descriptions."""
         tools = variables.get("tools")
         if not tools:
             return {**variables, "tools": []} if tools is None and self._needs_tools else dict(variables)
@@ -130,10 +130,10 @@ class ChatTemplate:
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
     ) -> VariantChoice:
-        """Return the first rewriting of a conversation that the template writes completely, see `variants`.
+        """Return the first rewriting of a conversation by `variants` that the template writes completely.
 
-        If there is none, return the one with the fewest losses. Conversations with the same roles and parts, apart from
-        repetitions, are tested once. O(variants x renderings).
+        If there is none, return the rewriting with the fewest lost parts. Conversations with the same roles and parts,
+        apart from repetitions, are tested once. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -162,7 +162,7 @@ class ChatTemplate:
         return best
 
     def refuses_tools(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether the template raises an exception only because of the conversation's tools."""
+        """Return whether the template raises an exception with the conversation's tools, but not without them."""
         user, without = [_turn("user")], {name: value for name, value in variables.items() if name != "tools"}
         return bool(variables.get("tools")) and self._try(user, **variables) is None != self._try(user, **without)
 
@@ -196,7 +196,7 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template reads contents of ``role`` only as a list of parts and not as a string."""
+        """Return whether the template writes contents of ``role`` as lists of parts, but drops them as strings."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []
@@ -238,7 +238,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """Return the unique text that replaces each part of a conversation when a template is tested."""
+    """Return the unique text (mark) that replaces each part of a conversation when a chat template is tested."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():
@@ -250,7 +250,7 @@ def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Replace all contents and tool-call arguments of a conversation by unique marks, to test a template with it."""
+    """Replace all contents and tool-call arguments of a conversation by unique marks, to test a chat template."""
 
     def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function, mark = call.get("function"), _mark(number, place)
@@ -269,14 +269,14 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _kind(function: Mapping[str, Any]) -> str:
-    """Return "c" if the arguments of a tool call are an object, "x" if they are text, else "l"."""
+    """Return "c" if the arguments of a tool call are a JSON object, "x" if they are text, and "l" otherwise."""
     if has_object_arguments(function):
         return "c"
     return "x" if isinstance(function["arguments"], str) else "l"
 
 
 def _sign(message: Message) -> str:
-    """Return the shape of a message as text: its role and which parts it has."""
+    """Encode the shape of a message, its role and which parts it has, as a short text that serves as a cache key."""
     calls = ""
     if "tool_calls" in message:
         calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
@@ -285,9 +285,9 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """Return the indices of a list without the third and later repetitions of a sequence of up to 6 items.
+    """Return the indices of a list that remain if a sequence of up to 6 items recurs at most twice in succession.
 
-    A long conversation then has the shape of a shorter one, whose test result can be reused.
+    A long conversation then has the shape of a shorter conversation, whose test result can be reused.
     """
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))
@@ -302,7 +302,7 @@ def _without_repetition(signs: Sequence[str]) -> list[int]:
 
 
 def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a cache key for template variables: names with short values; long values count only as non-empty."""
+    """Return a cache key for template variables: their names, short values, and whether long values are empty."""
 
     def outline(value: object) -> object:
         is_short = isinstance(value, str | bool | int | float) and len(str(value)) < _LONGEST_VALUE

@@ -30,7 +30,7 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(
 
 
 class Example(NamedTuple):
-    """A token sequence to add to the cache; its first ``prompt_length`` tokens are the prompt."""
+    """A token sequence that is added to the cache; its first ``prompt_length`` tokens are the prompt."""
 
     token_ids: list[int]
     prompt_length: int
@@ -40,7 +40,7 @@ class TextCodec:
     """A tokenizer with its chat template. Thread-safe.
 
     The first ``load`` in a process imports torch if it is installed, because transformers imports it. A program that
-    never runs a model calls ``ssd.text.load_tokenizer.hide_torch`` before.
+    never runs a model should call ``ssd.text.load_tokenizer.hide_torch`` before.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
@@ -88,9 +88,9 @@ class TextCodec:
 
         Args:
             name_or_path: The directory, id or file of the tokenizer.
-            hub: How the tokenizer is downloaded from the Hub.
-            model: The served model, if it is a different one; its files name the token ids that end an output.
-            model_hub: How files of ``model`` are downloaded from the Hub.
+            hub: The download options for the tokenizer.
+            model: The served model, if it is not ``name_or_path``; its files name the token ids that end an output.
+            model_hub: The download options for files of ``model``.
             chat_template: A chat template that replaces the tokenizer's own.
 
         Raises:
@@ -104,9 +104,9 @@ class TextCodec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary, by which caches check that token ids mean the same text: xxh3-128 in hexadecimal.
+        """A hash of the vocabulary, xxh3-128 in hexadecimal, by which caches check that token ids mean the same text.
 
-        Two tokenizers with the same fingerprint may split text differently, but each id means the same text in both.
+        Two tokenizers with the same fingerprint may split text differently, but a token id means the same text in both.
         """
         digest = xxhash.xxh3_128()
         for token, token_id in sorted(self._tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0])):
@@ -116,7 +116,7 @@ class TextCodec:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works without a template from the caller."""
+        """Whether the tokenizer has a chat template, so that ``encode_chat`` needs none from the caller."""
         return bool(self._tokenizer.chat_template)
 
     # Text to ids
@@ -124,7 +124,7 @@ class TextCodec:
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a text prompt, with the special tokens that the tokenizer adds (often a beginning-of-text token).
 
-        Special tokens spelled out in the text become special tokens, because a prompt is the model's raw input.
+        Text that spells a special token becomes this token, because a prompt is the model's raw input.
         """
         return self._encode(text, add_special_tokens=True)
 
@@ -143,7 +143,7 @@ class TextCodec:
         tools_in_words: bool = False,
         write_calls: WriteCalls = write_hermes_calls,
     ) -> list[int]:
-        """Encode a conversation with the tokenizer's chat template or a given one.
+        """Encode a conversation with the tokenizer's chat template or a given template.
 
         If the template refuses or drops a part of the conversation, equivalent messages are tried, see `variants`.
 
@@ -151,12 +151,12 @@ class TextCodec:
             messages: Messages in OpenAI's format with text content.
             add_generation_prompt: Whether the header of the assistant's next message is appended.
             continue_final_message: Whether the last message is left open, so that the model continues it.
-            template_kwargs: Additional variables of the template, among them ``tools``.
+            template_kwargs: Additional variables of the template, including ``tools``.
             chat_template: A template that replaces the tokenizer's own.
-            allow_special_tokens: Whether special tokens spelled out in messages and variables become special tokens. By
-                default they are encoded as text, see `SpecialTokens`.
+            allow_special_tokens: Whether text in messages and variables that spells a special token becomes this token.
+                By default such text is encoded as ordinary text, see `SpecialTokens`.
             tools_in_words: Whether the tools are described in words, because the template ignores tools.
-            write_calls: Writes tool calls as text in the model's format, for a template that drops them.
+            write_calls: Writes tool calls as text in the model's format, for a template that drops tool calls.
 
         Raises:
             RequestError: The template refuses the conversation or drops a part of it. ``param`` is "messages", "tools",
@@ -219,7 +219,7 @@ class TextCodec:
 
         Args:
             given: A template that replaces the tokenizer's own.
-            with_tools: Whether the conversation has tools; some tokenizers have a separate template for that.
+            with_tools: Whether the conversation has tools, for which some tokenizers have a separate template.
         """
         if given is None and not self.has_chat_template:
             return None
@@ -242,15 +242,15 @@ class TextCodec:
     # Examples for the cache
 
     def encode_text_example(self, text: str) -> Example:
-        """Encode a document for the cache, followed by the end-of-text token."""
+        """Encode a document, and append the end-of-text token, to add the document to the cache."""
         return Example(self._close(self.encode_prompt(text)), 0)
 
     def encode_completion_example(self, prompt: str, completion: str) -> Example:
-        """Encode a prompt for the cache as ``/v1/completions`` does, followed by a completion."""
+        """Encode a prompt, as ``/v1/completions`` does, and its completion, to add both to the cache."""
         return self.encode_answer_example(self.encode_prompt(prompt), completion)
 
     def encode_answer_example(self, prompt_ids: list[int], completion: str) -> Example:
-        """Encode a completion for the cache and append it to the token ids of its prompt."""
+        """Encode a completion and append it to the token ids of its prompt, to add both to the cache."""
         return Example(self._close(prompt_ids + self.encode_completion(completion)), len(prompt_ids))
 
     def _close(self, token_ids: list[int]) -> list[int]:
@@ -261,22 +261,22 @@ class TextCodec:
     # Single tokens
 
     def piece(self, token_id: int) -> str | None:
-        """Return a token as the vocabulary spells it, which may differ from its text; None for an unused id."""
+        """Return the spelling of a token in the vocabulary, which may differ from its text; None for an unused id."""
         found: str | None = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
         return found
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether a token is an added token; the vocabulary spells these as their text."""
+        """Return whether a token is an added token, whose spelling in the vocabulary is its text."""
         return token_id in self._added_ids
 
     @cached_property
     def added_tokens(self) -> Mapping[str, int]:
-        """The ids of all added tokens, special or not, by their text."""
+        """The token ids of all added tokens, special or not, by the tokens' texts."""
         pieces = {token_id: self.piece(token_id) for token_id in sorted(self._added_ids)}
         return {piece: token_id for token_id, piece in pieces.items() if piece}
 
     def to_json(self) -> str:
-        """Return the text of ``tokenizer.json``; raise ValueError if the tokenizer is not implemented in Rust."""
+        """Return the text of the tokenizer's ``tokenizer.json``; raise ValueError if it is not implemented in Rust."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"the tokenizer is a {type(self._tokenizer).__name__}, which has no tokenizer.json")
@@ -292,7 +292,7 @@ class TextCodec:
         return {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids below 2^31.
+        """Return the text of a sequence of token ids, which must be below 2^31.
 
         Ids without a token add no text. Bytes that are not UTF-8 become U+FFFD.
         """
@@ -311,7 +311,7 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """Render the given variant of a conversation; if it fails or is None, the first form that the template accepts."""
+    """Render variant ``number`` of a conversation; if it is None or fails, the first variant that can be rendered."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
         with suppress(Exception):  # the test with marks succeeded, but the real contents may fail
@@ -326,7 +326,7 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """Return for each message of `describe_tools_in_words` the index of the original message with which it begins."""
+    """Return, for each message of `describe_tools_in_words`, the index of the original message with which it begins."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
         number
@@ -356,7 +356,7 @@ def _without_object(messages: Sequence[Message]) -> str:
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
-    """Return the faster ``decode`` of the tokenizer's Rust implementation; None if it would give other texts."""
+    """Return the tokenizer's faster ``decode`` in Rust; None if it gives other texts than transformers' ``decode``."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -372,10 +372,10 @@ _SPACE_MARK = "\u2581"
 
 
 class TokenTexts:
-    """Returns the bytes and the text of single tokens, such that the bytes of an output's tokens join to its full text.
+    """Returns the bytes and the text of single tokens; the bytes of an output's tokens, joined, are the output's text.
 
-    Bytes are decoded from the spelling of tokens in the vocabularies of GPT-2 (bytes as characters) and sentencepiece
-    (space marks, byte tokens). Other tokenizers decode each token alone.
+    The bytes of a token are decoded from its spelling in the vocabulary, which is that of GPT-2 (bytes as characters)
+    or sentencepiece (space marks, byte tokens). With other tokenizers, each token is decoded alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -384,11 +384,11 @@ class TokenTexts:
         self.bytes_of = lru_cache(maxsize=1 << 16)(self._bytes_of)  # empty for an id without a token
 
     def text_of(self, token_id: int) -> str:
-        """Return a token as text; bytes of incomplete characters become U+FFFD."""
+        """Return the text of a single token; bytes of incomplete characters become U+FFFD."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
     def is_shown(self, token_id: int) -> bool:
-        """Return whether the text of an output contains a token; special tokens are left out."""
+        """Return whether a token's text is part of the output's text; the text of special tokens is left out."""
         return token_id not in self._codec.special_ids
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -416,7 +416,7 @@ def _spelling(codec: TextCodec) -> tuple[bool, bool]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character in GPT-2's vocabulary: printable Latin-1, and U+0100 on for other bytes."""
+    """Return the byte that each character of GPT-2's vocabulary stands for (printable Latin-1, and U+0100 on)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -425,24 +425,24 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 MAX_BAD_WORDS = 1000
-"""The maximum number of bad words in a request, because each of them is compared at every position."""
+"""The maximum number of bad words in a request; the limit bounds the work at each output position."""
 
 
 def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode each bad word as at the beginning of a text and as after a space, as vLLM does.
+    """Encode each bad word twice, as vLLM does: without and with a leading space.
 
-    The output may still contain a word that is spelled by unusual tokens. Raises RequestError for a word without a
-    token and for too many words.
+    The output may still contain a bad word that is spelled by unusual tokens. Raises RequestError if a word has no
+    token or if there are too many words.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which has no token: give words", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which has no token: omit it", param="bad_words")
         found[alone] = None
         # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
             found[spaced] = None
     if len(found) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words has {len(found)} spellings, at most {MAX_BAD_WORDS}", param="bad_words")
+        raise RequestError(f"bad_words has {len(found)} spellings, more than {MAX_BAD_WORDS}", param="bad_words")
     return tuple(found)

@@ -17,13 +17,12 @@ class TextStream:
     """Incremental detokenizer of one output, which also finds stop strings. Not thread-safe.
 
     The returned texts, joined, are the decoded output without special tokens, up to the first stop string. Only the
-    number of U+FFFD may differ, if a sentencepiece-like tokenizer spells characters by bytes and the bytes are not
+    number of U+FFFD characters may differ, if a sentencepiece-like tokenizer spells characters by bytes that are not
     UTF-8.
 
     Whether a token begins with a space depends on the token before it, and several tokens may spell one character. So a
-    window of the last tokens is decoded for each new token, which takes O(1)::
-
-        window = [ context: text was returned | pending: not yet ]
+    window of the last tokens is decoded for each new token, in O(1). The window begins with context tokens, whose text
+    was already returned, followed by pending tokens, whose text was not.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class TextStream:
         shown_special_ids: Collection[int] = (),
         before: Sequence[int] = (),
     ) -> None:
-        """Start a text, which continues the text of the token ids ``before``.
+        """Create a detokenizer for a text that continues the text of the token ids ``before``.
 
         Each string in ``stop`` ends the text. Special tokens are left out, except ``shown_special_ids``.
         """
@@ -56,7 +55,7 @@ class TextStream:
     def following(
         cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
     ) -> TextStream:
-        """Create the detokenizer for one output of a request; ``stops``: whether stop strings are searched."""
+        """Create the detokenizer for one output of a request; ``stops``: whether it searches for stop strings."""
         return cls(
             codec,
             stop=sampling.stop if stops else (),
@@ -75,14 +74,14 @@ class TextStream:
         return token_id in self._silent
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the new text that is safe to send; faster than ``push_token`` for each token."""
+        """Add tokens, and return the new text that is safe to send; faster than calling `push_token` for each token."""
         if len(token_ids) < 2:
             return self.push_token(token_ids[0]) if token_ids else ""
         together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
-        """Add a token, and return the new text that is safe to send. Check ``stop_hit`` afterwards."""
+        """Add a token, and return the new text that is safe to send; sets ``stop_hit`` if a stop string is complete."""
         codec, window = self._codec, self._window
         pair = (window[0], token_id) if self._num_context == len(window) == 1 else None
         known = None if pair is None else codec.pieces.get(pair)
@@ -122,7 +121,7 @@ class TextStream:
         )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
-        """Decode several tokens at once; None, and no change, if a stop or an incomplete character is possible."""
+        """Decode several tokens at once; None, without effect, if a stop string or broken character may occur."""
         codec, silent = self._codec, self._silent
         if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
@@ -144,7 +143,6 @@ class TextStream:
         return sent
 
     def _new_text(self, text: str, stop: int) -> str:
-        """Return the new text of the recent tokens; ``text`` is their whole text up to the token index ``stop``."""
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._codec.decode(
@@ -152,7 +150,7 @@ class TextStream:
         )  # bytes that changed the text of the tokens before them
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Return the text of the recent tokens up to the last complete character, and the number of tokens after it."""
+        """Return the recent tokens' text up to the last complete character, and the number of tokens after it."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
@@ -160,7 +158,7 @@ class TextStream:
         return text, 0
 
     def _send(self, piece: str) -> str:
-        """Return text that is safe to send, without a suffix that may become a stop string; set ``stop_hit``."""
+        """Return text without a suffix that may become a stop string, which is sent later; set ``stop_hit``."""
         if not self._stop:
             return piece
         text = self._unsent + piece
@@ -175,7 +173,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the last token with the tokens before it that spell the same character; empty if it is incomplete."""
+    """Return the last tokens that together spell complete characters; empty if the last character is incomplete."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:

@@ -1,4 +1,4 @@
-"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, in which such numbers are text.
+"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, which spell these numbers.
 
 Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """
@@ -21,7 +21,7 @@ _CONSTRAINTS = _BOUNDS | {
 
 
 def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = None) -> bool:
-    """Return whether an enum or const in a schema contains a number that 64-bit floats cannot represent.
+    """Return whether an enum or const in a JSON schema contains a number that 64-bit floats cannot represent.
 
     ``root`` is the whole schema, in which references are resolved; ``node`` is the part that is searched, with
     everything that it refers to; ``seen`` are the ids of parts that were searched already.
@@ -37,10 +37,10 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """The Lark rules of one JSON schema, which write its large numbers with all digits."""
+    """The Lark rules for one JSON schema, which contain the schema's large numbers with all their digits."""
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """Compile ``root``, the result of `prepare_schema`; the names of the rules begin with ``prefix``.
+        """Compile ``root``, the result of `prepare_schema`, to rules whose names begin with ``prefix``.
 
         ``options`` are llguidance's options for JSON, such as separators.
         """
@@ -51,7 +51,7 @@ class ExactRules:
         self.rule(root, "")
 
     def rule(self, node: Schema, at: str) -> str:
-        """Return the name of the rule for a subschema at the JSON pointer ``at``, which is compiled at its first use.
+        """Return the name of the Lark rule for a subschema at the JSON pointer ``at``; the first call compiles it.
 
         Raises SchemaError if a number cannot be represented.
         """
@@ -99,7 +99,7 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Return a rule for items separated by commas, in order; each item is given with whether it is required."""
+        """Return a Lark rule for items separated by commas, in order; the bool says whether an item is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]
@@ -119,7 +119,7 @@ class ExactRules:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _literal(self, value: Any) -> str:
-        """Return a rule for one JSON value, with all digits of its numbers."""
+        """Return a Lark rule for one JSON value, with all digits of its numbers."""
         if isinstance(value, dict):
             items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
@@ -128,7 +128,7 @@ class ExactRules:
         return _quoted(value)
 
     def _rule_of(self, body: str) -> str:
-        """Add a rule for a part that is not a schema, and return its name."""
+        """Add a Lark rule with the given body, and return its name."""
         name = f"{self._prefix}{len(self._names)}"
         self._names[-len(self._names)] = name
         self.rules[name] = body

@@ -1,8 +1,8 @@
 """Token masks for structured output, computed by llguidance on threads for all positions of a draft.
 
 llguidance (Moskal et al., "Making Structured Outputs Go Brrr", 2025) runs a lexer based on derivatives under an Earley
-parser along the vocabulary's trie. Most masks take less than a tenth of a millisecond, some take half a second. Only
-the request with the grammar waits for a late mask.
+parser along the vocabulary's trie. Most masks take less than a tenth of a millisecond, some take half a second. If a
+mask is late, only the request that needs this mask waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssd.text.grammar_memory import GrammarReservation, allocated_bytes
 Mask = npt.NDArray[np.bool_]
 
 PATIENCE_S = 0.02
-"""The seconds that a forward pass waits for masks of requests whose masks have not been late before.
+"""The maximum time in seconds that a forward pass waits for token masks.
 
 Usual masks are far faster. A mask that needs more processor time than this is costly: many costly masks at once would
 take the processors from the forward passes.
@@ -57,7 +57,7 @@ _DEAD_END = (
 
 
 class _Trial:
-    """The masks along one draft; one thread computes them while another one reads those that are ready."""
+    """The token masks for one draft; one thread computes the masks while another thread reads those that are ready."""
 
     def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
         self.draft = draft
@@ -70,16 +70,16 @@ class _Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all masks are computed, up to the end of the draft or to a token that is not allowed."""
+        """Whether all masks are computed, up to the end of the draft or to a draft token that the grammar forbids."""
         at = len(self.masks) - 1
         return at >= len(self.draft) or (at >= 0 and not self.masks[at][self.draft[at]])
 
 
 class GrammarState:
-    """The structured-output state of one request: a grammar, the tokens generated so far, and the next masks.
+    """The structured-output state of one request: a grammar, the tokens generated so far, and the next token masks.
 
     One thread owns it; other threads compute the masks. After an end-of-text token only end-of-text tokens are allowed.
-    If the grammar becomes too complex or reaches a dead end, this depends only on the output and not on drafts.
+    Whether the grammar becomes too complex or reaches a dead end depends only on the output and not on drafts.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GrammarState:
         """Create the state before the first token.
 
         ``open_it`` reserves memory for the compiled grammar; with True, it may return None if there is no memory.
-        ``param`` is the client's name of the constraint for error messages. Tenants take turns with masks that are
+        ``param`` is the request field with the constraint, for error messages. Tenants take turns if their masks are
         costly to compute.
         """
         self._open_it = open_it
@@ -122,10 +122,9 @@ class GrammarState:
         return self._made is not None and not self._made.done()
 
     def is_ready(self) -> bool:
-        """Return whether a forward pass may include this sequence; if its first mask is missing, start computing it.
+        """Return whether a forward pass may include this sequence; start computing its first mask if that is missing.
 
-        A sequence whose masks were late, or whose grammar is not in memory yet, must have its first mask before the
-        pass.
+        A sequence whose masks were late, or whose grammar is not in memory yet, needs its first mask before the pass.
         """
         if self.is_busy:
             return False
@@ -140,7 +139,7 @@ class GrammarState:
         return True
 
     def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Start to compute the masks along a draft; no other computation of this state may be running."""
+        """Start to compute the token masks for a draft; no other computation of this state may be running."""
         self._try(draft, self._run)
 
     def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
@@ -149,7 +148,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def settle(self) -> int:
-        """Return the number of masks that are ready for the forward pass to use; later masks are too late for it."""
+        """Return the number of token masks that the next forward pass can use; masks finished later are ignored."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
@@ -158,12 +157,12 @@ class GrammarState:
         return len(trial.taken)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
-        """Return the allowed tokens (bool[V]) at each position: for the first draft token, the next one, and so on.
+        """Return the allowed tokens, bool[V], at the position of each draft token and at the position after the draft.
 
-        For k draft tokens there are k + 1 masks or fewer: none after a draft token that is not allowed, because it is
-        rejected, and none that was too late, see `settle`. A mask allows at least one token; that is end-of-text if
-        nothing else may follow, or if the grammar is too complex or at a dead end, which `advance` reports. Masks that
-        were not started are computed here. Exceptions of the computation are raised here.
+        For k draft tokens there are at most k + 1 masks. Masks after a draft token that is not allowed are left out,
+        because the token is rejected, and so are late masks, see `settle`. A mask allows at least one token. It allows
+        only end-of-text if no other token may follow, or if the grammar is too complex or at a dead end, which
+        `advance` reports. Masks that were not started are computed here. Exceptions of the computation are raised here.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -179,7 +178,7 @@ class GrammarState:
         return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Append generated tokens, all of which were allowed.
+        """Append generated tokens, all of which the masks allowed.
 
         Raises RequestError if the output has to end because the grammar became too complex or reached a dead end.
         """
@@ -198,7 +197,7 @@ class GrammarState:
             self._token_ids.append(token)
 
     def release_memory(self) -> None:
-        """Release the compiled grammar, because the sequence has ended or lost its slot; it can be compiled again."""
+        """Release the compiled grammar after the sequence has ended or lost its slot; it can be compiled again."""
         if self._trial is not None:
             self._trial.may_stop = self._trial.is_abandoned = True
         if not self.is_busy:
@@ -209,7 +208,7 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Compute the masks along a draft, and reuse those computed for another draft after the same output."""
+        """Compute the token masks of a draft; masks of an earlier draft after the same output are reused."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -244,7 +243,8 @@ class GrammarState:
     def _count_growth(self, num_masks: int) -> None:
         """Count the memory that computing masks has added to the grammar, estimated from the process's allocations.
 
-        Other threads allocate too, so only slow masks count, each with at most the maximum growth for its time.
+        Because other threads allocate memory too, only slow masks count, with at most the maximum growth for their
+        time.
         """
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
             most = int(_MOST_GROWTH * self._costs_s)
@@ -252,10 +252,9 @@ class GrammarState:
             self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
-        """Compute the masks along a draft; llguidance's matcher itself stays at the end of the output.
+        """Compute the token masks of a draft with a copy of llguidance's matcher, which stays at the end of the output.
 
-        A copy of the matcher (1 us) follows the draft, because llguidance's own rollback could leave masks of another
-        draft.
+        Copying takes 1 us. llguidance's own rollback is not used, because it could return masks of an earlier draft.
         """
         if self._matcher is None:
             self._begin_again(trial, [])
@@ -296,7 +295,7 @@ class GrammarState:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
     def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
-        """Return the tokens that may follow the output and the draft tokens ``tried``, where the matcher stands."""
+        """Return the tokens that may follow the output and the draft tokens ``tried``, which the matcher has read."""
         if self._matcher.is_error():  # perhaps caused by an earlier draft, which a new matcher has not seen
             self._begin_again(trial, tried)
         if not self._matcher.is_stopped():
@@ -312,9 +311,9 @@ class GrammarState:
 
 
 def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
-    """Return for each sequence of a forward pass the number of positions for which the grammar mask is ready.
+    """Return, for each sequence of a forward pass, the number of positions whose grammar mask is ready.
 
-    Waits at most `PATIENCE_S`, but not for sequences whose masks were late before, unless there are no others.
+    Waits at most `PATIENCE_S`. Does not wait for sequences whose masks were late before, unless the pass has no others.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
@@ -324,7 +323,7 @@ def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[n
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
-    """Wait at most `PATIENCE_S` until the token masks of one of several sequences are computed."""
+    """Wait at most `PATIENCE_S` until the token masks of at least one of the sequences are computed."""
     wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
@@ -333,10 +332,10 @@ def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
 
 
 class MaskThreads:
-    """The threads that compute token masks, one for each sequence, so that none waits for another.
+    """The threads that compute token masks: each sequence has its own thread, so that no sequence waits for another.
 
-    Costly masks are computed one at a time on a thread of low priority. Tenants take turns, each with its shortest mask
-    first.
+    Costly masks are computed one at a time on a thread of low priority, for one tenant after the other. The shortest
+    mask of a tenant is computed first.
     """
 
     def __init__(self) -> None:
@@ -347,9 +346,9 @@ class MaskThreads:
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
-        """Queue the computation of a costly mask with its expected seconds.
+        """Queue the computation of a token mask that is expected to take ``costs_s`` seconds.
 
-        A queued mask is computed before shorter ones that arrive much later.
+        A mask that has waited long is computed before shorter masks that were queued much later.
         """
         costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:

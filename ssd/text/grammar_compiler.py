@@ -2,7 +2,7 @@
 
 llguidance does not report the memory of a grammar. It is estimated as the growth of the C library's allocations during
 the compilation. Allocations of other threads count too, so the estimate is clamped to a range proportional to the
-compilation's processor time: ten sources of all kinds grew by 5 to 330 MB per second.
+compilation's processor time: in ten tests with sources of all kinds, memory grew by 5 to 330 MB per second.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _LARGE_COST = 1 << 12  # above it, a source may take megabytes
 
 
 def expected_cost(output: StructuredOutput) -> int:
-    """Estimate the time to compile a constraint, in units of about 10 us (a character of a usual source).
+    """Estimate the time to compile a constraint, in units of about 10 us, the time per character of a usual source.
 
     The estimate depends only on the source's length and the repetitions in regular expressions; few sources take far
-    longer.
+    longer than estimated.
     """
     cost = len(output.source)
     if output.kind != "json_schema":
@@ -70,14 +70,14 @@ _MOST_LOOKED_AT = 64
 
 
 class GrammarCompiler:
-    """Compiles the structured-output constraints of requests, and caches the latest ones. Thread-safe."""
+    """Compiles the structured-output constraints of requests, and caches the latest compiled grammars. Thread-safe."""
 
     def __init__(
         self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
     ) -> None:
         """Create a compiler for a tokenizer and a model with ``vocab_size`` logits.
 
-        All compiled grammars together take at most ``max_bytes``, see `GrammarMemory`.
+        All compiled grammars together use at most ``max_bytes``, see `GrammarMemory`.
         """
         self._codec = codec
         self._vocab_size = vocab_size
@@ -91,7 +91,7 @@ class GrammarCompiler:
         self._tried: OrderedDict[bytes, GrammarCost] = OrderedDict()
 
     def knows(self, output: StructuredOutput, tenant: str | None) -> bool:
-        """Return whether `compile` has accepted this constraint for this tenant before, which makes it fast."""
+        """Return whether `compile` has accepted this constraint of this tenant before; compiling it again is fast."""
         with self._lock:
             return _digest(output, tenant) in self._tried
 
@@ -103,7 +103,8 @@ class GrammarCompiler:
 
         Args:
             output: The constraint.
-            tenant: The tenant. Each tenant compiles its own grammars, so that timing does not reveal those of others.
+            tenant: The tenant. Each tenant compiles its own grammars, so that timing does not reveal other tenants'
+                grammars.
 
         Raises:
             RequestError: The source is invalid, cannot be used with this tokenizer, or llguidance is not installed.
@@ -142,7 +143,7 @@ class GrammarCompiler:
         return kept
 
     def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
-        """Return an llguidance matcher before the first token, and the processor seconds of the compilation."""
+        """Return an llguidance matcher in its initial state, and the processor seconds of the compilation."""
         try:
             from llguidance import LLTokenizer
         except ImportError:
@@ -176,9 +177,9 @@ class GrammarCompiler:
 
 
 def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
-    """Rename special tokens in a ``tokenizer.json`` to random names; returns the new file and the names by old names.
+    """Rename special tokens in a ``tokenizer.json`` to random names; return the new file and the new name of each.
 
-    If a grammar forces its next bytes, llguidance encodes them with this tokenizer and allows only the resulting
+    If a grammar forces its next bytes, llguidance encodes the bytes with this tokenizer and allows only the resulting
     tokens. With names that text can spell, such as <|endoftext|>, this text would become a control token.
     """
     tokenizer = json.loads(tokenizer_json)
@@ -203,7 +204,7 @@ def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
 
 
 def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[str, str]) -> tuple[Any, float]:
-    """Compile a constraint; return an llguidance matcher and the processor seconds, or raise ValueError."""
+    """Compile a constraint to an llguidance matcher; also return the processor seconds. May raise ValueError."""
     from llguidance import LLMatcher, LLParserLimits
 
     began = time.thread_time()
@@ -224,7 +225,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
 
 
 def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return llguidance's list of grammars for a constraint, the main one first; ValueError if it is malformed."""
+    """Return llguidance's list of grammars for a constraint, the main grammar first; ValueError if it is malformed."""
     from llguidance import LLMatcher
 
     if output.kind == "parts":
@@ -262,8 +263,8 @@ _CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 def json_options(schema: Any) -> dict[str, Any]:
     r"""Return llguidance's options for generating JSON under a schema.
 
-    Escapes like \u0041 are disabled, because they would spell an existing key in a second way. The exception is a
-    schema that requires control characters.
+    Escapes like \u0041 are disabled, because they would spell an existing key in a second way. They are enabled only if
+    the schema requires control characters.
     """
     escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
     return {**JSON_OPTIONS, "json_allowed_escapes": escapes}
@@ -282,9 +283,9 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%j
 
 
 def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
-    """Rewrite the JSON schemas in a Lark grammar with `prepare_schema`, and replace special tokens by ``token_names``.
+    """Rewrite the JSON schemas in a Lark grammar with `prepare_schema`, and rename special tokens by ``token_names``.
 
-    Raises ValueError for a schema that cannot be enforced. Invalid JSON is left to llguidance.
+    Raises ValueError for a schema that cannot be enforced. Invalid JSON is passed on to llguidance.
     """
     made: list[str] = []
     more: dict[str, str] = {}
@@ -319,7 +320,7 @@ _MOST_LOOKED_THROUGH = 1 << 22  # characters of schemas compiled to find the fau
 
 
 def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
-    """Return the reason of an llguidance error, with the keyword and JSON pointer if it is about a schema."""
+    """Return the reason in an llguidance error; if it is about a schema, with the keyword and its JSON pointer."""
     from llguidance import LLMatcher
 
     if output.kind == "regex":
@@ -356,6 +357,7 @@ def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]
 
 
 _DEFINITION = re.compile("^/(?:[$]defs|definitions)/")
+# Patterns of the llguidance errors that some JSON schema keywords cause without being named in the error.
 _COMPLAINTS = {
     "$ref": "Pointer|Resource|circular",
     "oneOf": "oneOf",
@@ -364,7 +366,6 @@ _COMPLAINTS = {
     "minProperties": "min/max|minProperties",
     "maxProperties": "min/max|maxProperties",
 }
-"""Patterns of llguidance errors that do not name the JSON schema keyword at fault, by keyword."""
 
 
 def _is_about(complaint: str, key: str) -> bool:
@@ -392,7 +393,7 @@ _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """Call a function on a thread with a stack of 512 MB, for deep recursion; takes 0.1 ms more."""
+    """Call a function on a thread with a stack of 512 MB, for deep recursion; this adds 0.1 ms."""
     returned: list[T] = []
     raised: list[BaseException] = []
 

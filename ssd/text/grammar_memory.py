@@ -1,4 +1,4 @@
-"""Memory budget of compiled grammars: cached and used grammars share it, and tenants share the cached part equally."""
+"""Memory budget of compiled grammars, shared by cached grammars and those in use. Tenants get equal cache shares."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GrammarCost:
 
 
 class Compiled:
-    """A compiled grammar: an llguidance matcher before the first token. Each request uses a copy of it."""
+    """A compiled grammar: an llguidance matcher in its initial state, of which each request uses a copy."""
 
     def __init__(self, start: Any, weight: GrammarCost) -> None:
         self.start, self.weight = start, weight
@@ -44,7 +44,7 @@ class Compiled:
 
 
 class GrammarReservation:
-    """The memory that one request reserves for its grammar, released when the object is garbage collected."""
+    """The memory that is reserved for one request's grammar; it is released when this object is garbage collected."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class GrammarReservation:
 
     @property
     def costs_s(self) -> float:
-        """The processor seconds until a matcher is ready: those of a compilation, or 0 if the grammar is cached."""
+        """The processor seconds until a matcher is ready: the compilation time, or 0 if the grammar is cached."""
         return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
-        """Return an llguidance matcher before the first token; compile the grammar again if it is not cached."""
+        """Return an llguidance matcher in its initial state; compile the grammar again if it is no longer cached."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()
@@ -75,12 +75,12 @@ class GrammarReservation:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of this request's copy, in addition to the compiled grammar that requests share."""
+        """The memory in bytes of this request's copy of the grammar, in addition to the part that requests share."""
         return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
 
 
 class GrammarMemory:
-    """A cache of compiled grammars that keeps cached grammars and those in use within a memory budget. Thread-safe."""
+    """A cache of compiled grammars. Cached grammars and grammars in use stay within one memory budget. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -116,8 +116,8 @@ class GrammarMemory:
     ) -> GrammarReservation | None:
         """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
-        ``compiled`` is the grammar if it is cached; otherwise ``compile_it`` compiles it. If ``may_refuse``, None is
-        returned if grammars in use leave no room; but a small grammar, or the only one in use, is never refused.
+        ``compiled`` is the grammar if it is cached; else ``compile_it`` compiles it. With ``may_refuse``, the result is
+        None if grammars in use leave no memory, except for a small grammar or if no other grammar is in use.
         """
         opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:
@@ -130,7 +130,7 @@ class GrammarMemory:
             return opened
 
     def grow(self, compiled: Compiled, num_bytes: int) -> None:
-        """Add bytes that computing masks has added to a compiled grammar, evicting cached grammars if needed."""
+        """Count memory that a compiled grammar allocated while computing masks; evict cached grammars if needed."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             while self._used() > self._most and self._kept:
@@ -145,7 +145,7 @@ class GrammarMemory:
         return Counter(kept)
 
     def _evict_one(self) -> None:
-        """Evict the least recently used grammar of the tenant with the most cached bytes, so that shares stay equal."""
+        """Evict the least recently used grammar of the tenant whose cached grammars use the most memory."""
         tenant = self._weights().most_common(1)[0][0]
         self._kept[tenant].popitem(last=False)
         if not self._kept[tenant]:
@@ -161,7 +161,7 @@ class _Mallinfo2(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Any:
-    """Return glibc's function ``mallinfo2`` for allocation statistics; None with another C library."""
+    """Return glibc's function ``mallinfo2`` for allocation statistics; None if the C library is not glibc."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if found is not None:
         found.restype = _Mallinfo2
@@ -169,7 +169,7 @@ def _mallinfo() -> Any:
 
 
 def allocated_bytes() -> int:
-    """Return the number of bytes that this process has allocated from the C library; 0 if unknown."""
+    """Return the number of bytes that this process has allocated from the C library; 0 unless that is glibc."""
     if (mallinfo := _mallinfo()) is None:
         return 0
     info = mallinfo()
@@ -180,7 +180,7 @@ _trim: threading.Timer | None = None
 
 
 def trim_soon() -> None:
-    """Let glibc return freed memory to the system a moment later. Takes no lock and never raises an exception."""
+    """Let glibc return freed memory to the system a moment later. Acquires no lock and never raises an exception."""
     global _trim
     if _trim is None and _mallinfo() is not None:
         timer = threading.Timer(_TRIM_AFTER_S, _trim_now)

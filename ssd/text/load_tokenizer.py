@@ -1,4 +1,4 @@
-"""Loads a tokenizer, and finds the token ids that end its model's output."""
+"""Loads a tokenizer, and finds the token ids that end the output of the tokenizer's model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def go_offline_without_a_hub() -> str | None:
 
 
 def _failure_to_connect(host: str, port: int) -> str | None:
-    """Return why no TCP connection could be made within ``_PATIENCE_S``, or None if one was made."""
+    """Return the reason if a TCP connection cannot be made within ``_PATIENCE_S`` seconds; None if it can."""
     failures: list[str | None] = ["no answer"]
 
     def connect() -> None:
@@ -69,7 +69,7 @@ def _failure_to_connect(host: str, port: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOptions:
-    """How files are downloaded from the Hugging Face Hub; local directories are read directly."""
+    """Options for downloading files from the Hugging Face Hub; they do not affect local directories."""
 
     revision: str | None = None  # a branch, tag or commit; None: main
     cache_dir: Path | None = None  # None: the hub's own cache
@@ -88,7 +88,7 @@ ROPE_MODULE = "transformers.modeling_rope_utils"
 
 @contextmanager
 def errors_only(module: str) -> Iterator[None]:
-    """Suppress the warnings of a transformers module in a ``with`` block; `load_model` reports the problem itself."""
+    """Suppress the warnings of a transformers module in a ``with`` block, because `load_model` reports the problems."""
     logger = logging.getLogger(module)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -107,7 +107,7 @@ _CONFIGS = ("tokenizer_config.json", "config.json")
 
 
 def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
-    """Load a transformers tokenizer from a directory, a file or the Hub; raise ModelError if that fails."""
+    """Load a transformers tokenizer from a directory, a file or the Hub; raise ModelError if it cannot be loaded."""
     hub = hub or HubOptions()
     path = Path(name_or_path)
     lone_file = path if path.is_file() else path / "tokenizer.json"
@@ -134,7 +134,7 @@ _MOST_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
-    """Return the tokenizer; raise ValueError if its rules would turn a short text into gigabytes."""
+    """Return the tokenizer unchanged; raise ValueError if its rules can turn a short text into gigabytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "post_processor"):
         if (rules := getattr(backend, name, None)) is None:
@@ -169,9 +169,9 @@ def _load_lone_file(path: Path) -> Any:
 
 
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
-    """Return the token ids that end a model's output: the tokenizer's own first, then those in the model's files.
+    """Return the token ids that end a model's output: first the tokenizer's own, then those in the model's files.
 
-    The ids of ``generation_config.json`` are used; if it has none, those of ``config.json``.
+    The model's files are ``generation_config.json`` or, if it names no such ids, ``config.json``.
     """
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     hub = hub or HubOptions()
@@ -214,7 +214,7 @@ def _read_json(found: Path | None) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """The Jinja tag ``{% generation %} ... {% endgeneration %}``, by which chat templates mark the assistant's text."""
+    """The Jinja tag ``{% generation %} ... {% endgeneration %}``, which encloses the assistant's text in templates."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
@@ -235,8 +235,8 @@ def hide_torch() -> bool:
     """Make ``import torch`` fail in this process, so that transformers starts without it; return whether it is hidden.
 
     transformers imports torch if it is installed, which costs a program that only tokenizes a second and about 200 MB.
-    Call it only at the entry point of a program: torch cannot be used in this process afterwards. Has no effect if
-    torch or transformers is already loaded.
+    Call this function only at the entry point of a program: torch cannot be used in this process afterwards. It has no
+    effect if torch or transformers is already loaded.
     """
     if sys.modules.get("torch") is not None or "transformers" in sys.modules:
         return "torch" in sys.modules and sys.modules["torch"] is None

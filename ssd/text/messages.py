@@ -1,6 +1,6 @@
-"""Converts chat messages from the forms that clients send to the form that chat templates read.
+"""Converts chat messages from the formats that clients send to the format that chat templates read.
 
-For templates without support for tools, the tools, calls and results are written as text in the format of Nous
+For templates without support for tools, the tools, tool calls and results are written as text in the format of Nous
 Research's Hermes and of Qwen, which the tool parser "hermes" reads.
 """
 
@@ -23,11 +23,11 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return copies of chat messages with ``content`` as one string and tool-call arguments as objects.
+    """Return copies of chat messages with ``content`` as a single string and tool-call arguments as objects.
 
     Text parts are joined by a line feed, as in vLLM. OpenAI's older ``function_call`` and the role "function" become
-    tool calls and the role "tool". Reasoning is stored under both names that templates read. Other keys are kept unless
-    they are null. Raises RequestError with ``param="messages"``, which names the faulty message.
+    tool calls and the role "tool". Reasoning is stored under both keys that templates read. Other keys are kept unless
+    their value is null. Raises RequestError with ``param="messages"``, which names the faulty message.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise _wrong(f"messages must be a list of messages, got {type(messages).__name__}")
@@ -64,7 +64,7 @@ def _normalize(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _name_reasoning(message: Message) -> None:
-    """Store reasoning under the names that templates read: Qwen's ``reasoning_content``, gpt-oss's ``thinking``."""
+    """Store reasoning under both keys that templates read: Qwen's ``reasoning_content`` and gpt-oss's ``thinking``."""
     thought = message.get("reasoning_content", message.get("reasoning"))
     if isinstance(thought, str) and thought:
         message.setdefault("reasoning_content", thought)
@@ -93,8 +93,8 @@ def _text_of(content: object, where: str) -> str:
 def convert_to_text_part(part: object) -> object:
     """Convert a content part of a tool result, such as a document or an image, to a text part.
 
-    Text documents and search results become their text. For any other part, the text says that the part was left out,
-    since a client cannot remove it from a tool's result.
+    Text documents and search results become their text. Any other part becomes a note that the part was left out, since
+    a client cannot remove a part from a tool's result.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _said_by(part, kind)}
@@ -136,12 +136,13 @@ _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
 
 def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation and its equivalent forms, the least changed first, to find one that a template accepts.
+    """Yield a conversation and its equivalent forms, the least changed first, until a chat template accepts one.
 
     The forms are, in order: consecutive messages of one role are joined; the system messages at the beginning are
     joined and later ones become user messages; both changes; in addition, a user message after a tool result is
-    appended to it; and the system message becomes a user message. Each form has the arguments of tool calls first as
-    objects and then as JSON text, which a few templates concatenate. ``messages`` must be normalized. O(characters).
+    appended to the result; and the system message becomes a user message. Each form occurs twice: with tool-call
+    arguments as objects and as JSON text, which a few templates concatenate. ``messages`` must be normalized.
+    O(characters).
 
     The changes are small, so a longer conversation begins with the same text as before and hits the prefix cache.
     """
@@ -159,7 +160,7 @@ def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages at the beginning, and turn later ones into user messages."""
+    """Join the system messages at the beginning of a conversation, and turn later ones into user messages."""
     begin = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
     first = _merged([{**message, "role": "system"} for message in messages[:begin]], {("system", "system")})
     return first + _as_users(messages[begin:])
@@ -170,7 +171,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join consecutive messages whose roles are a pair in ``pairs``, keeping the first role; not after tool calls."""
+    """Join consecutive messages whose roles are a pair in ``pairs``, except after tool calls; keep the first role."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}

@@ -1,9 +1,9 @@
-"""Rewrites JSON schemas for llguidance, so that every text that its grammar accepts is valid under the schema.
+"""Rewrites JSON schemas for llguidance, so that every text that llguidance then accepts is valid under the schema.
 
-Every schema passes `prepare_schema` before it becomes a grammar. llguidance computes with 64-bit floats, treats some
-exclusive bounds as inclusive, and refuses formats and keywords without their location. The preparation normalizes a
-schema (draft 4, OpenAPI 3.0), rewrites the constraints that llguidance would not enforce, removes annotations, and
-refuses everything else with its keyword and its JSON pointer.
+Every schema passes through `prepare_schema` before it becomes a grammar. llguidance computes with 64-bit floats, treats
+some exclusive bounds as inclusive, and refuses formats and keywords without naming their location. The preparation
+normalizes a schema (draft 4, OpenAPI 3.0), rewrites the constraints that llguidance would not enforce, removes
+annotations, and refuses all other constraints with an error that names the keyword and its JSON pointer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusi
 
 
 class SchemaError(ValueError):
-    """A JSON schema that cannot be enforced; the message names the keyword and its JSON pointer."""
+    """A JSON schema cannot be enforced; the message names the keyword at fault and its JSON pointer."""
 
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -61,9 +61,9 @@ FORMATS: Final[Mapping[str, str | None]] = {
     "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
     **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
 }
-"""The JSON schema string formats that are enforced, each with its pattern, or None if llguidance implements it.
+"""The JSON schema string formats that are enforced: the pattern of each format, or None if llguidance implements it.
 
-Other formats are annotations.
+Other formats are treated as annotations, which have no effect.
 """
 
 UNSUPPORTED: Final = (
@@ -109,7 +109,7 @@ _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
         ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), ("an integer", int)
     ),
 }
-"""The valid values of each JSON schema keyword, in words and as Python types."""
+"""The valid values of each JSON schema keyword: a description for error messages, and the Python types."""
 # A schema with these keywords constrains one object in several places, none of which lists all of its keys.
 _SEVERAL = frozenset({"allOf", "oneOf"})
 _BESIDE = ("$ref", "anyOf", "patternProperties")
@@ -123,7 +123,7 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
 
     Args:
         schema: The client's schema.
-        strict: Whether SchemaError is raised for a constraint that cannot be enforced. Otherwise it is removed.
+        strict: Whether SchemaError is raised for a constraint that cannot be enforced, instead of removing it.
     """
     try:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
@@ -161,7 +161,7 @@ def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
 
 
 def resolve(root: Schema, reference: object) -> Schema | None:
-    """Return the subschema to which a ``$ref`` within ``root`` points; None for any other reference."""
+    """Return the subschema to which a ``$ref`` within the schema ``root`` points; None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith("#") or reference[1:2] not in ("", "/"):
         return None
     found = root
@@ -177,7 +177,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
 
 
 def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the subschema at a JSON pointer as a schema of its own, with everything that it refers to. O(schema)."""
+    """Return the subschema at a JSON pointer as a separate schema that includes everything it refers to. O(schema)."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -196,7 +196,7 @@ def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def error_reason(complaint: str) -> str:
-    """Return the reason in an llguidance error message, in one line of plain words."""
+    """Return the reason in an llguidance error message as one line of plain words."""
     if re.search("look-?around", complaint):
         return "look-around is not supported"
     if complaint.startswith("NoExtension"):
@@ -297,7 +297,7 @@ class _Preparation:
         return node
 
     def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
-        """Raise SchemaError if a schema refers back to itself without going into a value, which no value satisfies."""
+        """Raise SchemaError if a schema refers to itself for the same value; no value satisfies such a schema."""
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
@@ -308,7 +308,7 @@ class _Preparation:
         self._progressing.add(id(node))
 
     def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
-        """Return whether every value of a schema must contain a value of a schema in ``begun``, without an end."""
+        """Return whether every value of a schema is infinite, since it contains a value of a schema in ``begun``."""
         if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
             return False
         if id(node) in begun:
@@ -329,7 +329,7 @@ class _Preparation:
         return False
 
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Raise SchemaError for invalid values of keywords, and remove keywords for types that are not allowed."""
+        """Raise SchemaError for keywords with invalid values; remove keywords for types that are not allowed."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)
@@ -382,7 +382,7 @@ class _Preparation:
             self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
     def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
-        """Require that the values of these keys are valid under ``schema``, in addition to their own schemas."""
+        """Require that values of the keys ``names`` are valid under ``schema``, in addition to their own schemas."""
         properties = node.setdefault("properties", {})
         for name in names:
             known = properties.get(name, True)
@@ -395,7 +395,7 @@ class _Preparation:
                 known["allOf"] = [*known.get("allOf", []), schema]
 
     def _list_patterns(self, node: dict[str, Any], at: str) -> None:
-        """Replace ``patternProperties`` that match few keys by these keys, so that no key occurs twice in an object."""
+        """Replace patterns in ``patternProperties`` that match few keys by these keys, so that no key occurs twice."""
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):
@@ -482,7 +482,7 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MOST_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Raise SchemaError if no number is within the bounds; add a bound if llguidance needs a closed range."""
+        """Raise SchemaError if no number is within the bounds; add the missing bound if llguidance needs two bounds."""
         if node.get("minimum", 0) >= _OPEN_BOUND:
             node.setdefault("maximum", _MOST_BOUND)
         if node.get("maximum", 0) <= -_OPEN_BOUND:
@@ -499,7 +499,7 @@ class _Preparation:
     # -- branches
 
     def _prepare_branches(self, node: dict[str, Any]) -> None:
-        """Turn ``oneOf`` into ``anyOf`` if its branches exclude each other, and require OpenAPI's discriminator."""
+        """Turn ``oneOf`` into ``anyOf`` if its branches exclude each other; require OpenAPI's discriminator key."""
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
             raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
@@ -515,7 +515,7 @@ class _Preparation:
             node["anyOf"] = node.pop("oneOf")
 
     def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
-        """Return whether types and constants prove that no value is valid under both schemas."""
+        """Return whether the types and constants of two schemas prove that no value is valid under both schemas."""
         one, other = self._resolved(one), self._resolved(other)
         if one is False or other is False:
             return True
@@ -546,7 +546,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "n
 
 
 def types_of(node: Mapping[str, Any]) -> set[str] | None:
-    """Return the types that the keywords type, const and enum allow, with integers as "number"; None: all types."""
+    """Return the types that the keywords type, const and enum allow; integers count as "number". None: all types."""
     given = node.get("type")
     found: set[str] | None = None
     if isinstance(given, (str, list)):
@@ -560,7 +560,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum allows as JSON, in which 1 and 1.0 are equal; None if there is neither."""
+    """Return the values that const or enum allows, as JSON in which 1 equals 1.0; None without these keywords."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None
@@ -608,7 +608,7 @@ def _for_python(pattern: str) -> str:
 
 
 def _pattern_complaint(pattern: str) -> str:
-    """Return why llguidance cannot use a regular expression; empty if it can."""
+    """Return the reason why llguidance cannot use a regular expression; an empty string if it can."""
     try:
         from llguidance import LLMatcher
     except ImportError:  # then no grammar is made
@@ -627,7 +627,7 @@ def quote_pattern(pattern: str) -> str:
 
 
 def _names_matched_by(pattern: str) -> list[str] | None:
-    """Return all strings that a regular expression matches; None if there are many or if that is hard to tell."""
+    """Return all strings that a regular expression matches; None if there are many or they are hard to list."""
     try:
         items = list(importlib.import_module("re._parser").parse(pattern))
     except (re.error, OverflowError, RecursionError, ImportError):
@@ -641,7 +641,7 @@ def _names_matched_by(pattern: str) -> list[str] | None:
 def _expanded(items: Iterable[Any]) -> list[str] | None:
     """Return the strings that a parsed regular expression matches; None if there are more than `_MOST_NAMES`.
 
-    It also returns None if the expression consists of anything but texts, choices and short repetitions.
+    It also returns None if the expression contains anything but texts, choices and short repetitions.
     """
     found = [""]
     for kind, argument in items:
@@ -678,11 +678,11 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
 
 
 def close_objects(schema: Schema) -> Schema:
-    """Set additionalProperties to false for each object whose schema does not say whether other keys are allowed.
+    """Set additionalProperties to false for each object whose schema does not say whether additional keys are allowed.
 
-    Otherwise a weak model invented keys, one of them five times. All JSON values of the result are also valid under the
-    original schema. Objects without named keys stay open. The schema is returned unchanged if several parts constrain
-    one object together, or if it is nested too deeply for Python. O(schema).
+    Without this, a weak model invented keys, one of them five times. All JSON values that the result accepts are also
+    valid under the original schema. Objects without named keys stay open. The schema is returned unchanged if several
+    parts constrain one object together, or if it is nested too deeply for Python. O(schema).
     """
     try:
         return _closed(schema)
@@ -719,7 +719,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema without an allOf that contains only patterns, which do not constrain objects."""
+    """Return the schema without an ``allOf`` that contains only patterns, because patterns do not constrain objects."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
         return {key: value for key, value in schema.items() if key != "allOf"}

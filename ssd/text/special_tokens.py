@@ -1,6 +1,6 @@
-"""Prevents injection of control tokens: special tokens spelled out in messages are encoded as text.
+"""Prevents injection of control tokens: text in messages that spells a special token is encoded as plain text.
 
-Only those that the chat template itself writes become control tokens.
+Only special tokens that the chat template itself writes become control tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SENTINELS = 0x100000  # code points for token numbers; the 2^16 before it hold 
 
 
 class Marks(NamedTuple):
-    """A pair of unused characters that enclose each special token spelled out in a request, to encode it as text."""
+    """A pair of characters that enclose text that spells a special token, so that it is encoded as ordinary text."""
 
     begin: str
     end: str
@@ -30,14 +30,14 @@ class Marks(NamedTuple):
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """Unescape the two mark characters in a text, since a chat template may have written them as ASCII JSON."""
+        """Replace JSON escapes of the two mark characters, as some chat templates write them, by the characters."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _Kept(NamedTuple):
-    """The special tokens that are to be marked in a text, and all their prefixes."""
+    """The special tokens that are enclosed in marks if a text spells them, and all prefixes of these tokens."""
 
     tokens: frozenset[str]
     beginnings: frozenset[str]
@@ -47,18 +47,18 @@ class _Kept(NamedTuple):
 class SpecialTokens:
     """Encodes a rendered chat prompt such that only the template's own special tokens become control tokens.
 
-    Special tokens in the client's strings are enclosed in marks before the template is rendered. In the rendered
-    prompt, marked text is text. Unmarked text that spells an added token is that token, and is replaced by an
-    unguessable string (sentinel). The result is encoded by a copy of the tokenizer that knows the sentinels in place of
-    the added tokens. So marked text is tokenized as if it were not special. The end of a string is also marked if a
-    special token could begin there, so that it does not combine with the template's next characters.
+    Text that spells special tokens in the client's strings is enclosed in marks before the template is rendered. In the
+    rendered prompt, marked text is plain text. Unmarked text that spells an added token is that token, and is replaced
+    by an unguessable string (sentinel). The result is encoded by a copy of the tokenizer that knows the sentinels in
+    place of the added tokens. So marked text is tokenized as if it were not special. The end of a string is also marked
+    if a special token could begin there, so that it does not combine with the template's next characters.
 
-    Other tokens that the template writes, such as "<tool_call>", are handled alike, but not in assistant messages,
-    because the model itself generates them. Thread-safe.
+    Other tokens that the template writes, such as "<tool_call>", are treated in the same way, except in assistant
+    messages, because the model itself generates them there. Thread-safe.
     """
 
     def __init__(self, tokenizer: Any, special_ids: Collection[int]) -> None:
-        """Prepare a transformers tokenizer; ``special_ids`` are the tokens that are marked in all messages."""
+        """Prepare a transformers tokenizer; text that spells one of the ``special_ids`` is marked in all messages."""
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
@@ -77,10 +77,10 @@ class SpecialTokens:
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Mark the special tokens in the strings of normalized messages and of template variables.
+        """Mark text that spells special tokens in the strings of normalized messages and of template variables.
 
-        ``template`` is the source of the chat template, which tells the special tokens that it writes itself. The marks
-        in the result are None if nothing was marked. Raises RequestError if the text cannot be encoded unambiguously.
+        ``template``, the source of the chat template, shows which special tokens the template writes itself. The
+        returned marks are None if nothing was marked. Raises RequestError if the text cannot be encoded unambiguously.
         """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
@@ -123,9 +123,10 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so that it cannot be modified.
+        """Encode a rendered prompt with a tokenizer that cannot be modified because it is not implemented in Rust.
 
-        With such a tokenizer, strings must not spell special tokens. Marks may only be at the end of strings.
+        With such a tokenizer, the client's strings must not spell special tokens. Only the ends of strings may be
+        marked.
         """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
@@ -157,7 +158,7 @@ class SpecialTokens:
         return "".join(parts) + whole[done:]
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the ranges in which a text spells added tokens, the longest at each position. O(characters)."""
+        """Return the ranges of a text that spell added tokens, the longest token at each position. O(characters)."""
         if not self._ids:
             return []
         found = self._finder.encode(text, add_special_tokens=False)
@@ -165,7 +166,7 @@ class SpecialTokens:
 
     @cached_property
     def _finder(self) -> Any:
-        """A tokenizer that only finds added tokens in a text; everything else becomes token 0."""
+        """A tokenizer that only finds added tokens in a text; all other text becomes token 0."""
         from tokenizers import AddedToken, Tokenizer, models
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
@@ -233,7 +234,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(*texts: str) -> Marks:
-    """Return two mark characters that occur in none of the texts, neither as characters nor escaped."""
+    """Return two mark characters that occur in none of the texts, neither directly nor as JSON escapes."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:

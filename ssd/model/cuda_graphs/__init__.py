@@ -1,1 +1,1 @@
-"""Forward passes of fixed shapes, captured as CUDA graphs and replayed with one launch each."""
+"""Forward passes of fixed shapes, each captured as a CUDA graph and replayed with one launch."""

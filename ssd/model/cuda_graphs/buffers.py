@@ -1,7 +1,7 @@
 """Preallocated tensors for the inputs and outputs of fixed-shape forward passes.
 
 A CUDA graph replays the captured kernels on the captured addresses. So the inputs of every pass are copied to the same
-memory, and passes are padded to a few shapes.
+memory, and passes are padded to one of a few shapes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _fill(
 class PassShape(NamedTuple):
     """The padded shape of a captured forward pass: batch size, tokens per sequence and number of visible KV positions.
 
-    Its sequences are draft trees or chains; they attend to the first ``num_keys`` positions of their slots.
+    The new tokens of a sequence are a draft tree or chain; they attend to the first ``num_keys`` positions of its slot.
     """
 
     rows: int
@@ -80,8 +80,8 @@ class PassBuffers:
     """The input and output tensors that all captured forward passes share, because only one pass runs at a time.
 
     The outputs are valid until the next pass. ``max_positions`` is the maximum of batch size times tokens per sequence.
-    Without a ``sampler``, passes choose the most probable tokens. With ``keeps_top``, passes also find the most
-    probable tokens of every position.
+    Without a ``sampler``, passes choose the most probable token at each position. With ``keeps_top``, passes also
+    return the most probable tokens of every position.
     """
 
     def __init__(
@@ -127,10 +127,10 @@ class PassBuffers:
     ) -> None:
         """Copy the inputs of a forward pass to the GPU, in one copy for draft chains and two copies for draft trees.
 
-        Padding rows are at the beginning of the first row's slot and write from ``scratch`` on, where no slot has text,
-        so they change nothing. Padding positions continue their row as a chain, beyond its valid positions. ``shape``
-        must be at least as large as the pass, and ``starts`` are the lengths of the slots. Without ``noise`` the most
-        probable tokens are chosen; ``noise`` requires a sampler.
+        Padding rows have the first row's slot and write from position ``scratch`` on, where no slot has text, so they
+        change nothing. Padding positions continue their row as a chain, after its valid positions. ``shape`` must be at
+        least as large as the pass, and ``starts`` are the lengths of the slots. Without ``noise`` the most probable
+        tokens are chosen; ``noise`` requires a sampler.
         """
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
@@ -157,13 +157,13 @@ class PassBuffers:
         self._ints[:size].copy_(sent, non_blocking=True)
 
     def feed_sampled(self, num_rows: int) -> None:
-        """Use the tokens that the last forward pass sampled as inputs of the next pass, one token per sequence."""
+        """Make the tokens that the last forward pass sampled the inputs of the next pass, one token per sequence."""
         self._ints[:num_rows].copy_(self._sampled[:num_rows])
 
     def store(self, logits: torch.Tensor, inputs: PassInputs) -> None:
         """Store the logits of a forward pass, [rows, width, V], and sample a token at each position.
 
-        Without a sampler the most probable token is stored.
+        Without a sampler the most probable token is stored instead of a sampled token.
         """
         flat = logits.flatten(0, 1)
         if self._logits is None:  # the first pass, which is not captured, shows the size and dtype of the logits

@@ -1,7 +1,7 @@
 """Forward passes of a few fixed shapes, each captured as a CUDA graph so that one launch replays it.
 
-A **pass function** has no arguments and reads and writes tensors at fixed addresses. The same function runs eagerly or
-as a graph, so the code of graphs can be tested without a GPU.
+A **pass function** runs a forward pass. It has no arguments and reads and writes tensors at fixed addresses. The same
+function runs eagerly or as a graph, so the code of graphs can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 
 PassFunction = Callable[[], None]
 CaptureFunction = Callable[[PassFunction], PassFunction]
-"""Takes a function that runs a forward pass and returns an equivalent function, usually the launch of a CUDA graph."""
+"""Converts a function that runs a forward pass to an equivalent function, usually one that launches a CUDA graph."""
 
 _WARM_UPS = 2
 
@@ -38,17 +38,16 @@ _CAPTURING = threading.Lock()
 
 
 def run_eagerly(run_pass: PassFunction) -> PassFunction:
-    """Return a function that runs a forward pass unchanged, so that it runs eagerly instead of as a CUDA graph."""
+    """Return a forward-pass function unchanged; used in place of CUDA graph capture, to run passes eagerly."""
     return run_pass
 
 
 class CudaGraphCapture:
     """Captures forward passes as CUDA graphs that share one memory pool, because they never run concurrently.
 
-    All graphs of a process are captured on one stream, because libraries keep tens of megabytes for each stream that
-    they have run on. Raises any error of a pass that cannot be captured: RuntimeError if it synchronises with the
-    device (for example a mixture of experts that reads the chosen experts), torch.AcceleratorError,
-    torch.OutOfMemoryError.
+    All graphs of a process are captured on one CUDA stream, because libraries keep tens of megabytes for each stream.
+    If a pass cannot be captured, its error is raised: RuntimeError if it synchronises with the device (for example a
+    mixture of experts that reads the chosen experts), torch.AcceleratorError, torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +58,7 @@ class CudaGraphCapture:
     def __call__(self, run_pass: PassFunction) -> PassFunction:
         """Capture a forward-pass function as a CUDA graph and return a function that replays it with one launch.
 
-        Memory that the function allocates belongs to the graph; keep no reference to it.
+        Memory that the forward-pass function allocates belongs to the graph; keep no reference to it.
         """
         with _CAPTURING, no_garbage_collection(), torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -136,7 +135,7 @@ _MIN_KEYS = 256
 
 
 class ScoringTarget(Protocol):
-    """The methods of a target model that `CudaGraphRunner` calls."""
+    """The methods of a target model that `CudaGraphRunner` requires."""
 
     kv_cache: SlotKVCache
     max_length: int
@@ -149,14 +148,14 @@ class ScoringTarget(Protocol):
 class CudaGraphRunner:
     """Runs forward passes of a target model as CUDA graphs; their shapes are rounded up, so that few graphs are needed.
 
-    The number of rows is rounded up to a power of two or all slots, the width and the number of keys to a power of two
-    or the maximum. With a ``kernel`` that reads only the keys of each row, all passes cover all keys. A shape is
-    captured when it is first needed, and compared with the same pass run eagerly. The first failure or difference is
-    logged and disables graphs: `run` then returns None and the caller runs an eager pass.
+    The number of rows is rounded up to a power of two or to the number of slots, the width and the number of keys to a
+    power of two or to their maximum. With a ``kernel`` that reads only the keys of each row, all graphs cover all keys.
+    A shape is captured when it is first needed, and compared with the same pass run eagerly. The first failure or
+    difference is logged and disables graphs: `run` then returns None and the caller runs an eager pass.
 
     ``tolerance`` is the maximum relative error of the logits of a captured pass. Without a ``kernel``, torch's
-    attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``, passes also find the most
-    probable tokens. The positions of the target's slots beyond ``max_length`` never hold text.
+    attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``, passes also return the most
+    probable tokens. The positions of the target's slots from ``max_length`` on never hold text.
 
     Attributes:
         moves: Replays copies of positions in the KV cache, for the accepted paths of draft trees.
@@ -201,7 +200,7 @@ class CudaGraphRunner:
         return self._supports_noise and self.failure is None
 
     def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> PassShape | None:
-        """Return the smallest fixed shape that a forward pass fits into; None if the pass is too large for a graph.
+        """Return the smallest fixed shape that a forward pass fits into; None if no graph is large enough for the pass.
 
         ``longest`` is the number of tokens in the longest KV cache slot.
         """
@@ -215,8 +214,8 @@ class CudaGraphRunner:
     def run(self, slots: Ints, tokens: Ints, trees: TreeShape | None, noise: Noise | None = None) -> PassOutput | None:
         """Append ``tokens``, int64[B, T], to KV cache slots and compute their logits by replaying a CUDA graph.
 
-        The lengths of the slots stay unchanged. Pass ``noise`` only if the runner `supports_noise`. Returns None if
-        there is no graph for this pass and it cannot be captured; the caller then runs an eager pass.
+        The stored lengths of the slots stay unchanged. Pass ``noise`` only if the runner `supports_noise`. Returns None
+        if there is no graph for this pass and it cannot be captured; the caller then runs an eager pass.
         """
         starts = self._kv_cache.lengths[slots]
         num_rows, width = tokens.shape
@@ -239,13 +238,13 @@ class CudaGraphRunner:
         return self.shape_of(len(slots), 1, int(self._kv_cache.lengths[slots].max()), is_tree=False)
 
     def can_run_ahead(self, slots: Ints) -> bool:
-        """Return whether a CUDA graph for one more token of each slot has been captured, which `run_ahead` requires."""
+        """Return whether the CUDA graph that `run_ahead` needs, for one more token of each slot, has been captured."""
         return self.failure is None and self._next_shape(slots) in self._graphs
 
     def run_ahead(self, slots: Ints, noise: Noise | None = None) -> PassOutput:
-        """Run the next decoding step on the tokens that the last forward pass sampled, before the host has read them.
+        """Launch the next decoding step on the tokens that the last forward pass sampled, before the host reads them.
 
-        ``slots`` must be those of the last pass.
+        ``slots`` must be the slots of the last pass.
         """
         shape = self._next_shape(slots)
         assert shape is not None
@@ -258,9 +257,9 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:
-        """Capture CUDA graphs of the most frequent shapes: draft chains of all batch sizes, and single draft trees.
+        """Capture CUDA graphs of the most frequent shapes: draft chains for all batch sizes, and single draft trees.
 
-        The largest shapes, which need most memory, are captured first.
+        The largest shapes, which need the most memory, are captured first.
         """
         shapes = {(rows, width, False) for rows in self._rows for width in self._widths}
         if with_trees:
@@ -313,7 +312,7 @@ _MAX_MOVES = 256
 class CapturedMoves:
     """A CUDA graph of `SlotKVCache.move`, which copies up to 256 positions within KV cache slots.
 
-    The capture and its test use positions that hold no text, because moving text twice would not give the same result.
+    The capture and its test use positions that hold no text, because copying text twice would give a wrong result.
     ``scratch`` is the first of at least two positions of every slot that never hold text.
     """
 
@@ -326,7 +325,7 @@ class CapturedMoves:
     def run(self, moves: torch.Tensor) -> bool:
         """Copy positions within KV cache slots by replaying the CUDA graph; ``moves`` is on the host.
 
-        Returns False, and does nothing, if the caller must use `SlotKVCache.move`.
+        Returns False without copying if the graph cannot be used; the caller then uses `SlotKVCache.move`.
         """
         if moves.shape[1] > _MAX_MOVES or not self.open():
             return False
@@ -357,7 +356,7 @@ class CapturedMoves:
                 raise ValueError("the captured move did not copy the position")
         except Exception as failure:  # moving layer by layer is right in any case
             self._has_failed = True
-            log.warning("accepted paths of draft trees are moved layer by layer: %s", first_line(failure))
+            log.warning("accepted draft tokens are moved layer by layer, without a graph: %s", first_line(failure))
             return False
         self._moves = replay
         return True

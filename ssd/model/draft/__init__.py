@@ -1,1 +1,1 @@
-"""Drafters that run a neural network: a draft model or a draft head."""
+"""Drafters that run a neural network, which is a draft model or a draft head."""

@@ -1,4 +1,4 @@
-"""The most probable next tokens of a draft head or draft model, and the draft tree built from them."""
+"""The most probable next tokens of a draft head or draft model, and the draft tree built from these tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Ints = npt.NDArray[np.int64]
 def best_candidates(
     logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
-    """Return the most probable next tokens of each request and their acceptance probabilities, both [R, M].
+    """Return each request's most probable next tokens and their acceptance probabilities, both [R, M].
 
-    The acceptance probability assumes that the target has the draft network's distribution. For greedy requests it is
-    the token's probability. For sampled requests it is conditioned on the Gumbel noise that the target will sample
-    with, and the tokens are in descending order of noisy scores. Tokens that the request's rules exclude have
-    probability 0. ``logits`` is [R, Vd]; ``draft_to_target`` is the target's id of each token of the draft vocabulary,
-    int64[Vd]. Ids from ``vocab_size`` on are left out.
+    The acceptance probabilities assume that the target has the draft network's distribution. For greedy requests they
+    are the tokens' probabilities. For sampled requests they are conditioned on the Gumbel noise that the target will
+    sample with, and the tokens are in descending order of score plus noise. Tokens that the request's rules exclude
+    have probability 0. ``logits`` is [R, Vd]; ``draft_to_target`` is the target's id of each token of the draft
+    vocabulary, int64[Vd]. Ids from ``vocab_size`` on are left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
@@ -73,10 +73,10 @@ def _favour(
 ) -> None:
     """Sort the candidate tokens of sampled requests by score plus Gumbel noise instead of probability, in place.
 
-    Their log-probabilities become acceptance probabilities given the noise. Tokens that top-k, top-p or min-p drop are
-    moved to the end with probability 0. The largest score of all other tokens is Gumbel distributed (Maddison et al.
-    2014, section 3). So a token with probability p and noise g is sampled with probability exp(-exp(-(log(p / (1 - p))
-    + g))). O(R M^2) with a small M.
+    Their log-probabilities are replaced by acceptance probabilities given the noise. Tokens that top-k, top-p or min-p
+    drop are moved to the end with probability 0. The largest score of all other tokens is Gumbel distributed (Maddison
+    et al. 2014, section 3). So a token with probability p and noise g is sampled with probability exp(-exp(-(log(p / (1
+    - p)) + g))). O(R M^2) with a small M.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -108,10 +108,10 @@ _MAX_LEAVES = 3  # the maximum number of leaves next to the chain's token at eac
 
 
 def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
-    """Return a chain of the best draft candidates, with others as leaves if their expected gain exceeds the cost.
+    """Return a draft tree: a chain of the best candidates, and as leaves the others whose gain exceeds their cost.
 
-    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first. ``token_ids``
-    are the candidates of each depth after the best one of the depth before; ``costs`` is ``DraftRequest.token_costs``.
+    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first.
+    ``token_ids[i]`` are the candidates after the best token of depth i - 1; ``costs`` is ``DraftRequest.token_costs``.
     """
     depth = min(len(token_ids), limit)
     leaves = []

@@ -41,7 +41,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 @dataclass(slots=True, eq=False)
 class _RowState:
-    """The draft of one request while `NetworkDrafter.propose` extends it token by token."""
+    """The draft of one request while `NetworkDrafter.propose` extends the draft token by token."""
 
     index: int
     request: DraftRequest
@@ -58,7 +58,7 @@ class _RowState:
         return len(self.token_ids)
 
     def sampling_row(self) -> SamplingRow:
-        """Return the parameters for sampling the next token of the draft, whose earlier tokens count as output."""
+        """Return the parameters for sampling the next draft token; the earlier draft tokens count as output."""
         end = len(self.request.context) + self.depth
         return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
@@ -70,15 +70,15 @@ _DEFAULT_COSTS = np.array([0.2])  # the cost of a draft token, in expected accep
 
 
 class NetworkDrafter:
-    """Drafts tokens with a neural network, in batches of requests, after it has read their contexts incrementally.
+    """Drafts tokens for batches of requests with a neural network, which reads the new tokens of their contexts first.
 
     A draft is the chain of tokens that the target would sample if it had the network's distribution, with further
-    candidates as leaves. It is a tree even if the request accepts only chains; the caller selects tokens from it. The
-    chain ends when the probability that all of it is accepted falls below the cost of a token. For this decision the
-    network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are uncalibrated.
-    For sampled requests the target's noise is used.
+    candidates as leaves. It is a tree even if the request accepts only chains; the caller then takes a chain from it.
+    The chain ends when the probability that the whole chain is accepted falls below the cost of a token. For this
+    decision the network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are
+    uncalibrated. For sampled requests the target's noise is used.
 
-    The drafter is owned by one thread. After a failed forward pass the network reads the contexts again.
+    The drafter is owned by one thread. After a failed forward pass the network reads all contexts again.
     """
 
     kind: ClassVar[int]  # for the acceptance model
@@ -92,22 +92,22 @@ class NetworkDrafter:
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the measured time to draft one more token for a batch of ``num_rows`` requests; 0 while unknown."""
+        """Return the measured time to draft one more token for ``num_rows`` requests at once; 0 while unknown."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a request's context; 0 if it is small or unknown."""
+        """Return the expected time to read the new tokens of a request's context; 0 if it is short or unknown."""
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft per request, in order; a draft is empty if the network has not read the whole context."""
+        """Return one draft per request, in order; it is empty if the network has not read the whole context yet."""
         return self._propose(requests, [self._slots.can_read(request) for request in requests])
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Calibrate the acceptance probabilities with the number of a draft's tokens that were accepted.
+        """Calibrate the network's acceptance probabilities with the number of draft tokens that the target accepted.
 
-        Only the chain counts, up to its first rejected token.
+        Only the tokens of the draft's main chain are used, up to the chain's first rejected token.
         """
         greedy, own = self._last.get(request_id, (True, np.empty(0)))
         if draft.source != self.source or not len(own):
@@ -126,7 +126,7 @@ class NetworkDrafter:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Measure the time of forward passes over one and over several slots; call it while no slot holds text."""
+        """Measure the time of forward passes over one and over several slots; call this while no slot holds text."""
         target = self._slots.target
         context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
@@ -173,7 +173,7 @@ class NetworkDrafter:
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
     def _draft_rows(self, rows: list[_RowState]) -> list[_RowState]:
-        """Draft tokens for a batch of requests; return the requests whose contexts have been read completely."""
+        """Draft tokens for a batch of requests; return the requests whose contexts the network has read completely."""
         ready, result = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
         if result is None:
@@ -214,7 +214,7 @@ class NetworkDrafter:
 class HeadDrafter(NetworkDrafter):
     """Drafts tokens with a draft head, from the hidden states that the target's forward passes store in the KV cache.
 
-    ``chunk_tokens`` is the maximum number of context positions to read in one call.
+    ``chunk_tokens`` is the maximum number of context positions that the head reads in one call.
     """
 
     kind = HEAD
@@ -233,8 +233,8 @@ class DraftModelDrafter(NetworkDrafter):
     """Drafts tokens with a smaller causal language model that has the target's vocabulary.
 
     ``model`` is used only by this drafter and has a slot for each of the target's slots. ``chunk_tokens`` is the
-    maximum number of context tokens to read in one call. Raises ModelError for a recurrent model, which cannot roll
-    back.
+    maximum number of context tokens that the model reads in one call. Raises ModelError for a recurrent model, which
+    cannot roll back.
     """
 
     kind = MODEL
@@ -259,11 +259,11 @@ def load_draft_model(
     hub: HubOptions | None = None,
     enforce_eager: bool = False,
 ) -> DraftModelDrafter:
-    """Load a Hugging Face causal language model as a draft model; it must share the target's tokenizer.
+    """Load a Hugging Face causal language model as a draft model; it must have the target's tokenizer.
 
-    Contexts longer than the draft model supports get no drafts. ``codec`` is the target's tokenizer; the other options
-    are those of `load_model`. Raises ModelError if the model cannot be loaded, has another tokenizer or does not fit
-    into memory.
+    Requests with a longer context than the draft model supports get no drafts. ``codec`` is the target's tokenizer; the
+    other options are those of `load_model`. Raises ModelError if the model cannot be loaded, has another tokenizer or
+    does not fit into memory.
     """
     own = TextCodec.load(str(name_or_path), hub)
     if own.fingerprint != codec.fingerprint:

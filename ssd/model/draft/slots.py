@@ -20,7 +20,7 @@ from ssd.model.target import Target, pad_rows
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
-"""The maximum number of tokens per row in a batched pass that reads contexts; longer text is read one row at a time."""
+"""The maximum number of tokens per request if one forward pass reads several contexts; longer text is read alone."""
 
 _DECAY = 0.9  # the decay of a measurement's weight with each later measurement
 
@@ -44,9 +44,9 @@ class TextSlot:
 class TextSlots(ABC):
     """The KV cache slots of a draft model or draft head, which read request contexts with a token budget per call.
 
-    A slot that is assigned to another request of the same namespace keeps the common prefix of the two texts. A request
-    of another namespace keeps nothing, because the time until its first draft would reveal another tenant's prompt.
-    ``target`` is the draft model, or the target model whose hidden states are read.
+    If a slot is assigned to another request of the same namespace, the slot keeps the common prefix of the two texts.
+    For a request of another namespace the slot is emptied, because the time until the first draft would reveal another
+    tenant's prompt. ``target`` is the draft model, or the target model whose hidden states are read.
     """
 
     draft_to_target: torch.Tensor | None = None  # the target's id of each draft token, int64[Vd]
@@ -88,8 +88,8 @@ class TextSlots(ABC):
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
         """Read the new tokens of each request's context into its KV cache slot, up to a token budget per call.
 
-        The next calls read the rest. Returns the indices of the contexts that have been read completely, and the logits
-        and states after them.
+        The next calls read the remaining tokens. Returns the indices of the contexts that have been read completely,
+        and the logits and states after these contexts.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -118,24 +118,24 @@ class TextSlots(ABC):
     ) -> LogitsAndState:
         """Append one drafted token to each slot, int64[R], and return the logits of the next token.
 
-        ``carried`` is the state that the previous call returned.
+        ``carried`` is the state of the draft network that the previous call returned.
         """
 
     def seconds_to_read(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a request's context; 0 if it is small or unknown."""
+        """Return the expected time to read the new tokens of a request's context; 0 if it is short or unknown."""
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
         num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
         return max(0, len(request.context) - num_read - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
 
     def release(self, request_id: str) -> None:
-        """Release the slot of a request that has ended or restarts; its text stays for requests that share a prefix."""
+        """Release the slot of a request that ended or restarts; its text stays for requests with the same prefix."""
         for state in self.states:
             if state.request_id == request_id:
                 state.request_id = None
 
     def clear(self) -> None:
-        """Clear all slots after a failed forward pass, because their content is unknown."""
+        """Clear all slots after a failed forward pass, because it is unknown what the pass has written."""
         for state in self.states:
             self._crop(state.slot, 0)
             state.num_known = 0
@@ -159,7 +159,7 @@ class TextSlots(ABC):
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Read the next ``counts[r]`` tokens of each request's context; with ``skims`` the results are not needed."""
+        """Read the next ``counts[r]`` tokens of each request's context; with ``skims`` the logits are not needed."""
 
 
 class ModelSlots(TextSlots):
@@ -193,8 +193,8 @@ class HeadSlots(TextSlots):
     """The KV cache of a draft head, with the same slots and positions as the target's KV cache.
 
     At position i the head reads the target's features of token i and the embedding of token i + 1, so it can read n - 1
-    positions of a context of n tokens. Drafted positions lie beyond them, and are read again with the target's
-    features.
+    positions of a context of n tokens. Drafted tokens are at later positions, which are read again with the target's
+    features after the tokens have been accepted.
     """
 
     _lookahead = 1
@@ -207,7 +207,7 @@ class HeadSlots(TextSlots):
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the target has computed all of the context but its last token, as the draft head requires."""
+        """Return whether the target has computed all of the context but its last token, as the draft head needs."""
         return len(request.context) > 1 and self.target.length(request.slot or 0) >= len(request.context) - 1
 
     def assign(self, request: DraftRequest) -> TextSlot | None:

@@ -3,9 +3,9 @@
 MTP modules are part of the target's own checkpoint. A format is recognised by the names of its tensors, and defines the
 network's configuration and the tensors' names.
 
-The hidden states that EAGLE-3 reads are numbered in two ways. A speculators configuration counts as vLLM does: layer k
-is the output of the first k layers. ``eagle_config`` counts as SGLang does (set_eagle3_layers_to_capture): layer k is
-the output of the layer with index k. Both have the same default (EAGLE's modeling_llama_kv.py).
+Checkpoints number the hidden states that EAGLE-3 reads in two ways. A speculators configuration counts like vLLM: layer
+k is the output of the first k layers. ``eagle_config`` counts like SGLang (set_eagle3_layers_to_capture): layer k is
+the output of the layer with index k. Both configurations have the same default (EAGLE's modeling_llama_kv.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return the names of a checkpoint's tensors that identify this format; empty if it has another format."""
+        """Return the matches of tensor names that identify this checkpoint format; empty if it is another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -66,7 +66,7 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Assign a checkpoint's tensors to a draft head; ``names`` translates the prefixes of their names."""
+    """Assign a checkpoint's tensors to a draft head; ``names`` maps the head's name prefixes to the checkpoint's."""
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
@@ -180,7 +180,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's id of each draft token from the id differences in the checkpoint; None without them."""
+    """Return the target's id of each draft token, from the id differences in the checkpoint; None if it has none."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -198,7 +198,7 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
 def _embeddings(
     tensors: Tensors, target: PreTrainedModel, shape: LlamaConfig
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the draft head's own embedding function if its weights differ from the target's, else the target's."""
+    """Return the target's embedding function, or the draft head's own if its weights differ from the target's."""
     own: Any = target.get_input_embeddings()
     hidden_size = target.config.get_text_config().hidden_size
     if _EMBED in tensors:
@@ -216,7 +216,7 @@ def _embeddings(
 
 
 def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Return the numbers of the target layers that an EAGLE-3 head reads; three usual ones if none are ``listed``."""
+    """Return the numbers of the target layers that an EAGLE-3 head reads: those ``listed``, or three usual layers."""
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
@@ -268,9 +268,9 @@ def _mtp(
     """Build a draft head from a module for multi-token prediction (MTP).
 
     If there are several modules, each trained for one token ahead, the first module drafts all tokens. ``projects`` are
-    the matches of the projection's tensor name, with the layer number if it has one. ``parts`` are prefixes of tensor
-    names: of the layer, of both norms and optionally of the last norm. With ``hidden_first``, the hidden states come
-    first in the projection's input.
+    the matches of the name of the projection's tensor, with the layer number if the name contains one. ``parts`` are
+    prefixes of tensor names: of the layer, of both norms before it and optionally of the last norm. With
+    ``hidden_first``, the hidden states come first in the projection's input.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
@@ -353,9 +353,9 @@ _LENGTH, _SHOWN = 2, 6
 
 @torch.inference_mode()
 def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
-    """Run a draft head on fixed hidden states as the engine would, and return all of its outputs.
+    """Run a draft head on fixed hidden states, as the engine would run it, and return all of its outputs.
 
-    Raises any error of its layers, and TypeError if they do not use the slot KV cache.
+    Raises any error of its layers, and TypeError if the layers do not use the slot KV cache.
     """
     device, dtype = target.device, target.dtype
     generator = torch.Generator().manual_seed(0)
@@ -373,9 +373,9 @@ def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
     """Load a draft head from a directory or hub id for a target model, with the target's dtype and device.
 
-    On a CPU its layers are replaced by faster ones, which reduce the time of a pass over several rows or positions to
-    two thirds. Raises ModelError with advice if files are missing or damaged, the layout is unknown, or the head
-    belongs to another model. ``hub`` has the options of the download.
+    On a CPU the head's layers are replaced by faster layers, which reduce the time of a pass over several rows or
+    positions to two thirds. Raises ModelError with advice if files are missing or damaged, the format is unknown, or
+    the head belongs to another model. ``hub`` has the options of the download.
     """
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)

@@ -19,7 +19,7 @@ from ssd.model.layers.hidden_states import FINAL
 
 
 class Head(nn.Module, ABC):
-    """A draft head: a network that drafts tokens from the target's hidden states, continuing from its own output.
+    """A draft head: a network that drafts tokens from the target's hidden states, and then from its own output.
 
     ``config`` is the configuration of its layers, which names their attention implementation.
     """
@@ -51,17 +51,17 @@ class Head(nn.Module, ABC):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict the token after ``token_ids``: return its logits, [B, T, Vd], and the next features, [B, T, ...].
+        """Predict the tokens after ``token_ids``: return their logits, [B, T, Vd], and the next features, [B, T, ...].
 
-        ``token_ids``, int64[B, T], has at each position the token after the one that the position's features belong to.
         ``features`` is [B, T, feature_size]: the target's features, or for drafted positions those that this method
-        returned. Their tokens have the positions ``position_ids``. Other arguments are ``slot_rows`` for slot attention
-        or ``attention_mask`` for other attention functions, and ``logits_to_keep``, the number of last positions with
-        logits.
+        returned. ``token_ids``, int64[B, T], has at each position the token after the one to which the position's
+        features belong. The tokens that the features belong to have the positions ``position_ids``. Other arguments are
+        ``slot_rows`` for slot attention or ``attention_mask`` for other attention functions, and ``logits_to_keep``,
+        the number of last positions with logits.
         """
 
     def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
-        """Create Llama-style rotary position embeddings for a draft head with its own layers.
+        """Create Llama-style rotary position embeddings for a draft head that has its own layers.
 
         They are not part of the head's state dict, because bfloat16 would round the angles of late positions too much.
         """
@@ -75,9 +75,10 @@ class Head(nn.Module, ABC):
 
 
 class TargetParts:
-    """The embeddings, rotary positions and output layer of the target model, for draft heads that share them.
+    """The embeddings, rotary positions and output layer of the target model, for draft heads that use them.
 
-    They are looked up on use, because faster layers may replace the model's own, and are not part of the head's state.
+    They are looked up in the target on each use, because faster layers may replace the target's own, and they are not
+    part of the head's state.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -114,14 +115,14 @@ class FusedHead(Head):
 
     The layer's input is ``fc(concat(embedding of the next token, hidden state))``. EAGLE's head (cnets1.py, vLLM's
     llama_eagle.py) has a Llama layer and no norms: its output approximates a hidden state after the target's final
-    norm. A module for multi-token prediction (MTP) is another layer of the target's own kind, with a norm before each
-    half of the concatenation and one at the end, whose output is also the next features, as in SGLang
+    norm. A module for multi-token prediction (MTP) is another layer of the target's own kind. It has a norm before each
+    half of the concatenation and a norm at the end, whose output is also the next features, as in SGLang
     (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used. The head is
     created on the meta device.
 
     ``norm`` is copied for each norm of the module; None for EAGLE's head. ``has_last_norm`` adds a norm after the
     layer. With ``hidden_first`` the hidden state comes first in the concatenation. ``layer_type`` is the kind of rotary
-    positions, if the target has several.
+    positions, if the target has several kinds.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class FusedHead(Head):
 
 
 def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
-    """Return EAGLE's decoder layer: Llama's without the first norm, and with Qwen2's biases if ``qkv_bias``."""
+    """Return EAGLE's decoder layer: a Llama layer without the first norm, and with Qwen2's biases if ``qkv_bias``."""
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = nn.Identity()
     for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
@@ -174,7 +175,7 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 
 
 class Eagle3Head(Head):
-    """An EAGLE-3 draft head: one Llama layer on the target's features of a token and the next token's embedding.
+    """An EAGLE-3 draft head: one Llama layer that reads a token's target features and the next token's embedding.
 
     ``config`` has the shape, rotary positions and attention implementation of the layer: "sdpa" with
     ``attention_mask``, or slot attention. ``embed`` is the embedding function, usually the target's, and not part of
@@ -250,11 +251,11 @@ class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is 
 
 
 class MedusaHead(Head):
-    """A Medusa draft head: for each token ahead, residual blocks on the last hidden state and an output layer.
+    """A Medusa draft head: for each token ahead, residual blocks that read the last hidden state, and an output layer.
 
     ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and the output layer of the i-th head. The target itself
     generates the first token after its last position, and the heads are independent of each other. So a draft continues
-    from the blocks' outputs at that position, [B, T, tokens left, hidden size]. With a ``target``, all heads share its
+    from the blocks' outputs at that position, [B, T, tokens left, hidden size]. With a ``target``, all heads use its
     output layer.
     """
 
@@ -307,10 +308,9 @@ class DecoderLayer(NamedTuple):
 
 
 def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Return the decoder layers that an MTP module of this target may have, the last one first.
+    """Return the decoder layers, the last one first, of which a module for multi-token prediction (MTP) may be a copy.
 
-    MTP is multi-token prediction. Only full-attention layers qualify. Raises ModelError if the target's structure is
-    unknown.
+    Only layers with full attention qualify. Raises ModelError if the target's structure is unknown.
     """
     refused = f"a module for multi-token prediction cannot be used with {type(target).__name__}"
     config = copy.deepcopy(target.config)

@@ -30,7 +30,7 @@ _ADVICE = "Give a directory with config.json and the weights of a draft head, or
 
 
 def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
-    """Return the directory of a checkpoint, after downloading it if a hub id is given; raises ModelError."""
+    """Return the directory of a checkpoint, which is downloaded if a hub id is given; raises ModelError."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -64,8 +64,8 @@ def read_config(directory: Path) -> Config:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """All tensors of a checkpoint by name, from its safetensors files or, if there are none, its pickled files.
 
-    Experts that are stored one by one can also be read as a stack, which is not listed. Raises ModelError if there are
-    no tensors or a file cannot be read. Pickled code is never run.
+    Tensors that are stored for each expert can also be read as one stacked tensor, which is not listed. Raises
+    ModelError if there are no tensors or a file cannot be read. Pickled code is never run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -110,7 +110,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Return the names of the tensors that form the stacked tensor ``name``, by expert; empty if there are none."""
+        """Return the names of each expert's tensors that form the stacked tensor ``name``; empty if there are none."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
@@ -133,7 +133,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def read_positive(config: Config, name: str) -> int | None:
-    """Return a positive integer of a draft head's config.json, or None; raises ModelError for other values."""
+    """Return a positive integer of a draft head's config.json; None if missing. Raises ModelError for other values."""
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
         raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a positive integer is expected")
@@ -153,7 +153,7 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
 
 
 def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Read a checkpoint's tensors by names and expected shapes; raises ModelError that names a wrong tensor."""
+    """Read a checkpoint's tensors by name; raises ModelError if a tensor is missing or has another shape."""
     require_tensors(tensors, shapes)
     found = {name: tensors[name] for name in shapes}
     for name, tensor in found.items():
@@ -182,7 +182,7 @@ def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]
 
 
 def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Assign tensors to a draft head on the meta device, with the target's dtype (except buffers) and device."""
+    """Assign tensors to a draft head on the meta device, with the target's device and (except buffers) dtype."""
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
         name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype)) for name, tensor in tensors.items()

@@ -6,8 +6,8 @@ It is registered under a name without a mask entry, so that transformers builds 
 On a CPU the results are bit-identical whatever else a pass computes. A query's scores are sums of products in the order
 of a head's dimensions. Their exponentials are summed in sixteen lanes by the position of the key, and the values are
 added in the order of positions. A node of a draft tree reads the keys of its path in that order too. So the result does
-not depend on the width of the pass, on other rows, or on whether this pass or an earlier one wrote a key. Rows read
-their keys and values in place, without a mask, a copy or padding.
+not depend on the width of the pass, on other rows, or on whether this pass or an earlier one wrote a key. The keys and
+values of a row are read in place, without a mask, a copy or padding.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def cpu_attention(
 ) -> torch.Tensor:
     """Compute attention over the KV cache slots on a CPU, for float32, bfloat16 and float16, with float32 sums.
 
-    Implements `AttentionKernel`. The last axis but one of the keys is contiguous, as in `SlotKVCache` on a CPU. O(keys
-    visible) per query.
+    Implements `AttentionKernel`. The keys are contiguous along the last axis but one, as in `SlotKVCache` on a CPU.
+    O(visible keys) per query.
     """
     scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
@@ -74,7 +74,7 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """Compute the matrix product ``c += a @ b``, where b has any supported dtype and a and c are float32.
+    """Add a matrix product, ``c += a @ b``, where b has any supported dtype and a and c are float32.
 
     The shapes are a [rows, n] and b [n, 16 * vectors]. Arrays are given by their addresses and by the bytes between
     rows.
@@ -104,7 +104,7 @@ def _add_product(  # pragma: no cover - compiled
 def _add_values(  # pragma: no cover - compiled
     kind: int, rows: int, scores: Rows, values: tuple[int, int], found: Rows, q: int, key: int, at: int, count: int
 ) -> None:
-    """Add ``count`` weighted values to the attention output of ``rows`` queries from query q on.
+    """Add ``count`` values, weighted by attention scores, to the attention output of ``rows`` queries from query q on.
 
     The weights are the scores from index ``key`` on, and the values those from position ``at`` on; ``values`` are an
     address and the bytes between positions.
@@ -128,8 +128,8 @@ def _attend(  # pragma: no cover - compiled
 ) -> None:
     """Compute one thread's part of the attention of a forward pass: every ``step``-th task from ``first_task`` on.
 
-    A task consists of up to 16 queries of one row and key head. Its query q is that of position q // groups and of the
-    (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
+    A task consists of up to 16 queries of one row and key head. Query q of a task is at position q // groups and
+    belongs to the (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
     """
     query, query_row, query_head, query_position = queries
     keys, key_slot, key_head, key_number = stored_keys
@@ -236,7 +236,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the attention scores of a draft tree's path together, in the order of depth, from ``first`` on."""
+    """Move the attention scores of the nodes on a draft tree's path next to each other, in the order of depth."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):
@@ -269,9 +269,9 @@ def slot_attention(
     This is the attention function that transformers' layers call. ``query`` is [B, num_heads, T, head_dim]; ``key`` and
     ``value`` are those of the new positions, [B, num_kv_heads, T, ...]. The default of ``scaling`` is head_dim ** -0.5.
     With ``softcap``, scores become softcap * tanh(scores / softcap). ``s_aux`` are attention sinks, [num_heads]: logits
-    that take weight but have no value. Returns the output, [B, T, num_heads, value_dim], and None in place of the
-    attention weights. Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask beyond position and
-    window.
+    that add to the softmax's denominator but have no value. Returns the output, [B, T, num_heads, value_dim], and None
+    in place of the attention weights. Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask that
+    position and window do not determine.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
@@ -316,7 +316,7 @@ def _explicit(
     groups: int,
     width: int,
 ) -> torch.Tensor:
-    """Compute attention step by step, with soft caps and attention sinks, which torch's fused kernel lacks."""
+    """Compute attention step by step, because torch's fused kernel supports neither soft caps nor attention sinks."""
     scale, _window, _chunk, softcap, s_aux = rules
     scores = query @ keys.transpose(-1, -2) * scale
     if softcap is not None:

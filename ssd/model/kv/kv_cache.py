@@ -37,7 +37,7 @@ class SlotKVCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def allocate_features(self, size: int, dtype: torch.dtype) -> None:
-        """Allocate memory for a draft head's input, ``size`` values per token; call it before any other method."""
+        """Allocate memory for a draft head's input, ``size`` values per token; call this before any other method."""
         self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
 
     def store(
@@ -45,7 +45,7 @@ class SlotKVCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new keys and values, [B, num_kv_heads, T, head_dim], to a layer's KV cache and return the whole cache.
 
-        The new positions are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
+        The positions written are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
         """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _torch_layout)
@@ -60,7 +60,7 @@ class SlotKVCache:
         return stored_keys, stored_values
 
     def layer_cache(self, layer: int) -> Pair | None:
-        """Return a layer's keys and values of all slots; None before the layer has been run."""
+        """Return a layer's keys and values in all slots; None before the layer has been run for the first time."""
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(self, moves: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class SlotKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of one position of one slot, over all layers written so far."""
+        """The bytes per token in a slot, over all layers that have been written so far."""
         return sum(
             t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self.tensors()
         )
@@ -97,7 +97,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @cache
 def _select_writer(kind: str) -> Callable[..., None] | None:
-    """Return the Triton function that stores keys and values in one launch; None without triton or a GPU."""
+    """Return the Triton function that writes keys and values to the KV cache; None without triton or a GPU."""
     if kind != "cuda":
         return None
     try:
@@ -129,7 +129,7 @@ LAYOUTS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, int, int], Pair]]
 class AttentionRules(NamedTuple):
     """The attention parameters of a layer: score scale, sliding window, chunk size, soft cap and attention sinks.
 
-    None means that the layer does not use the parameter; ``sinks`` is [num_heads].
+    A parameter is None if the layer does not use it; ``sinks`` is [num_heads].
     """
 
     scale: float
@@ -142,9 +142,9 @@ class AttentionRules(NamedTuple):
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
 """A function that computes attention over a layer's KV cache slots in place, without copies and masks.
 
-The arguments are new queries, [B, num_heads, T, head_dim], the keys and values that `SlotKVCache.store` returns, those
-of the new positions included, the rows of the forward pass and the layer's parameters. The result is [B, T, num_heads,
-value_dim], contiguous.
+The arguments are new queries, [B, num_heads, T, head_dim], the keys and values that `SlotKVCache.store` returns (also
+of the new positions), the rows of the pass and the layer's parameters. The result is [B, T, num_heads, value_dim],
+contiguous.
 """
 
 
@@ -178,7 +178,7 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Return the rows of a forward pass that appends ``num_tokens`` tokens, chains or trees, to each slot."""
+        """Return the rows of a forward pass that appends ``num_tokens`` tokens, as chains or trees, to each slot."""
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)
@@ -197,7 +197,7 @@ class SlotRows:
         )
 
     def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write keys, values or features of new tokens, [B, heads, T, dim], into one tensor of the KV cache."""
+        """Write keys, values or features of new tokens, [B, heads, T, dim], into a tensor of the KV cache."""
         if self.only_place is not None:  # a copy instead of a scatter
             slot, place = self.only_place
             stored[slot, :, place] = new[0]
@@ -205,7 +205,7 @@ class SlotRows:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
     def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the visible part of a KV cache tensor, [B, heads, num_keys, dim]; a view if slots are consecutive."""
+        """Return the part of a KV cache tensor that the rows can see, [B, heads, num_keys, dim]; a view if possible."""
         if self.first_slot is not None:
             return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
         return stored[:, :, : self.num_keys].index_select(0, self.slots)

@@ -1,7 +1,7 @@
-"""Draft trees: the order of nodes in a forward pass, and which nodes each node sees.
+"""Draft trees: the order of nodes in a forward pass, and the nodes to which each node attends.
 
-A pass feeds a row's last token and then its draft, so token i of the draft is **node** i + 1, and the last token is
-node 0, the root. ``Draft.parents`` counts draft tokens (-1 is the root); a pass counts nodes.
+The input of a pass is a row's last token and then its draft, so token i of the draft is **node** i + 1, and the last
+token is node 0, the root. ``Draft.parents`` are indices of draft tokens (-1 is the root); a pass uses node numbers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether ``parents`` is a draft tree of ``num_tokens``: each is -1, the root, or an earlier index."""
+    """Return whether ``parents`` is a draft tree of ``num_tokens``: a parent is -1 (the root) or an earlier index."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
 def leading_chain(parents: Parents) -> int:
-    """Return the number of tokens at the beginning of a draft tree of which each is the child of the previous one."""
+    """Return the number of tokens at the beginning of a draft tree that are each the child of the token before."""
     return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 
@@ -44,7 +44,7 @@ class TreeShape:
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Return the shapes of draft trees from each node's parent, int64[B, T], -1 for the root. O(B T^2)."""
+        """Return the shapes of draft trees from the parent of each node, int64[B, T], -1 for the root. O(B T^2)."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()

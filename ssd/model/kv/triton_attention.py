@@ -1,9 +1,9 @@
 """Triton kernels for attention of a few new positions over the slot KV cache, in place.
 
 Keys are split among programs (flash-decoding, Dao et al. 2023), each with a running softmax (Milakov and Gimelshein
-2018); a second kernel combines the splits' results by their log-sum-exps. Each row reads only its own keys, so one
-launch, and one captured graph, serves all lengths. The query heads that share a key head form one tile. Import this
-module only if triton is installed, which comes with CUDA builds of torch.
+2018); a second kernel combines the splits' results by their log-sum-exps. The programs of a row read only its own keys,
+so one launch, and one captured graph, serves all lengths. The query heads that share a key head form one tile. Import
+this module only if triton is installed, which comes with CUDA builds of torch.
 
 `exact_triton_attention` is batch-invariant for draft chains: tiles of queries have one size, splits and blocks of keys
 start at fixed positions, and masked keys add exactly nothing.
@@ -29,7 +29,7 @@ _FEWEST_SPLIT_KEYS = 64
 # The maximum number of values in the splits' results of one exact launch, 64 MiB; wider passes are launched in parts.
 _MOST_PARTIAL = 1 << 24
 NUM_STAGES = 2
-"""The number of key tiles in a program's software pipeline, including the tile that is being computed."""
+"""The number of key tiles in the software pipeline of a Triton program, including the tile that is being computed."""
 
 
 def triton_attention(
@@ -37,7 +37,7 @@ def triton_attention(
 ) -> torch.Tensor:
     """Compute attention over the KV cache slots with Triton, for float32, bfloat16 and float16, with float32 sums.
 
-    Implements `AttentionKernel`. The result equals torch's attention up to rounding. O(keys visible) per row: keys
+    Implements `AttentionKernel`. The result equals torch's attention up to rounding. O(visible keys) per row: keys
     before a window or chunk are not read.
     """
     batch, heads, width, dim = query.shape
@@ -58,8 +58,8 @@ def exact_triton_attention(
 ) -> torch.Tensor:
     """Compute attention like `triton_attention`, but batch-invariant for draft chains.
 
-    The bits of a chain's query depend only on its own text and on the maximum length of slots. Nodes of draft trees
-    read keys with gaps between them, so their results equal those of chains only up to rounding.
+    For a draft chain, the bits of the result depend only on the row's own text and on the maximum length of slots.
+    Nodes of draft trees read keys with gaps between them, so their results equal those of chains only up to rounding.
     """
     heads, width, dim = query.shape[1:]
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
@@ -82,7 +82,7 @@ def exact_triton_attention(
 
 
 def split_keys_of(length: int) -> int:
-    """Return the number of keys per split of batch-invariant attention, for slots of ``length`` positions."""
+    """Return the number of keys per split in batch-invariant attention over slots of ``length`` positions."""
     return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
 
 
@@ -104,7 +104,7 @@ def _launched(
 ) -> torch.Tensor:
     """Launch the attention kernel and, if programs share the keys of a query, the kernel that combines their results.
 
-    ``all_splits`` is the number of splits of the keys including empty ones, a power of two. ``split_keys`` is the
+    ``all_splits`` is the number of splits of the keys including empty splits, a power of two. ``split_keys`` is the
     number of keys of each split; 0 distributes the keys evenly.
     """
     batch, heads, width, dim = query.shape
@@ -150,7 +150,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return tile sizes for ``num_queries`` per key head that almost fit the registers of Hopper GPUs."""
+    """Return tile sizes for ``num_queries`` queries per key head that almost fit into Hopper GPUs' registers."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -160,7 +160,7 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return the splits per program that keep the GPU busy: a power of two below 2 * ``most_splits``."""
+    """Return the number of splits of the keys that keeps the GPU busy: a power of two below 2 * ``most_splits``."""
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
     while splits < min(wanted, most_splits):
@@ -290,8 +290,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
 
-    ``sinks`` [H] take weight but have no value. ``splits`` is the number of existing splits; the others of SPLITS are
-    empty. The grid is (B * H * T,).
+    ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of existing splits; the
+    other splits of SPLITS are empty. The grid is (B * H * T,).
     """
     take_turn(IS_EARLY)
     query = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""A Triton kernel that writes the new keys and values of all rows to their slots in one launch.
+"""A Triton kernel that writes the new keys and values of all rows to their KV cache slots in one launch.
 
 Import this module only if triton is installed.
 """

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters (LoRA, Hu et al. 2021), chosen per row of a forward pass."""
+"""Linear layers with low-rank adapters (LoRA, Hu et al. 2021); each row of a forward pass may use another adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoraWeights(NamedTuple):
 
 
 class AdapterRows:
-    """The LoRA adapter of each row of the current forward pass, shared by all layers of a model."""
+    """The LoRA adapter of each row of the current forward pass, which all layers of a model look up here."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +30,7 @@ class AdapterRows:
 
     @contextmanager
     def assign(self, names: Sequence[str | None], device: torch.device) -> Iterator[None]:
-        """Use LoRA adapter ``names[b]``, or none, for row b of each forward pass inside the context. O(rows)."""
+        """Use LoRA adapter ``names[b]`` (None: no adapter) for row b of each forward pass in this context. O(rows)."""
         self.count = len(names)
         for name in sorted({name for name in names if name is not None}):
             own = [b for b, other in enumerate(names) if other == name]

@@ -1,7 +1,7 @@
 """Decoder layers and models on a CPU that call their parts directly, without transformers' code in between.
 
-In a pass of few positions of a small model most of the time is spent in that code: modules that call modules, views of
-views, attribute look-ups. The parts are those that have replaced the library's, so the results are bit-identical.
+In a pass of few positions of a small model, most of the time is spent in transformers' code: modules that call modules,
+views of views, attribute look-ups. Both ways call the same faster layers, so their results are bit-identical.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields a `Replaced` for each.
+    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields a `Replaced` for each layer.
 
-    Call this after all other replacements. Layers whose parts have not been replaced stay unchanged.
+    Call this after all other replacements. Layers whose parts have not been replaced by faster ones stay unchanged.
     """
     for module in known_layers(model):
         flat = CpuLayer(module)
@@ -75,10 +75,10 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether all parts of the decoder layer are our replacements now; adapters may replace them later."""
+        """Return whether all parts of the decoder layer are now SSD's layers; adapters may replace them later."""
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether this layer supports a forward pass; if it does not, transformers' code computes the pass."""
+        """Return whether this layer supports a forward pass; if not, transformers' code computes the pass."""
         return True
 
     @abstractmethod
@@ -86,7 +86,7 @@ class FlatLayer(ABC):
         """Compute the decoder layer's output from ``hidden_states``, [B, T, hidden size].
 
         ``angles`` are cosines and sines of the rotary positions, [B, T, dim]; ``stored`` are the layer's keys and
-        values of all slots.
+        values in all KV cache slots.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ class FlatLayer(ABC):
 
 
 class FlatModel:
-    """A model of `FlatLayer`s that also bypasses transformers' code around them; ``model`` must fulfil `is_flat`."""
+    """A model of `FlatLayer`s that also bypasses transformers' code between the layers; requires `is_flat`."""
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head
@@ -127,8 +127,8 @@ class FlatModel:
     ) -> torch.Tensor:
         """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
-        ``logits_to_keep`` is the number of last tokens to compute logits of; 0 is all. The hidden states of ``layers``,
-        numbered as in `FeatureSpec`, are appended to ``hidden``.
+        Only the last ``logits_to_keep`` tokens of a row get logits; 0 means all tokens. The hidden states of
+        ``layers``, numbered as in `FeatureSpec`, are appended to ``hidden``.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
@@ -157,7 +157,7 @@ def is_flat(model: Any) -> bool:
 
 
 class CpuLayer(FlatLayer):
-    """A Llama-style decoder layer on a CPU for few tokens, bit-identical to the layer's parts."""
+    """A Llama-style decoder layer on a CPU for few tokens, bit-identical to calling its parts through transformers."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
@@ -172,7 +172,7 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the forward pass is small enough for one core and has no attention kernel of its own."""
+        """Return whether the forward pass is small enough for one core and uses the default attention kernel."""
         return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
@@ -186,7 +186,7 @@ class CpuLayer(FlatLayer):
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values side by side."""
+        """Return attention, [B, T, query heads * dim]; ``read`` are concatenated queries, keys and values."""
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
@@ -216,7 +216,7 @@ def _place(  # pragma: no cover - compiled
 ) -> None:
     """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
-    Arrays are given by their addresses; strides are in numbers, not in bytes.
+    Arrays are given by their addresses; strides are in array elements, not in bytes.
     """
     read, cos, sin, slots, places = arrays
     num_positions, width, num_heads, kv_heads, dim = sizes

@@ -1,7 +1,7 @@
 """Batch-invariant matrix products inside modules with their own weights, such as routers and experts.
 
-These modules call torch's functions instead of linear layers. Inside their ``forward`` these calls are redirected to
-other functions: to products of numbers of rows that give the same bits (`RowPlan`), and to batch-invariant activations
+These modules call torch's functions instead of linear layers. Inside their ``forward`` the calls are redirected to
+batch-invariant functions: matrix products with numbers of rows that give the same bits (`RowPlan`), and activations
 (`Activation`).
 """
 
@@ -26,7 +26,7 @@ _plain = nn.functional.linear
 
 
 def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
-    """Make matrix products in routers, experts and similar modules batch-invariant; yields a `Replaced` for each."""
+    """Make matrix products in routers, experts and similar modules batch-invariant; yields `Replaced` records."""
     if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # one call per expert, so that rows can be planned
     for module in model.modules():
@@ -45,7 +45,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module has one tensor for all experts; its parent then mixes the experts' outputs."""
+    """Return whether a module has one tensor for all experts; its parent module then mixes the experts' outputs."""
     return _has_matrices(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 

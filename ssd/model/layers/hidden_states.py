@@ -1,4 +1,4 @@
-"""Hooks that read the hidden states of selected layers from a model's forward pass, as input of a draft head."""
+"""Hooks that collect the hidden states of selected layers in a model's forward pass, as input of a draft head."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.replace import agrees, probe_texts
 
 FINAL: Final = -1
-"""The layer number of the hidden state that the output layer reads, after the final norm."""
+"""The layer number that selects the hidden state after the final norm, which the output layer reads."""
 
 _MOST_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states that a target model stores for a draft head; the fields are those of `Head`."""
+    """The layers whose hidden states a target model stores for a draft head, and how they are combined to features."""
 
     layers: tuple[int, ...]  # see `Head.feature_layers`
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]  # see `Head.combine`
@@ -36,7 +36,7 @@ class FeatureSpec:
 class HiddenStateTap:
     """Forward hooks on a model that collect the hidden states of selected layers inside `recording`.
 
-    Raises ModelError if the model has no such layers or its layers are not found. Call `remove` at the end.
+    Raises ModelError if the model has no such layers or its layers are not found. Call `remove` to remove the hooks.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
 @torch.inference_mode()
 def check_hidden_states(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise ModelError if `HiddenStateTap` reads other hidden states than the model itself returns.
+    """Raise ModelError if `HiddenStateTap` collects other hidden states than those that the model itself returns.
 
     Runs two forward passes over 13 tokens.
     """

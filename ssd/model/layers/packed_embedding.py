@@ -1,7 +1,7 @@
-"""Embeddings on a CPU that read the rows of the output layer's packed weights, if a model ties the two.
+"""Embeddings on a CPU that read their rows from the output layer's packed weights, if the model ties both weights.
 
-oneDNN does not document its weight layout. So a small matrix of known numbers is packed and inspected, and the rows
-read with the layout found are compared with every weight.
+oneDNN does not document its packed weight layout. So the layout is found by packing a small matrix of known numbers,
+and checked by reading every row of the packed weights and comparing the row with the original weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PackedEmbedding(nn.Module):
     __call__ = forward  # without torch's search for hooks
 
     def repack(self, packed: torch.Tensor) -> None:
-        """Replace the packed weight by another one of the same shape and dtype, and therefore of the same layout."""
+        """Replace the packed weight by another packed weight of the same shape, dtype and therefore layout."""
         self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
@@ -66,7 +66,7 @@ def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> 
 
 
 def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
-    """Return the memory layout of a weight packed by oneDNN; None if it follows no simple rule. O(size)."""
+    """Return the memory layout of a weight packed by oneDNN; None if the layout follows no simple rule. O(size)."""
     num_rows, num_columns = weight.shape
     places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:
@@ -105,7 +105,7 @@ def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbeddin
 
 
 def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor | None]:
-    """Yield the factors by which the model may scale its embeddings: none, or an attribute of the module."""
+    """Yield the factors by which a model may scale its embeddings: None (no scaling), then its ``embed_scale``."""
     yield None
     scale: Any = getattr(embedding, "embed_scale", None)
     if scale is not None:

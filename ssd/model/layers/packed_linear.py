@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute [..., out] from rows [..., in] in one matrix product, without padding the number of rows."""
+        """Compute the layer's output [..., out] for x [..., in] in one matrix product, without padding the rows."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense(), self._bias
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Replace weight and bias by others of the same shapes and dtype; ``weight`` may be kept without a copy."""
+        """Replace weight and bias by others of the same shapes and dtype; ``weight`` may be stored without a copy."""
         self.packed = pack_weight(weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
@@ -89,7 +89,7 @@ class PackedGroup(Joint):
 
 
 class PackedMember(nn.Module):
-    """A linear layer that is computed as a part of a `PackedGroup`."""
+    """A linear layer that returns its part of the output of a `PackedGroup`, which computes several layers at once."""
 
     def __init__(self, group: PackedGroup, member: int) -> None:
         super().__init__()
@@ -117,10 +117,10 @@ def _pack_groups(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Re
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace plain linear layers by packed ones, and those with the same input by one; yields a `Replaced` for each.
+    """Replace plain linear layers by packed layers, and layers with the same input by one; yields `Replaced` records.
 
     Weights are stored once: a layer's own weight is freed when it is packed, and a tied embedding reads rows of the
-    packed weight, see `PackedEmbedding`; if it cannot, both stay unpacked. O(weights), and memory for one more layer.
+    packed weight, see `PackedEmbedding`; if it cannot, neither is packed. O(weights), and memory for one more layer.
     """
     if not (dtypes := packable_dtypes()):
         return
@@ -137,7 +137,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
-    """Replace the linear layer and the embedding at ``places``, which share a weight, by packed ones; both or none."""
+    """Replace the linear layer and the embedding at ``places``, which share a weight; both are packed or neither."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(_restore_linear, packed))
     replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
@@ -167,7 +167,7 @@ def _restore_linear(layer: Any) -> nn.Linear:
 
 
 def _tied(model: nn.Module) -> dict[int, ModulePlaces]:
-    """Return the modules that share a weight with other modules, by the weight's ``id``."""
+    """Return the places of all modules that share a weight with another module, grouped by the weight's ``id``."""
     places: dict[int, ModulePlaces] = {}
     for parent in parents(model):
         for name, child in parent.named_children():
@@ -183,7 +183,7 @@ def _restore_tied(module: nn.Module, linear: Callable[[], nn.Linear]) -> nn.Modu
 
 
 def packed_linears(model: nn.Module) -> list[PackedLinear]:
-    """Return all packed linear layers of a model; a group that is computed as one layer is listed once."""
+    """Return all packed linear layers of a model; layers that are computed as one group are listed as one layer."""
     found = [module.group.product if isinstance(module, PackedMember) else module for module in model.modules()]
     return list({id(layer): layer for layer in found if isinstance(layer, PackedLinear)}.values())
 
@@ -192,8 +192,8 @@ def packed_linears(model: nn.Module) -> list[PackedLinear]:
 def prepare_linears(model: nn.Module) -> None:
     """Generate oneDNN's machine code for matrix products of up to 64 rows, before requests need it.
 
-    Only layers of fewer than 4 million weights are prepared: with more weights a product takes longer than generating
-    its code, 0.7 ms each.
+    Only layers of fewer than 4 million weights are prepared: with more weights, a product takes longer than generating
+    its code, which takes 0.7 ms.
     """
     layers = {layer.kind: layer for layer in packed_linears(model)}
     for num_rows in row_counts(_PREPARED_ROWS):
@@ -204,7 +204,7 @@ def prepare_linears(model: nn.Module) -> None:
 
 @cache
 def packable_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes of weights that oneDNN can pack on this CPU; none without oneDNN.
+    """Return the dtypes of weights that oneDNN can pack on this CPU; empty without oneDNN.
 
     bfloat16 needs AVX-512, or AVX2 with conversion instructions.
     """

@@ -1,4 +1,4 @@
-"""Replacement of a model's layers by faster ones that compute the same."""
+"""Replacement of a model's layers by faster layers that compute the same function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
-"""The size of a KV cache slot that holds one text of the startup test and one more token."""
+"""The length in tokens of a KV cache slot in the startup test, enough for one test text and one more token."""
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
-    """Return two texts of random token ids, int64[2, T], for tests of a model; they are always the same."""
+    """Return two texts of random token ids, int64[2, T], for tests of a model; all calls return the same texts."""
     vocab_size = model.config.get_text_config().vocab_size
     random: Any = np.random.default_rng(0)
     return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""The maximum input size of a compiled loop, which runs on one core; torch uses several cores for larger inputs."""
+"""The maximum number of input elements for a compiled loop on one core; for more, torch uses several cores."""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
@@ -55,12 +55,12 @@ MOST_CHANGE = 1e-3
 MOST_CHANGE_LOW_PRECISION = 0.2
 """The maximum relative error of a model's logits in bfloat16 or float16 after its layers have been replaced.
 
-A wrong mask, position or state causes an error of about 1; two ways to round to bfloat16 differ by up to a tenth.
+A wrong mask, position or state causes an error of about 1; two ways to round to bfloat16 differ by up to 0.1.
 """
 
 
 class Replaced(NamedTuple):
-    """A layer, or a ``forward`` method, that has been replaced by a faster one."""
+    """A layer, or a layer's ``forward`` method, that was replaced by a faster one and can be restored."""
 
     parent: Any  # the module that contains it
     name: str
@@ -68,7 +68,7 @@ class Replaced(NamedTuple):
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
-"""A function that replaces a model's layers of one kind in place and yields a `Replaced` for each."""
+"""A function that replaces a model's layers of one kind in place and yields a `Replaced` record for each layer."""
 
 
 def replace_layers(
@@ -79,7 +79,7 @@ def replace_layers(
     tolerance: float,
     compute: Callable[[Any], Sequence[torch.Tensor]] = reference_logits,
 ) -> bool:
-    """Replace layers of a model by faster ones, and restore all layers if the output changes by more than rounding.
+    """Replace layers of a model by faster layers, and restore all layers if the output changes by more than rounding.
 
     The model, or draft head, is changed in place; ``expected`` is its output before, and ``compute`` computes its
     output. ``tolerance`` is the maximum relative error that is attributed to rounding. Returns whether layers were
@@ -99,9 +99,9 @@ def replace_layers(
             return True
         reason = f"logits differ by {error:.2g}"
     except AttributeError:
-        reason = "the model computes with the weights of its layers itself"
+        reason = "the model reads the weights of its layers directly"
     except Exception as failure:  # from a compiler, for example
-        reason = f"with the faster ones a forward pass fails ({first_line(failure)})"
+        reason = f"a forward pass with the faster layers fails ({first_line(failure)})"
     log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
     for parent, name, again in replaced:
         setattr(parent, name, again())
@@ -109,7 +109,7 @@ def replace_layers(
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Replace each module of a model for which ``make`` returns a replacement; yields a `Replaced` for each."""
+    """Replace each module of a model for which ``make`` returns a replacement; yields a `Replaced` for each module."""
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:
@@ -124,20 +124,20 @@ def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Replaced:
 
 
 def is_function(module: nn.Module) -> bool:
-    """Return whether a module maps one tensor to one tensor by its class's own ``forward``, without hooks."""
+    """Return whether a module maps one tensor to one tensor by the ``forward`` of its class, without hooks."""
     parameters = inspect.signature(module.forward).parameters
     return "forward" not in vars(module) and not has_hooks(module) and len(parameters) == 1
 
 
 def parents(model: nn.Module) -> list[nn.Module]:
-    """List the modules that contain other modules, so that these can be replaced during the iteration."""
+    """List all modules that contain other modules; the contained modules may then be replaced during the iteration."""
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
 def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
     """Return whether two tensors have the same shape and a relative error of at most ``most_error``.
 
-    The error is the norm of the difference relative to the norm of ``wanted``.
+    The relative error is the norm of the difference divided by the norm of ``wanted``.
     """
     if found.shape != wanted.shape:
         return False
@@ -156,9 +156,9 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks other than transformers' own hooks for collecting outputs.
+    """Return whether a module has forward hooks other than those with which transformers collects outputs.
 
-    transformers installs these for good once a forward pass has returned hidden states.
+    transformers does not remove its hooks after a forward pass has returned hidden states.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
@@ -169,10 +169,10 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w
 
 
 def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """Yield modules with those of their linear layers, by name, that can be computed as one, such as q, k and v.
+    """Yield each module that has linear layers with the same input, such as q, k and v, with these layers by name.
 
-    The layers have the same number of inputs, and all or none have a bias. ``is_one`` decides for a single layer
-    whether it is eligible.
+    The layers have the same number of inputs, and all or none have a bias, so that they can be computed as one layer.
+    ``is_one`` decides whether a single layer is eligible.
     """
     for parent in parents(model):
         for names in SIBLINGS:
@@ -197,7 +197,7 @@ class Joint(ABC):
         """Compute all joined layers on ``x``, [..., in]; returns their outputs concatenated, [..., outputs of all]."""
 
     def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """Return the output of the joined layer ``member`` for ``x``; call it once per layer and input."""
+        """Return the output of the joined layer with index ``member`` for ``x``; call it once per layer and input."""
         if len(self.sizes) == 1:
             return self.compute(x)
         found = self._outputs[member] if x is self._input else None

@@ -1,4 +1,4 @@
-"""Batch sizes for which a CPU library computes bit-identical matrix products, determined by testing."""
+"""Finds the numbers of rows for which a CPU library computes bit-identical matrix products, by testing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROUNDED_RESULTS = 1 << 16
 
 
 class RowPlan(NamedTuple):
-    """The numbers of rows for which a linear layer computes bit-identical matrix products: ``least`` to ``most``."""
+    """The range of batch sizes, ``least`` to ``most`` rows, in which a linear layer gives each row the same bits."""
 
     least: int = 1
     most: int = _MAX_ROWS[0]
@@ -46,14 +46,14 @@ class RowPlan(NamedTuple):
 
 
 UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
-"""The row plan of layers that are not batch-invariant: matrix products have exactly the requested number of rows."""
+"""The `RowPlan` of layers that are not batch-invariant, for which rows are neither padded nor split."""
 
 
 def rounded_rows(num_rows: int) -> int:
     """Round a number of rows up, so that oneDNN generates machine code for few different numbers of rows.
 
-    Generating it takes longer than a pass of a small model, and oneDNN caches code of the last thousand products. Up to
-    16 rows are unchanged; above, there are eight values per power of two, so at most an eighth of the rows is padding.
+    Generating code takes longer than a pass of a small model, and oneDNN caches the code of the last thousand products.
+    Up to 16 rows are unchanged; above, there are eight values per power of two, so at most an eighth is padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -68,10 +68,10 @@ def row_counts(most: int) -> list[int]:
 
 @torch.inference_mode()
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
-    """Test which numbers of rows give bit-identical results in a linear layer [num_outputs, size].
+    """Test which numbers of rows give bit-identical results in a linear layer with a weight [num_outputs, size].
 
-    Returns the plan with the largest possible maximum and the fastest minimum. O(products of 6,000 rows in total),
-    fewer for layers of more than 64 million weights.
+    The returned plan has the largest possible ``most`` and the ``least`` for which a product is fastest. O(products of
+    6,000 rows in total), fewer for layers of more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
@@ -102,7 +102,7 @@ def _is_invariant(compute: Product, some: torch.Tensor, count: int, wanted: torc
 
 
 def seconds_of(compute: Product, x: torch.Tensor) -> float:
-    """Return the shortest of several measured times of the matrix product of ``x``."""
+    """Measure the time of the matrix product of ``x`` several times, and return the shortest time in seconds."""
     found = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Decoder layers on a GPU that call their parts directly: ten launches each, without transformers' code in between.
+"""Decoder layers on a GPU that call their parts directly: ten launches each, and no code of transformers in between.
 
 A residual connection is added by the norm that reads the sum next. One kernel rotates queries and keys, and writes keys
 and values to the cache. Import this module only if triton is installed.
@@ -24,7 +24,7 @@ from ssd.model.layers.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields a `Replaced` for each.
+    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields a `Replaced` for each layer.
 
     Call this after all other replacements.
     """
@@ -38,7 +38,7 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
 
 
 class DeviceLayer(FlatLayer):
-    """A Llama-style decoder layer on a GPU, for any number of tokens; ``following`` is the norm after it."""
+    """A Llama-style decoder layer on a GPU, for any number of tokens; ``following`` is the norm after the layer."""
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:
         super().__init__(layer, TritonNorm)
@@ -69,7 +69,7 @@ class DeviceLayer(FlatLayer):
         return hidden_states + more if self._following is None else self._following.added(hidden_states, more)
 
     def _attend(self, read: Iterable[torch.Tensor], angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return attention, [B, T, query heads * dim]; ``read`` has queries, keys and values, [B, T, heads * dim]."""
+        """Return the attention output, [B, T, query heads * dim], for queries, keys and values, [B, T, heads * dim]."""
         batch, width = angles[0].shape[:2]
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:

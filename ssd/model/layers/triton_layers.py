@@ -1,4 +1,4 @@
-"""Triton kernels for gated activations, norms and rotary positions on a GPU, one launch each.
+"""Triton kernels for gated activations, norms and rotary positions on a GPU, with one launch per operation.
 
 Import this module only if triton is installed.
 """
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` in one launch, with silu(gate) rounded; the rows may be parts of wider rows."""
+    """Compute ``silu(gate) * up`` in one launch, after rounding silu(gate); the rows may be parts of wider rows."""
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -33,7 +33,7 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields a `Replaced` for each."""
+    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields `Replaced` records."""
     for module in model.modules():
         if _is_gated(module):
             yield swap_forward(module, _forward)
@@ -46,7 +46,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether a module is a gated feed-forward layer: it has the parts and computes the same on a test input."""
+    """Return whether a module has the parts of a gated feed-forward layer and computes the same on a test input."""
     weight = getattr(getattr(module, "gate_proj", None), "weight", None)
     if (
         not isinstance(weight, torch.Tensor)
@@ -99,7 +99,7 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Return ``x + more``, and compute the sum's norm in the same launch, for the next call of `forward`."""
+        """Return ``x + more``, and compute the sum's norm in the same launch; the next call of `forward` returns it."""
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -122,7 +122,7 @@ class TritonNorm(nn.Module):
 
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields a `Replaced` for each."""
+    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields a `Replaced` for each norm."""
     return fuse_norms(
         model,
         lambda weight, eps: (
@@ -140,7 +140,7 @@ def _normalise(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the RMS norm of one row of x, [rows, size]; ``out`` is contiguous. The grid is (rows,).
 
-    With IS_SUM the row is x + more, which is written to ``total``, contiguous.
+    With IS_SUM the norm is that of x + more, which is also written to ``total``, a contiguous tensor.
     """
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)

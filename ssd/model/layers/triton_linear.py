@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: one product for layers that read the same input, by a Triton kernel for few rows.
+"""Linear layers on a GPU: one product for layers that read the same input, by a Triton kernel if there are few rows.
 
 Tensor cores sum a row's products sixteen at a time, in the order of its inputs, into a float32, whatever the tile size.
 So tiles may be chosen by the number of rows, and a row's bits still depend only on the row. Libraries compute the same
@@ -27,7 +27,7 @@ from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, sibl
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
-"""The number of rows up to which our matrix product is at least as fast as cuBLAS: it reads the weights once."""
+"""The number of rows up to which SSD's matrix product is at least as fast as cuBLAS: it reads the weights once."""
 _MOST_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
 # The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all.
 _SMALL, _LARGE = 4224, 8192
@@ -46,7 +46,7 @@ class MatmulTiles(NamedTuple):
 
 
 def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
-    """Return the fastest tile sizes measured on an H200; use less than 100 KB of shared memory unless ``is_roomy``."""
+    """Return the fastest tile sizes measured on an H200, with less than 100 KB of shared memory unless ``is_roomy``."""
     if dtype == torch.float32:
         return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
@@ -101,7 +101,7 @@ def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
 
 
 class Product(Joint):
-    """The computation of one linear layer on a GPU, or of several layers that read the same input."""
+    """Computes one linear layer on a GPU, or several linear layers that read the same input as one matrix product."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__(linears)
@@ -143,7 +143,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLAS computes the same bits as our kernel for large batches, if it may not split sums."""
+    """Return whether cuBLAS, if it may not split sums, computes the same bits for large batches as SSD's kernel."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -163,9 +163,9 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 @contextmanager
 def sums_whole() -> Iterator[None]:
-    """Prevent cuBLAS inside the context from splitting sums among processors and from rounding partial sums.
+    """Prevent cuBLAS in this context from splitting sums among processors and from rounding partial sums.
 
-    Only one of torch's two libraries supports it. The settings are those of the process, and are restored.
+    Only one of torch's two GPU libraries supports this. The settings affect the whole process, and are restored.
     """
     cuda: Any = torch.backends.cuda
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
@@ -183,7 +183,7 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of plain linear layers by our matrix product; yields a `Replaced` for each."""
+    """Replace the ``forward`` of plain linear layers by SSD's matrix product; yields a `Replaced` for each layer."""
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():
@@ -229,8 +229,8 @@ def _product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
-    With IS_TURNED outputs are the rows of the tensor cores' product, which has 64 rows. ASKED is the number of bytes
-    that each thread prefetches. The grid is (tiles of rows, tiles of outputs).
+    With IS_TURNED the product is transposed, because tensor cores compute 64 rows at a time. ASKED is the number of
+    bytes that each thread prefetches. The grid is (tiles of rows, tiles of outputs).
     """
     if IS_EARLY and ASKED > 0:
         thread = tl.arange(0, _THREADS)

@@ -1,7 +1,7 @@
 """Batch-invariant activations, RMS norms and rotary positions on a CPU.
 
-Their bits depend only on the number, the row or the pair. torch computes most numbers by vectors and the remaining
-numbers at the end of a row, or of a thread's part, one by one with other rounding.
+The bits of a result depend only on the numbers from which it is computed. torch computes most numbers by vectors, but
+the last numbers of a row, or of a thread's part, one by one with other rounding.
 """
 
 from __future__ import annotations
@@ -55,10 +55,7 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Replace activation modules by an `Activation` that computes the same on test inputs.
-
-    Yields a `Replaced` for each.
-    """
+    """Replace activation modules by an `Activation` with the same outputs on test inputs; yields `Replaced` records."""
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
@@ -120,7 +117,7 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weight of the norm, without the offset, by another of the same size."""
+        """Replace the weight of the norm, to which the offset is not yet added, by another weight of the same size."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
@@ -134,9 +131,9 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Replace a model's RMS norms by the most accurate variant that ``make`` returns; yields a `Replaced` for each.
+    """Replace each RMS norm by the most accurate variant that ``make`` returns; yields a `Replaced` for each norm.
 
-    Norms stay unchanged if no variant computes the same on test inputs.
+    A norm stays unchanged if no variant computes the same on test inputs.
     """
     return swap(model, lambda norm: _nearest(norm, make))
 
@@ -184,7 +181,7 @@ def normalise(  # pragma: no cover - compiled
 ) -> None:
     """Compute the RMS norm of every ``step``-th row from ``first`` on; arrays are given by their addresses.
 
-    Input and output are [num_rows, size] of dtype ``kind``, and may be the same; the weight is float32[size].
+    Input and output are [num_rows, size] of dtype ``kind``, and may be the same array; the weight is float32[size].
     """
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):
@@ -196,8 +193,8 @@ def normalise(  # pragma: no cover - compiled
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A function that applies rotary positions to queries and keys, [B, heads, T, dim], with cos and sin, [B, T, dim].
 
-Each pair of numbers ``dim / 2`` apart is rotated by its angle (Su et al. 2021, section 3.4.2). Both products and their
-sum are rounded as libraries do.
+Each pair of numbers ``dim / 2`` apart is rotated by its angle (Su et al. 2021, section 3.4.2). The two products and
+their sum are rounded as in torch.
 """
 
 _NAME = "apply_rotary_pos_emb"
@@ -211,9 +208,9 @@ def _turned_both(
 
 
 class FusedRotary:
-    """A faster version of transformers' function for rotary positions; it calls the original in unusual cases.
+    """A faster version of transformers' function for rotary positions; it calls the original for unsupported inputs.
 
-    ``plain`` is the original, and ``turn`` rotates queries or keys of at most ``most_numbers`` numbers.
+    ``plain`` is the original, and ``turn`` rotates queries or keys that have at most ``most_numbers`` elements.
     """
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
@@ -249,10 +246,10 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields a `Replaced` for each.
+    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields a `Replaced` per layer.
 
     The functions are compared on test inputs of the given dtype and device; ``most_error`` is the maximum relative
-    error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` numbers.
+    error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` elements.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -307,7 +304,7 @@ def turn_rows(  # pragma: no cover - compiled
     """Apply rotary positions to queries or keys, [rows, heads, T, dim]; arrays are given by their addresses.
 
     ``given`` has the address of the input, and the bytes between its rows, heads and positions; the other arrays are
-    contiguous. ``out`` may be the input if that is contiguous too.
+    contiguous. ``out`` may be the input if the input is contiguous.
     """
     x, row_bytes, head_bytes, position_bytes = given
     num_rows, num_heads, width, dim = sizes

@@ -1,1 +1,1 @@
-"""Loading of a model by name or directory, up to a target that is ready to serve."""
+"""Loads a model by name or directory, and creates a target from it that is ready to serve."""

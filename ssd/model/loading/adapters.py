@@ -1,4 +1,4 @@
-"""LoRA adapters: loaded and validated by peft, computed by our layers, which mix adapters in one forward pass."""
+"""LoRA adapters: loaded and validated by peft, computed by SSD's layers, which mix adapters in one forward pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNSUPPORTED = (
 )
 
 
-MERGE = "merge it into the weights (peft's merge_and_unload) and serve these"
+MERGE = "merge it into the model's weights (peft's merge_and_unload) and serve the merged model"
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Adapters:
 def load_adapters(model: PreTrainedModel, paths: Mapping[str, str]) -> Adapters:
     """Load LoRA adapters for ``model``, which stays unchanged.
 
-    ``paths`` has a directory or hub id for each adapter's name. Raises ModelError unless an adapter is a LoRA adapter
+    ``paths`` has a directory or hub id for each adapter's name. Raises ModelError if an adapter is not a LoRA adapter
     of linear layers of this model.
     """
     if not paths:

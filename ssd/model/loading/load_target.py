@@ -1,4 +1,4 @@
-"""Loading of a Hugging Face model, and creation of the runner that serves it with KV cache slots."""
+"""Loads a Hugging Face model, and creates the runner that serves the model with KV cache slots."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ _TYPES: Final = (torch.float32, torch.bfloat16)
 
 @torch.inference_mode()
 def faster_type(model: PreTrainedModel) -> torch.dtype:
-    """Return bfloat16 if linear layers on this CPU are batch-invariant and faster with it, else float32.
+    """Return bfloat16 if linear layers on this CPU are batch-invariant and faster in bfloat16, else float32.
 
-    Products of 1 and 8 rows with the layers' own weights are measured, packed as they will be.
+    The layers' own weights, packed as for serving, are multiplied by 1 and 8 rows to measure the speed.
     """
     kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
     for module in model.modules():
@@ -85,10 +85,11 @@ def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
     """Fix the frequencies of LongRoPE, so that a text's output does not depend on other texts in the batch.
 
     Returns the allowed text length. LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to
-    the original context and for longer ones. transformers chooses one in each pass by its furthest position. One long
-    text in a batch would therefore change the queries of the others, and a text that grows beyond the original context
-    would meet keys of the other set. So without ``max_length``, the original context is the limit, and the output is
-    that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as in vLLM.
+    the original context and for longer texts. transformers chooses a set in each pass by the furthest position. One
+    long text in a batch would therefore change the queries of all texts, and a text that grows beyond the original
+    context would meet keys of the other set. So without ``max_length``, the original context is the limit, and the
+    output is that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as
+    in vLLM.
     """
     original = _original_length(model)
     if original is None:
@@ -113,7 +114,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Make transformers use LongRoPE's frequencies for long texts, and prevent all later updates."""
+    """Make transformers use LongRoPE's frequencies for long texts from now on, instead of choosing in each pass."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
@@ -127,7 +128,7 @@ def _hold_long(module: Any, original: int, device: torch.device) -> None:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_MAX_LENGTH = 4096
-"""The context length in tokens if the model's configuration gives none."""
+"""The context length in tokens that is used if the model's configuration declares none."""
 
 
 def load_model(
@@ -135,9 +136,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an unmodified Hugging Face causal language model, in evaluation mode on its device.
 
-    With "auto", ``dtype`` is the checkpoint's type on CUDA and for quantized weights, and on a CPU if it is bfloat16
-    and computes faster, see `faster_type`; else float32. With "auto", ``device`` is CUDA if there is a GPU. Raises
-    ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
+    The ``dtype`` "auto" selects the checkpoint's dtype on CUDA and for quantized weights, and also on a CPU if it is
+    bfloat16 and computes faster, see `faster_type`; else float32. The ``device`` "auto" selects CUDA if there is a GPU.
+    Raises ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
     """
     hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
@@ -185,7 +186,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of a loading error, or a sentence that names the RoPE type if it is unknown."""
+    """Return the first line of a model loading error; if the RoPE type is unknown, a sentence that names the type."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -200,7 +201,7 @@ def _reason(error: Exception, config: Any) -> str:
 
 
 def _declared_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype that a model's configuration declares for the weights; None if it is unknown."""
+    """Return the dtype of the weights that a model's configuration declares; None if it declares no known dtype."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, found.removeprefix("torch."), None) if isinstance(found, str) else found
 
@@ -221,10 +222,10 @@ def open_target(
 ) -> Target:
     """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    There are fewer than ``num_slots`` KV cache slots if memory is short, see `fit_slots`. A slot holds ``max_length``
-    tokens; by default the model's limit, or less if memory is short. The KV cache has ``kv_cache_memory_bytes``, or all
-    memory up to the share ``gpu_memory_utilization``, or half of the free memory. ``tapped`` are the hidden states that
-    are stored for a draft head. With ``keeps_top``, CUDA graphs also find the most probable tokens. For
+    The KV cache has ``kv_cache_memory_bytes``, or all memory up to the share ``gpu_memory_utilization``, or half of the
+    free memory. If memory is short, there are fewer than ``num_slots`` slots, see `fit_slots`. A slot holds
+    ``max_length`` tokens; by default the model's limit, or less if memory is short. ``tapped`` are the hidden states
+    that are stored for a draft head. With ``keeps_top``, CUDA graphs also return the most probable tokens. For
     ``batch_invariant`` see `verify_batch_invariance`.
 
     Raises:
@@ -267,9 +268,9 @@ def open_target(
     if found.kind is not SlotRunner:
         how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
-            raise ModelError(f"{how}, where adapters cannot be mixed: {MERGE}")
+            raise ModelError(f"{how}, in which adapters cannot be mixed: {MERGE}")
         if tapped is not None:
-            raise ModelError(f"{how}, where a draft head cannot read hidden states: leave the draft head out")
+            raise ModelError(f"{how}, in which a draft head cannot read hidden states: leave the draft head out")
         log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         verify_batch_invariance(other, batch_invariant)
@@ -291,7 +292,7 @@ def open_target(
 
 
 def model_limit(model: PreTrainedModel) -> int | None:
-    """Return the maximum text length of a model in tokens; None if its configuration gives none."""
+    """Return the maximum text length of a model in tokens; None if its configuration declares none."""
     config = model.config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

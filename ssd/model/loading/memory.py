@@ -1,4 +1,4 @@
-"""The memory of weights and KV cache, and the number and length of KV cache slots that fit."""
+"""The memory of weights and KV cache, and the number and length of the KV cache slots that fit into memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class ControlGroup(NamedTuple):
-    """The memory limit of a Linux control group, and its unused part, in bytes."""
+    """The memory limit of a Linux control group (cgroup) and the unused part of the limit, both in bytes."""
 
     limit: int
     room: int
@@ -43,8 +43,8 @@ def fit_slots(
 ) -> FittingSlots:
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    Each slot has ``max_length`` tokens, and ``extra`` positions. If ``max_length`` is None, slots have ``limit``
-    tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
+    A slot has memory for ``max_length`` tokens and ``extra`` more positions. If ``max_length`` is None, slots have
+    ``limit`` tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -71,9 +71,9 @@ def fit_slots(
 
 
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
-    """Return the bytes for the KV cache: half of the free memory, or up to the share ``utilization`` of all memory.
+    """Return the bytes for the KV cache: half of the free memory, or the free part of ``utilization`` of all memory.
 
-    Raises ModelError if more than ``utilization`` is already in use.
+    Raises ModelError if more than the share ``utilization`` is already in use.
     """
     free = free_bytes(device)
     if utilization is None:
@@ -110,9 +110,9 @@ def total_bytes(device: torch.device) -> int:
 
 
 def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
-    """Return the control group of this process with the least unused memory; None if none has a limit.
+    """Return the control group of this process with the least unused memory; None if no control group has a limit.
 
-    Memory of the page cache counts as free, because the kernel reclaims it. ``mount`` is the mount point of control
+    Memory of the page cache counts as unused, because the kernel reclaims it. ``mount`` is the mount point of control
     groups version 2; ``membership`` is /proc/self/cgroup.
     """
     path = next((line.removeprefix("0::/") for line in _lines(membership) if line.startswith("0::/")), None)
@@ -161,8 +161,8 @@ def check_weights_fit(
 ) -> None:
     """Raise ModelError if the weights alone need more memory than ``device`` has free, before any weight is read.
 
-    The model is built without memory for its weights, which takes seconds for large models. ``name`` is used in the
-    message; the dtype "auto" is that of the configuration.
+    The model is built without memory for its weights, which takes seconds for large models. ``name`` is the model's
+    name in the error message; the dtype "auto" means the dtype that the configuration declares.
     """
     weight_dtype = config.dtype if dtype == "auto" else dtype
     size = (weight_dtype if isinstance(weight_dtype, torch.dtype) else torch.float32).itemsize
@@ -190,7 +190,7 @@ _NAMED = 3
 
 
 def require_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError if the checkpoint lacks weights or has other shapes; warn about unused weights.
+    """Raise ModelError if a checkpoint lacks weights or has other shapes; log a warning about unused weights.
 
     ``info`` is the loading info of ``from_pretrained``, which does not list tied weights as missing.
     """
@@ -202,7 +202,7 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
         key, found, wanted = min(mismatched)
         raise ModelError(
             f"model {name!r}: {len(mismatched)} weights have other shapes than its config.json says, {key} "
-            f"{tuple(found)} instead of {tuple(wanted)} among them: {advice}"
+            f"{tuple(found)} instead of {tuple(wanted)} for example: {advice}"
         )
     if missing:
         raise ModelError(
@@ -211,7 +211,7 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
         )
     if unexpected:
         log.warning(
-            "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to it",
+            "model %r does not use %d weights of its checkpoint, %s: check that config.json belongs to this checkpoint",
             name,
             len(unexpected),
             _some(unexpected),

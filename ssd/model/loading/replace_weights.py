@@ -1,4 +1,4 @@
-"""Replacement of a loaded model's weights, also in layers that have been replaced by faster ones."""
+"""Replaces a loaded model's weights by new weights, also in layers that have been replaced by faster layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssd.model.loading.threads import one_thread_if_small
 
 
 class StoredWeight(NamedTuple):
-    """A weight of a loaded model; ``names`` are its names in the state dict, several if layers share it."""
+    """A weight of a loaded model. Its ``names`` in the state dict are several if layers share the weight."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ WeightGroup = tuple[Sequence[StoredWeight], Callable[..., object]]
 
 @torch.inference_mode()
 def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
-    """Replace a loaded model's weights by others, also in layers that have been replaced by faster ones.
+    """Replace a loaded model's weights by new weights, also in layers that have been replaced by faster layers.
 
     The weights are copied, and captured CUDA graphs stay valid. ``weights`` contains all weights by the names of
     transformers' ``state_dict``, at least one name for a shared weight, with the model's shapes and dtypes, on any
-    device. Raises ModelError with the weight's name before anything is changed. O(weights), and memory for a copy of
-    the largest layer.
+    device. If a weight is missing or wrong, ModelError names the weight and nothing is changed. O(weights), and memory
+    for a copy of the largest layer.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError("this model has adapters, which belong to its current weights: load it without them")
@@ -81,7 +81,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield all weights of a model in the groups in which they are stored; shared weights are yielded once."""
+    """Yield all weights of a model in groups that are stored together; a shared weight is yielded once."""
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The number of CPU threads for forward passes."""
+"""The choice of the number of CPU threads for forward passes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MAX_BYTES = 2_000_000_000
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    """Return whether one CPU thread computes passes over a dozen positions in about half a second or less."""
+    """Return whether one CPU thread computes a pass over a dozen positions in about half a second or less."""
     return model.device.type == "cpu" and weight_bytes(model) <= _MAX_BYTES
 
 
 @contextmanager
 def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
-    """Use one CPU thread for a small model's forward passes inside the context, until `tune_threads` has measured.
+    """Use one CPU thread for a small model's forward passes in this context, until `tune_threads` has measured.
 
-    If other processes are busy, several threads wait for each other at the end of every layer, which slows the start
-    many times.
+    If other processes are busy, several threads wait for each other at the end of every layer, which makes the start of
+    the server many times slower.
     """
     before = torch.get_num_threads()
     if is_small(model):
@@ -51,13 +51,13 @@ def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tune_threads(target: Target) -> int:
-    """Set and return the number of CPU threads that makes forward passes of this model fastest at this moment.
+    """Set and return the number of CPU threads that currently makes forward passes of this model fastest.
 
-    torch uses one thread per core. A small model's layers are too short to be shared, and a thread whose core is used
-    by another process delays all other threads at the end of every layer. So all cores and halvings of their number are
-    measured, for a small model and unless the environment sets the number (OMP_NUM_THREADS). The setting is that of the
-    calling thread, which must be the one that runs the passes; ``target`` is left empty. Call `verify_batch_invariance`
-    afterwards, because with more threads a product may be split in another way.
+    torch uses one thread per core. A small model's layers are too short to be shared by threads, and a thread whose
+    core is used by another process delays all other threads at the end of every layer. So for a small model all cores,
+    half of them and so on are measured, unless the environment sets the number (OMP_NUM_THREADS). The setting is that
+    of the calling thread, which must be the thread that runs the passes; ``target`` is left empty. Call
+    `verify_batch_invariance` afterwards, because with more threads a product may be split in another way.
     """
     default = torch.get_num_threads()
     if not is_small(target.model) or default == 1 or any(name in os.environ for name in _VARIABLES):

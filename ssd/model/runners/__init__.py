@@ -1,1 +1,1 @@
-"""Model runners, and the selection of the fastest one that matches the model's own logits."""
+"""Model runners, and the selection of the fastest runner that reproduces the model's own logits."""

@@ -1,4 +1,4 @@
-"""Selection of the CUDA graph variant for a target: the first one that runs and matches eager forward passes."""
+"""Selection of the CUDA graph variant for a target: the first variant that runs and matches eager forward passes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def attach_cuda_graphs(
 ) -> None:
     """Use CUDA graphs for the target's forward passes, in the fastest variant that matches eager passes.
 
-    The target must be empty. Does nothing on other devices, where launches are not the bottleneck. ``tolerance`` is the
-    maximum relative error of the logits. With ``enforce_eager`` no graphs are captured, which saves their memory. With
-    ``keeps_top`` passes also find the most probable tokens.
+    The target must be empty. Does nothing on other devices than CUDA, where kernel launches are not the bottleneck.
+    ``tolerance`` is the maximum relative error of the logits. With ``enforce_eager`` no graphs are captured, which
+    saves their memory. With ``keeps_top`` passes also return the most probable tokens.
     """
     if target.device.type == "cuda":
         attach_first_valid(
@@ -53,7 +53,7 @@ def attach_cuda_graphs(
 def attach_first_valid(
     target: SlotRunner, candidates: Iterable[GraphVariant], *, tolerance: float, keeps_top: bool = False
 ) -> None:
-    """Use the first of several CUDA graph variants that runs and matches eager passes; otherwise passes stay eager."""
+    """Use the first of several CUDA graph variants that runs and matches eager passes; if there is none, stay eager."""
     for name, make_capture, kernel, sampler in candidates:
         try:
             target.graph_runner = CudaGraphRunner(
@@ -83,9 +83,9 @@ def attach_first_valid(
 def measure_graph_error(target: SlotRunner) -> float:
     """Return the largest relative error of the logits of fixed-shape passes, compared with eager passes.
 
-    Rows of different lengths, in slots in reverse order, are scored in passes of varying widths, and as trees if trees
-    are verified. Each pass runs twice: when it is captured and when it is replayed. The target must be empty. Raises
-    RuntimeError if a capture fails.
+    Rows of different lengths, in slots in reverse order, are scored in passes of varying widths, and as draft trees if
+    the target verifies trees. Each pass runs twice: when it is captured and when it is replayed. The target must be
+    empty. Raises RuntimeError if a capture fails.
     """
     runner, random = target.graph_runner, np.random.default_rng(0)
     assert runner is not None

@@ -1,10 +1,10 @@
-"""Batch invariance: test whether a position's logits are bit-identical in every forward pass, and enforce it.
+"""Batch invariance: tests whether a position's logits are bit-identical in every forward pass, and enforces it.
 
-On a CPU each linear layer pads or splits its rows to numbers that give bit-identical results; `find_invariant_shapes`
-finds them with the layer's own weights. The other layers are batch-invariant by construction. On CUDA, our kernels
-replace a library's matrix products and attention if these are not batch-invariant. Then the whole model is tested
-(`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the same model,
-machine, dtypes and threads.
+On a CPU each linear layer pads or splits its rows to numbers of rows that give bit-identical results, which
+`find_invariant_shapes` finds with the layer's own weights. The other layers are batch-invariant by construction. On
+CUDA, SSD's kernels replace a library's matrix products and attention if these are not batch-invariant. Then the whole
+model is tested (`compare_passes`). The result is stored next to the kernels' machine code, for later processes with the
+same model, machine, dtypes and threads.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def compare_passes(target: Target) -> Iterator[tuple[str, int, int]]:
     """Test batch invariance: compare the logits of each kind of forward pass with one pass over the whole text.
 
     Yields for each kind its name, the number of positions compared and the number of positions that are not
-    bit-identical. The texts consist of random tokens, each with its own adapter if there are adapters. ``target`` must
-    be empty, and is left empty. About 50 passes.
+    bit-identical. The texts consist of random tokens; each text uses another adapter if there are adapters. ``target``
+    must be empty, and is left empty. About 50 passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]
@@ -92,8 +92,8 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
 
     Args:
         target: The target; it must be empty, and is left empty.
-        wanted: "auto" enables batch invariance if the model's passes are bit-identical; "on" also uses our kernels if
-            only these make them bit-identical, and raises ModelError if they do not; "off" uses the fastest products.
+        wanted: "auto" enables batch invariance if the passes are bit-identical; "on" also uses SSD's batch-invariant
+            CUDA kernels if only these help, and raises ModelError if nothing does; "off" uses the fastest products.
     """
     layers, kernels = packed_linears(target.model), _runner_with_invariant_kernels(target)
     _apply_plans(layers, {})
@@ -117,7 +117,7 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
             "Omit the option to serve the model with outputs that are equal up to rounding"
         )
     if differ and kernels is not None:
-        differ += "; --batch-invariant on uses our batch-invariant kernels instead, which verify draft chains only"
+        differ += "; --batch-invariant on uses SSD's batch-invariant kernels instead, which verify draft chains only"
     _apply_plans(layers, {} if differ else {name: RowPlan(*plan) for name, plan in found["plans"].items()})
     if kernels is not None:
         kernels.use_invariant_kernels(bool(found["kernels"]))
@@ -125,7 +125,7 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
 
 
 def _runner_with_invariant_kernels(target: Target) -> SlotRunner | None:
-    """Return the target if it can use our batch-invariant kernels: on CUDA with triton installed; None otherwise."""
+    """Return the target if it can use SSD's batch-invariant kernels, on CUDA with triton installed; None otherwise."""
     can = target.device.type == "cuda" and find_spec("triton") is not None
     return target if can and isinstance(target, SlotRunner) else None
 
@@ -176,7 +176,7 @@ def _kind_name(layer: PackedLinear) -> str:
 
 
 def _result_key(target: Target, takes_kernels: bool) -> str:
-    """Return a hash of the model, machine and settings on which bit-identical results depend, without the weights."""
+    """Return a cache key for the result: a hash of the model without its weights, the machine and the settings."""
     model = target.model
     parts = {
         "model": type(model).__name__,

@@ -1,4 +1,4 @@
-"""Checks that split, batched and tree passes reproduce a single forward pass over the whole text."""
+"""Checks that split, batched and tree passes give the same logits as a single forward pass over the whole text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def score_batched(
     """Compute the logits of texts in batched forward passes of different widths per row, for comparison.
 
     The slots hold the beginning of each text, and are left empty. ``expected`` are the logits of each text's last
-    positions. The passes have the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft, which is
+    positions. The passes use the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft, which is
     rolled back, precedes each pass. Returns the computed and the expected logits.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -96,5 +96,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest relative error of pairs of computed and expected logits, by the norm of their difference."""
+    """Return the largest relative error of the computed logits in pairs of computed and expected logits."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

@@ -1,4 +1,4 @@
-"""Selection of the fastest model runner that matches the model's own logits."""
+"""Selection of the fastest model runner that reproduces the model's own logits."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _SCORING_STARTS = (9, 4)
 
 
 def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
-    """Return the relative error of the target's logits compared with ``expected``, the larger error of two texts.
+    """Return the relative error of the target's logits compared with ``expected``, the maximum over two texts.
 
-    The texts are put into slots in reverse order, with different lengths. They are prefilled in chunks and scored in
-    passes of at most ``PROBE_WIDTH`` positions, each after a wrong draft if the target can roll back. ``target`` is
+    The texts are in slots in reverse order, with different lengths. They are prefilled in chunks and scored in passes
+    of at most ``PROBE_WIDTH`` positions; a wrong draft precedes each pass if the target can roll back. ``target`` is
     left empty.
     """
     texts, slots = probe_texts(target.model), (PROBE_SLOTS - 1, 0)
@@ -62,7 +62,7 @@ def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
 
 
 def check_windows(target: SlotRunner) -> None:
-    """Raise TypeError unless each layer attended as far back as the model's configuration declares.
+    """Raise TypeError if a layer did not attend exactly as far back as the model's configuration declares.
 
     The startup test is shorter than the sliding windows of real models, so it does not detect a layer that does not
     pass its window to the attention function. Call this after a forward pass.
@@ -71,7 +71,7 @@ def check_windows(target: SlotRunner) -> None:
     for index, reach in target.kv_cache.reach.items():
         declared = getattr(layers[index], "sliding_window", None) if index < len(layers) else None
         if reach != declared and not _reuses_keys(layers, index):
-            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, its configuration says {declared}")
+            raise TypeError(f"layer {index} attends to {reach or 'all'} positions, but its config declares {declared}")
 
 
 def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
@@ -82,7 +82,7 @@ def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
 
 
 def declared_layers(model: PreTrainedModel) -> list[Any]:
-    """Return the cache layers that transformers derives from the configuration: the state that each layer keeps."""
+    """Return transformers' cache layers for the model's configuration; their types show the state of each layer."""
     try:
         return list(DynamicCache(config=model.config).layers)
     except Exception:  # a model with its own kind of cache: its layers are unknown
@@ -95,7 +95,7 @@ _TREE_LENGTH = 40
 
 
 def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
-    """Return whether the target computes correct logits for every node of a draft tree and can keep the accepted path.
+    """Return whether the target computes correct logits for all nodes of a draft tree and can keep the accepted path.
 
     Uses slot 0, which must be free. A model whose layers mix neighbouring positions other than by attention, for
     example by a convolution, fails the test. After any failure drafts are chains. ``tolerance`` is the maximum relative
@@ -123,7 +123,7 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """The fastest model runner that reproduces the model's own logits."""
+    """The fastest model runner that reproduces the model's own logits, and the reason for this choice."""
 
     kind: Any  # a subclass of ``Target`` constructed from (model, num_slots, max_length)
     reason: str = ""  # why the model does not run with slot attention
@@ -138,7 +138,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
     First the model's layers are replaced by faster ones, see `replace_layers`. Then these runners are tested in order:
 
     1. `SlotRunner`: one batched pass. 2. `SequentialRunner`: one row after another, on transformers' caches. 3.
-    `CheckpointRunner`: one row after another for recurrent states, with a checkpoint to return to. 4.
+    `CheckpointRunner`: one row after another for recurrent models, with a copy of the state for rollback. 4.
     `RecurrentRunner`: for states that accept one token at a time; the engine then does not draft. 5.
     `FullContextRunner`: without a cache, correct for every causal model.
     """
@@ -174,7 +174,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
 
 
 def _measure_memory(kind: type[SequentialRunner], model: PreTrainedModel) -> tuple[int, int]:
-    """Measure the KV cache bytes per token and the recurrent state's bytes per slot of a model runner."""
+    """Measure a model runner's memory: KV cache bytes per token, and bytes of the recurrent state per slot."""
     target, few, many = kind(model, 1, PROBE_LENGTH), PROBE_LENGTH // 3, PROBE_LENGTH - 1
     target.prefill([0], np.ones((1, few), np.int64), [few])
     of_few = target.slot_bytes(0)
@@ -222,7 +222,7 @@ CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
-    """Return the functions that replace a model's layers by Triton kernels on a GPU; none without triton."""
+    """Return the functions that replace a model's layers by Triton kernels on a GPU; empty without triton."""
     try:
         from ssd.model.layers.triton_decoder import flatten_by_triton
         from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton

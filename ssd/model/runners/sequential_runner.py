@@ -1,4 +1,4 @@
-"""Model runners that compute one row after another: with transformers' caches, uncached, and for recurrent models."""
+"""Model runners that compute row after row: with transformers' caches, without a cache, or for recurrent models."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ssd.model.target import Integers, Target, TokenMatrix, has_argument
 class SequentialRunner(Target):
     """A model runner with one Hugging Face cache per sequence, for models that do not support the slot KV cache.
 
-    It computes one row after another, so it is slower in a batch, but it supports every position encoding, and every
-    cache that can be cropped.
+    It computes one row after another, so batches are slower than with `SlotRunner`. But it supports every position
+    encoding, and every cache that can be cropped.
     """
 
     backend = "row by row"
@@ -99,7 +99,7 @@ def _iterate_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 class FullContextRunner(Target):
-    """A model runner without a KV cache, for models that keep their state inside the model or have no cache.
+    """A model runner without a KV cache, for models that store their state inside the model or have no cache.
 
     Each pass computes the complete context, so verifying a long draft costs hardly more than one token.
     """
@@ -139,11 +139,11 @@ _MAX_REPLAYED = 16
 
 
 class RecurrentRunner(SequentialRunner):
-    """A model runner for recurrent models without rollback, so the engine must not draft; it computes row after row.
+    """A model runner for recurrent models without rollback, which computes row after row; the engine must not draft.
 
-    Several tokens are computed in one pass only for an empty slot. Some models (Mamba, Jamba) start such a pass from an
-    empty state whatever their state is, so later tokens are computed one at a time. Raises TypeError if the model has
-    no argument for a state.
+    Several tokens are computed in one pass only if the slot is empty. Some models (Mamba, Jamba) start such a pass with
+    an empty state even if they are given a state, so later tokens are computed one at a time. Raises TypeError if the
+    model has no argument for a state.
     """
 
     backend = "row by row, without speculation"
@@ -158,7 +158,7 @@ class RecurrentRunner(SequentialRunner):
         super().__init__(model, num_slots, max_length)
 
     def rollback(self, slot: int, length: int) -> None:
-        """Empty the slot, or leave it unchanged if ``length`` is its length; no other length is possible."""
+        """Empty the slot, or leave it unchanged if ``length`` is its length; other lengths are not supported."""
         assert length in (0, self.length(slot))
         if length == 0:
             self._caches[slot] = None
@@ -195,8 +195,8 @@ class CheckpointRunner(RecurrentRunner):
     """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
     A pass that may contain a draft starts with a copy of the slot's state. After a rollback the copy replaces the
-    state, and the accepted tokens that it has not read are computed again within the next pass, which becomes wider;
-    there is no additional pass. A rollback to a length before the checkpoint computes the slot's text again.
+    state, and the next pass, which becomes wider, also computes the accepted tokens that the copy has not read; there
+    is no additional pass. A rollback to a length before the copy computes the slot's text again.
     """
 
     backend = "row by row, with replay"
@@ -232,8 +232,8 @@ class CheckpointRunner(RecurrentRunner):
 def copy_state(state: Any) -> Any:
     """Return a copy of a recurrent state that later forward passes do not change; None stays None.
 
-    The time is O(bytes of the recurrent state): keys and values are shared, because caches replace them instead of
-    writing into them.
+    The time is O(bytes of the recurrent state): keys and values are shared with the original, because caches replace
+    them instead of writing into them.
     """
     shared: dict[int, Any] = {}
     for layer in getattr(state, "layers", ()):

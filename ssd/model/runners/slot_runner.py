@@ -26,7 +26,7 @@ from ssd.model.target import Integers, Target, TokenMatrix
 class SlotRunner(Target):
     """A model runner that computes all sequences in one batched forward pass over the slot KV cache.
 
-    The model must call our attention function, which replaces its own. ``max_width`` is the maximum number of positions
+    The model must call SSD's attention function instead of its own. ``max_width`` is the maximum number of positions
     per row of a pass with rows of different lengths; padding may be written up to this width. Call ``recapture_graphs``
     after the model's computation has changed.
     """
@@ -51,7 +51,7 @@ class SlotRunner(Target):
         self._tap: HiddenStateTap | None = None
 
     def allocate_features(self, tapped: FeatureSpec) -> None:
-        """Store the hidden states that a draft head reads, for every position; call it before any forward pass.
+        """Store the hidden states that a draft head reads, for every position; call this before any forward pass.
 
         Raises ModelError if the model has no such hidden states.
         """
@@ -66,11 +66,11 @@ class SlotRunner(Target):
         self._flat = None if self._flat is None else FlatModel(self.model)  # the output layer may have been replaced
 
     def use_invariant_kernels(self, wanted: bool) -> None:
-        """Switch linear layers and attention between our batch-invariant kernels and the libraries' kernels.
+        """Switch linear layers and attention between SSD's batch-invariant kernels and the libraries' kernels.
 
-        With our kernels a row of a draft chain has the same bits in any pass; trees are not verified. Libraries choose
-        the order of summation by the shape of the pass. CUDA graphs are captured again. Raises ImportError if triton is
-        missing.
+        With SSD's kernels a row of a draft chain has the same bits in any pass; draft trees are not verified. Libraries
+        choose the order of summation by the shape of the pass. CUDA graphs are captured again. Raises ImportError if
+        triton is missing.
         """
         if wanted == (self.kv_cache.kernel is not None):
             return
@@ -117,7 +117,7 @@ class SlotRunner(Target):
 
     @torch.inference_mode()
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Move the keys and values of the accepted paths of draft trees into place, and lower the slots' lengths."""
+        """Move the keys and values of the accepted paths of draft trees together, and reduce the slots' lengths."""
         moves: list[npt.NDArray[np.int64]] = []
         for slot, count, path in zip(slots, counts, paths, strict=True):
             start = self.kv_cache.lengths[slot] - count
@@ -157,7 +157,7 @@ class SlotRunner(Target):
         return self._adapter_rows.assign([self.adapters[slot] for slot in slots], self.device)
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        """Run the model over new tokens, int64[B, T], without changing the slots' lengths; returns their logits."""
+        """Run the model over new tokens, int64[B, T], and return their logits; the slots' lengths stay unchanged."""
         tapped, hidden = self._feature_spec, list[torch.Tensor]()
         # Padding may point past the model's last position, where learned position embeddings have no row.
         positions = rows.positions.clamp_max(self.max_length - 1)

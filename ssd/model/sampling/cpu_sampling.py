@@ -1,4 +1,4 @@
-"""Sampling on a CPU: the token that keyed Gumbel noise selects among the tokens that top-k, top-p and min-p keep.
+"""Sampling on a CPU: selects the token with the largest score plus keyed Gumbel noise after top-k, top-p and min-p.
 
 A token is kept if fewer than top-k tokens, and less than top-p of the probability mass, have a higher score, and if
 min-p allows its score. So tokens with the same score are kept or dropped together, and nothing needs to be sorted. The
@@ -27,14 +27,14 @@ Float32s = npt.NDArray[np.float32]
 Float = Any  # Numba's float32, for which Python has no type
 
 LOWEST_TEMPERATURE = 1e-4
-"""The lowest temperature that is applied; lower ones are raised to it.
+"""The lowest sampling temperature above 0 that is applied; lower temperatures are raised to this value.
 
 1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from greedy decoding.
 """
 MASS_OF_ONE = 2.0**40
-"""The integer probability mass of the most probable token, used to sum probabilities exactly for top-p.
+"""The integer that stands for the probability of the most probable token when probabilities are summed for top-p.
 
-Other tokens have a fraction of it, truncated to an integer. An int64 holds the sum of 2^22 such masses.
+The integers of other tokens are in proportion, truncated. An int64 holds the sum of 2^22 such integers.
 """
 
 _BLOCK = 128
@@ -53,14 +53,14 @@ def choose_rows(
 ) -> Int64s:
     """Sample a token at each position: the one with the largest score after Gumbel noise, int64[sum(counts)].
 
-    Only tokens that top-k, top-p and min-p keep are candidates. The first of equal tokens is selected; never NaN; token
-    0 if no token is possible. Usually O(V) per position.
+    Only tokens that top-k, top-p and min-p keep are candidates. The first of equal tokens is selected; NaN is never
+    selected; token 0 if no token is possible. Usually O(V) per position.
 
     Args:
         logits: [B, T, V], -inf for tokens that are ruled out.
         rows: The rows to sample; results are in this order.
-        counts: The number of positions of each of ``rows``, from the first one on.
-        temperatures: [R], > 0; scores are logits divided by it.
+        counts: The number of positions to sample in each of ``rows``, from the row's first position on.
+        temperatures: [R], > 0; scores are logits divided by the temperature.
         cuts: [R, 3]: top-k >= 1 (the vocabulary size keeps all tokens); top-p > 0 (1 keeps all tokens); and the
             logarithm of min-p, <= 0 (-inf keeps all tokens).
         keys: The noise keys, [sum(counts)].
@@ -89,7 +89,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """Return each token's probability mass for top-p as an integer; the most probable one has `MASS_OF_ONE`."""
+    """Return each token's probability as an integer, for top-p; the most probable token has `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):
@@ -102,7 +102,7 @@ def masses_of(scores: Float32s) -> Int64s:
 
 @inlined
 def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
-    """Write the logits divided by the temperature to ``scores`` and return the highest; -inf if there is none."""
+    """Write the logits divided by the temperature to ``scores``; return the highest score (-inf if there is none)."""
     highest = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block, divided = logits[start : start + _BLOCK], scores[start : start + _BLOCK]
@@ -119,7 +119,7 @@ def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
 
 @inlined
 def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
-    """Write the weights exp(score - highest) to ``weights`` and return the sum of their integer masses for top-p.
+    """Write exp(score - highest) for each token to ``weights``; return the sum of the integer probabilities for top-p.
 
     A weight below 2^-115 becomes 0, because no noise of 53 bits can make its token the argmax.
     """
@@ -152,7 +152,7 @@ def _first_of(scores: Float32s, value: Float) -> int:
 
 @inlined
 def _noisy(score: Float, bits: UInt) -> float:
-    """Return a score plus Gumbel noise from 53 random bits, with the formula of `gumbel_noise`."""
+    """Return a score plus the Gumbel noise that `gumbel_noise` computes from the same 53 random bits."""
     return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
 
 
@@ -161,14 +161,14 @@ def _left(z: UInt) -> Float:
     """Return a lower bound, float32, of 2^31 (1 - u) for the uniform number u of 64 random bits.
 
     It avoids most logarithms: a token beats the best score b so far if -log(u) < exp(score - b). Since -log(u) >= 1 -
-    u, no token with 1 - u >= exp(score - b) can: in most cases a hash and a comparison suffice.
+    u, no token with 1 - u >= exp(score - b) can beat it: in most cases a hash and a comparison suffice.
     """
     return np.float32(np.int32(0x7FFFFFFF) - np.int32(z >> np.uint64(33)))
 
 
 @inlined
 def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt) -> int:
-    """Return the argmax of scores plus Gumbel noise over the vocabulary; blocks that cannot contain it are skipped."""
+    """Return the token with the largest score plus Gumbel noise; blocks that cannot contain this token are skipped."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for start in range(0, len(weights), _BLOCK):
         block = weights[start : start + _BLOCK]
@@ -201,7 +201,7 @@ def _best_kept(
     floor: Float,
     found: TokenIds,
 ) -> int:
-    """Return the argmax of scores plus Gumbel noise among the tokens that top-k, top-p and min-p keep."""
+    """Return the token with the largest score plus Gumbel noise among the tokens that top-k, top-p and min-p keep."""
     is_top_k, is_top_p = top_k < len(scores), top_p < 1.0
     wanted = top_p * np.float64(mass)
     lowest = max(floor, _LOWEST) if not (is_top_k and is_top_p) else _LOWEST  # top-p is a share of top-k's mass
@@ -238,7 +238,7 @@ def _best_kept(
 
 @inlined
 def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
-    """Collect the token ids with a score of at least ``least`` in ``found``, in order; return their number."""
+    """Write the ids of all tokens with a score of at least ``least`` to ``found``, in order; return their number."""
     num_found = 0
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
@@ -264,7 +264,7 @@ def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
 
 @inlined
 def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
-    """Return the sum of the integer probability masses of the ``top_k`` best candidate tokens. O(candidates)."""
+    """Return the sum of the integer probabilities of the ``top_k`` best candidate tokens. O(candidates)."""
     if num_found <= top_k:
         return _mass_of_found(weights, found, num_found)
     among = np.empty(num_found, np.float32)
@@ -293,7 +293,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """Return the candidate with the largest score plus noise among those that score > ``above`` and >= ``floor``."""
+    """Return the candidate with the largest score plus noise whose score is > ``above`` and >= ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -323,7 +323,7 @@ class DeviceRules:
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
-        """Return a request's bias and allowed tokens on a device; they are built once and cached with the request.
+        """Return a request's bias and allowed tokens as tensors on a device, which are built once per request.
 
         Ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
@@ -345,7 +345,7 @@ class DeviceRules:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
-    """Return a mask of the vocabulary, bool[V], that is True at the ``token_ids``; ids outside are ignored."""
+    """Return a mask of the vocabulary, bool[V], that is True at the ``token_ids``; ids outside V are ignored."""
     ids = np.fromiter(token_ids, np.int64)
     mask = np.zeros(vocab_size, np.bool_)
     mask[ids[ids < vocab_size]] = True
@@ -353,11 +353,11 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
-    """Exclude tokens by setting their scores to -inf in place: by grammar, allowed tokens and forbidden tokens.
+    """Set the scores of tokens that the grammar, the allowed tokens or the forbidden tokens exclude to -inf, in place.
 
-    If a rule would leave no token after the rules before it, it is not applied. So the grammar always holds, and a
-    token can always be sampled. ``scores`` is [V]; the masks ``by_grammar`` and ``allowed``, bool[V], are True for
-    accepted tokens, and None accepts all tokens.
+    The rules are applied in this order, and a rule that would leave no token is not applied. So the grammar always
+    holds, and a token can always be sampled. ``scores`` is [V]; the masks ``by_grammar`` and ``allowed``, bool[V], are
+    True for accepted tokens, and None accepts all tokens.
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:

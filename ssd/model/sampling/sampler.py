@@ -1,4 +1,4 @@
-"""Keyed Gumbel noise, kernels that sample tokens and find the most probable ones, and the output of a forward pass."""
+"""Keyed Gumbel noise, functions that sample tokens or find the most probable ones, and the output of a forward pass."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return standard Gumbel noise for every token of the vocabulary at each key, float64[..., vocab_size].
 
     The noise is ``-log(-log(u))`` with u = (k + 1/2) / 2**53 and k the upper 53 bits of a hash, so u is never 0 or 1.
-    ``keys`` is int64[...], the bits of `SequenceNoise.keys`; the result is on its device.
+    ``keys`` is int64[...], the bits of `SequenceNoise.keys`; the result is on the same device.
     """
     counter = torch.arange(1, vocab_size + 1, device=keys.device)
     z = keys[..., None] + counter * _signed(GAMMA)  # int64 wraps as uint64 does
@@ -48,7 +48,7 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Return logits / temperature + Gumbel noise, float64[N, V]; the argmax of each row is the sampled token.
 
-    This holds if a request sets only a temperature. ``logits`` is [N, V] of any float dtype, ``keys``, int64[N], has
+    Requests must have no other sampling parameters. ``logits`` is [N, V] of any float dtype, ``keys``, int64[N], has
     the bits of `SequenceNoise.keys`, and a temperature of 0 selects the most probable token.
     """
     scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
@@ -61,7 +61,7 @@ def _signed(constant: int) -> int:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift 64-bit integers right and fill with zeros; torch's own shift keeps the sign."""
+    """Shift 64-bit integers right and fill with zeros, because torch's own shift copies the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -75,7 +75,7 @@ _PROBE_ROWS, _PROBE_TOKENS = 24, 5000
 
 @cache
 def select_sampler(device: torch.device) -> Sampler | None:
-    """Return our Triton sampling kernel if it is installed and correct on this GPU; None selects torch's operations."""
+    """Return SSD's Triton sampling kernel if it is correct on this GPU; None if torch's operations must be used."""
     if device.type != "cuda":
         return None
     try:
@@ -86,7 +86,7 @@ def select_sampler(device: torch.device) -> Sampler | None:
 
 
 def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
-    """Return whether a sampling kernel matches `noisy_scores` on random logits; log a warning if it does not."""
+    """Return whether a sampling kernel agrees with `noisy_scores` on random logits; log a warning if it does not."""
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(0, 3, (_PROBE_ROWS, _PROBE_TOKENS)).astype(np.float32))
     keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, _PROBE_ROWS)).to(device)
@@ -104,7 +104,7 @@ def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
 
 
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError unless each sampled token has the largest of `noisy_scores`, up to rounding."""
+    """Raise ValueError if a sampled token does not have the largest of `noisy_scores` in its row, up to rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
@@ -118,8 +118,8 @@ _AS_IT_IS = [SamplingParams()]
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
     """Sample one token per row from softmax(scores): the argmax of scores plus Gumbel noise, int64[N].
 
-    The first of equal tokens is returned. ``scores`` is float32[N, V] with -inf for tokens that are ruled out and at
-    least one finite score per row; ``keys`` is uint64[N].
+    If several tokens are equal, the first one is returned. ``scores`` is float32[N, V] with -inf for tokens that are
+    ruled out and at least one finite score per row; ``keys`` is uint64[N].
     """
     if scores.device.type != "cpu":
         on_device = torch.from_numpy(keys.view(np.int64)).to(scores.device)
@@ -132,7 +132,7 @@ def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int6
 def device_argmax(scores: torch.Tensor, keys: torch.Tensor, sampler: Sampler | None) -> torch.Tensor:
     """Sample one token per row from softmax(scores) on the device, by ``sampler`` or torch's operations: int64[N].
 
-    It equals `argmax_with_noise`; ``keys``, int64[N], has the bits of its keys.
+    The result is that of `argmax_with_noise`; ``keys``, int64[N], has the bits of that function's keys.
     """
     if sampler is None:
         return (scores.double() + gumbel_noise(keys, scores.shape[-1])).argmax(-1)
@@ -181,9 +181,8 @@ _BLOCK = 128
 def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
     """Return the most probable tokens at the first ``counts[b]`` positions of each row of logits, [B, T, V].
 
-    NaN and -inf are never among them. The lower id of equal tokens comes first on a CPU; elsewhere the order is
-    arbitrary. On a CPU one sweep is faster than torch's argmax; elsewhere torch's top-k and one copy to the host are
-    used.
+    Tokens with logits of NaN or -inf are left out. On a CPU, equal tokens are in order of their ids, elsewhere in any
+    order. On a CPU one sweep is faster than torch's argmax; elsewhere torch's top-k and one copy to the host are used.
     """
     if logits.device.type != "cpu":
         return unpack_top(packed_top(logits))
@@ -195,7 +194,7 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
 
 @cache
 def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return our Triton kernel for the most probable tokens, if our Triton sampling kernel works on this device."""
+    """Return SSD's Triton kernel for the most probable tokens, if SSD's sampling kernel works on this device."""
     if select_sampler(device) is None:
         return None
     from ssd.model.sampling.triton_sampling import triton_top
@@ -206,7 +205,7 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
     """Return the ids and logits of the most probable tokens in one tensor on the device, int32[..., 2, TOP_K].
 
-    ``logits`` is [..., V]; the result has the bits of float32 logits. Does not synchronise with the device.
+    ``logits`` is [..., V]; the returned logits are float32 numbers as int32 bits. Does not synchronise with the device.
     """
     if (own := _top_of(logits.device)) is not None:
         return own(logits)
@@ -221,14 +220,14 @@ def packed_top(logits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_top(packed: torch.Tensor) -> TopTokens:
-    """Copy the result of `packed_top` for logits [B, T, V] to the host; waits for the device."""
+    """Copy the result of `packed_top` for logits [B, T, V] to the host; this waits for the device."""
     both = packed.cpu().numpy()
     return np.ascontiguousarray(both[..., 0, :]), np.ascontiguousarray(both[..., 1, :]).view(np.float32)
 
 
 @inlined
 def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
-    """Find the most probable tokens of one row of logits in one sweep; blocks without a better token are skipped."""
+    """Find the most probable tokens of a row of logits in one sweep; blocks without a better token are skipped."""
     least = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block = logits[start : start + _BLOCK]
@@ -262,7 +261,7 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probability of one token, and its most probable alternatives."""
+    """The log-probability of one token, and the most probable alternatives to the token."""
 
     token_id: int
     logprob: float
@@ -274,7 +273,7 @@ class TokenLogprobs:
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
     """Return the log-probability, rank and most probable alternatives of each generated token.
 
-    The probabilities are a float32 softmax over the whole vocabulary. ``logits`` is [>= n, V], unchanged by sampling
+    The probabilities are a float32 softmax over the whole vocabulary. ``logits`` is [>= n, V], before any sampling
     rules; row i predicts token i of n. O(n V).
     """
     if not len(token_ids):
@@ -305,9 +304,9 @@ class PassOutput:
     copied: torch.cuda.Event | None = None  # an event, recorded when the tokens are on the host
 
     def start_copy_to_host(self) -> PassOutput:
-        """Start copying the sampled tokens to the host, where later forward passes do not overwrite them.
+        """Start copying the sampled tokens to host memory that later forward passes do not overwrite.
 
-        Call `wait` on the returned output before use. It has no logits.
+        Call `wait` on the returned output before its use. The returned output has no logits.
         """
         sampled, top = _start_copy_to_host(self.sampled), _start_copy_to_host(self.packed_top)
         copied = self.copied
@@ -322,7 +321,7 @@ class PassOutput:
             self.copied.synchronize()
 
     def top(self, counts: Sequence[int]) -> TopTokens:
-        """Return the most probable tokens at the first ``counts[b]`` positions of each row. O(positions V)."""
+        """Return the most probable tokens at the first ``counts[b]`` positions of each row b. O(positions V)."""
         return top_tokens(self.logits, counts) if self.packed_top is None else unpack_top(self.packed_top)
 
     def row(self, b: int) -> PassOutput:

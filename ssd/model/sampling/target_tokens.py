@@ -1,7 +1,7 @@
-"""From logits to the target's tokens: penalties, temperature, truncation and keyed noise.
+"""Computes the target's tokens from its logits: penalties, temperature, truncation and keyed noise.
 
-Every rule is applied at each draft position with that position's own prefix: the output so far and the draft tokens
-before it. So the token at a position is the one that decoding without drafts would sample there.
+Every rule is applied at each draft position with that position's own prefix, i.e. the output so far and the draft
+tokens before the position. So the token at a position is the token that decoding without drafts would sample there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     """Sample the target's token at each position of a verification pass, int64[B, T].
 
     ``output`` is the output of a pass over [last token, draft ...] of ``rows``, with the noise of `make_noise`, if any.
-    Row b has ``rows[b].width`` positions; values beyond them are meaningless.
+    Row b has ``rows[b].width`` positions; values beyond these positions are meaningless.
     """
     known = [] if output.sampled is None else [b for b, row in enumerate(rows) if _is_sampled(row, b, output.noise)]
     if output.sampled is not None and len(known) == len(rows):
@@ -49,8 +49,8 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
 def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """Return the scores from which a row's tokens are sampled: log-probabilities up to a constant, float32[T, V].
 
-    The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V]
-    are the model's own at the row's T positions.
+    The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V] are the
+    model's unmodified logits at the row's T positions.
     """
     scores = logits_with_rules(logits[None, : row.width], [row])[0]
     return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
@@ -76,14 +76,14 @@ def has_rules(row: SamplingRow) -> bool:
 
 
 def _is_sampled(row: SamplingRow, b: int, noise: Noise | None) -> bool:
-    """Return whether the forward pass, with ``noise``, has already sampled the tokens of its row b."""
+    """Return whether the forward pass, which had ``noise``, has already sampled the tokens of its row b."""
     if row.params.greedy:
         return not has_rules(row)
     return noise is not None and bool(noise.temperatures[b, 0] > 0)
 
 
 def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Return logits, [B, T, V], after bias, penalties and forbidden tokens; the same tensor if no row has any."""
+    """Return logits, [B, T, V], after bias, penalties and forbidden tokens; the same tensor if no row has rules."""
     ruled = [b for b, row in enumerate(rows) if has_rules(row)]
     if ruled:
         logits = logits.clone()
@@ -98,7 +98,7 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
 
 
 def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
-    """Return a copy of ``row`` that samples only the token after a node of a draft tree, with its path as output."""
+    """Return a copy of ``row`` that samples one token after a draft tree's node, whose path counts as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
@@ -108,7 +108,7 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
     """Return log-probabilities up to a constant, float32[N, V], -inf for tokens that top-k, top-p or min-p drop.
 
     The order is that of transformers: temperature, top-k, top-p, min-p. Top-p applies to the tokens that top-k keeps;
-    vLLM applies min-p first. ``logits`` is [N, V]; row n has params[n] with temperature > 0.
+    in vLLM, min-p comes first. ``logits`` is [N, V]; row n has params[n] with temperature > 0.
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
@@ -125,10 +125,10 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 
 
 def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_TOP) -> torch.Tensor:
-    """Set the scores of tokens that top-k and top-p drop to -inf; ties with the last kept token are kept.
+    """Set the scores of tokens that top-k and top-p drop to -inf; tokens as probable as the last kept token are kept.
 
-    Sorting the whole vocabulary takes longer than a small model's step, and few tokens are kept as a rule. So the
-    ``look`` best tokens are examined first, and only rows that they do not decide are sorted completely.
+    Sorting the whole vocabulary takes longer than a small model's step, and few tokens are usually kept. So the
+    ``look`` best tokens of a row are examined first, and the row is sorted completely only if they do not suffice.
     """
     vocab_size = scores.shape[-1]
     look = min(look, vocab_size)
@@ -157,7 +157,7 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return each token's integer probability mass for top-p, bit-identical to `masses_of` on a CPU."""
+    """Return each token's probability as an integer for top-p, bit-identical to `masses_of` on a CPU."""
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
@@ -182,7 +182,7 @@ def _has_request_rules(params: SamplingParams) -> bool:
 def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
     """Apply logit bias, penalties and forbidden tokens to logits, [T, V], in place.
 
-    Position t counts the draft's first t tokens as output. The definitions are vLLM's; bias is applied before
+    At position t, the draft's first t tokens count as output. The definitions are vLLM's; bias is applied before
     penalties, as in vLLM and transformers. The repetition penalty counts prompt and output (Keskar et al. 2019, section
     4.1); presence and frequency penalties (OpenAI) and bad words count only the output.
     """
@@ -224,8 +224,8 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
 def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
     """Return the noise with which a forward pass over ``rows`` can sample tokens on the device.
 
-    Only rows that are sampled by temperature alone have noise; all other rows have temperature 0. None if there is no
-    such row. ``width`` is the number of positions per row.
+    Rows that need more than a temperature for sampling get no noise and temperature 0. Returns None if all rows are
+    such rows. ``width`` is the number of positions per row.
     """
     drawn = [b for b, row in enumerate(rows) if has_only_temperature(row)]
     if not drawn:

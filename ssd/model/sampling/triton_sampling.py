@@ -1,4 +1,4 @@
-"""Triton kernels for the argmax of logits over temperature plus keyed Gumbel noise, and for the most probable tokens.
+"""Triton kernels that sample tokens (the argmax of logits / temperature + Gumbel noise) or find the most probable ones.
 
 The vocabulary is split among programs, so that a few rows use the whole device. Only the splits' results are written;
 noise is computed in registers. Import this module only if triton is installed, which comes with CUDA builds of torch.
@@ -52,10 +52,10 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
 def _sample_split(  # type: ignore[no-untyped-def]
     logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr
 ):
-    """Sample one row over one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
+    """Sample a token of one row from one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
 
-    Writes the largest score to ``scores``, float64[N, splits], and the first token with it to ``tokens``, int32[N,
-    splits]: -inf and no token if no token is possible.
+    Writes the largest score to ``scores``, float64[N, splits], and the first token with this score to ``tokens``,
+    int32[N, splits]: -inf and no token if no token is possible.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -106,8 +106,8 @@ _LOW = tl.constexpr((1 << 31) - 1)
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
     """Return the most probable tokens on a GPU in the format of `packed_top`, in two launches. O(V) per row.
 
-    The lower id of equal tokens comes first. There are no tokens if V is 0, as in the copied output of a pass that did
-    not search for them.
+    Equal tokens are in order of their ids. There are no tokens if V is 0, as in the copied output of a pass that did
+    not search for the most probable tokens.
     """
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
