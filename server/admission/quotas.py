@@ -48,9 +48,9 @@ class Reservation:
 class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
-    A tenant may reserve half of the units that other tenants leave, so that there is always room for another tenant
-    (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other requests
-    may reserve all of them. ``what`` names the units in error messages.
+    A tenant may reserve half of the units that other tenants have not reserved, so that another tenant always finds
+    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other
+    requests may reserve all of them. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -111,7 +111,7 @@ class TokenBucket:
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Change the bucket's rate and capacity; tokens used in the last minute remain used."""
+        """Change the bucket's rate and capacity; the amount that was used in the last minute stays used."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
@@ -167,7 +167,7 @@ class Account:
 
     @property
     def payer(self) -> str | None:
-        """The tenant's name, under which shared budgets are divided, or None if the server has no API keys."""
+        """The tenant's name, to which reservations in shared budgets are charged; None if the server has no keys."""
         return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
@@ -259,7 +259,7 @@ class Account:
 
 
 class AdmissionTicket:
-    """The quota and budget that an admitted request uses until ``end``, which may be called more than once."""
+    """An admitted request's use of quota and memory budget. ``end`` releases it, and may be called more than once."""
 
     def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Reservation | None) -> None:
         self._account: Account | None = account

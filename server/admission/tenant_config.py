@@ -31,11 +31,11 @@ class Quotas(BaseModel):
     max_running: _Count = None
     """Maximum number of slots that the tenant's requests use at once; further requests wait."""
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
-    """Maximum number of waiting requests; further requests are answered 429."""
+    """Maximum number of the tenant's waiting requests; further requests are answered 429."""
     requests_per_minute: _Count = None
-    """Maximum number of generation requests per minute; unused ones accumulate for up to a minute."""
+    """Maximum number of generation requests per minute; unused requests accumulate for up to a minute."""
     tokens_per_minute: _Count = None
-    """Maximum number of prompt and output tokens per minute; unused ones accumulate for up to a minute."""
+    """Maximum number of prompt and output tokens per minute; unused tokens accumulate for up to a minute."""
     cache_tokens: Annotated[int | None, Field(ge=8192, le=_MOST)] = None
     """Capacity of the tenant's cache in tokens."""
 
@@ -116,7 +116,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """The parsed tenants file. ``defaults`` are the quotas of tenants and further API keys that set none."""
+    """The parsed tenants file. ``defaults`` are the quotas of tenants that set none and of API keys without tenant."""
 
     defaults: Tenant
     tenants: tuple[Tenant, ...]
@@ -140,7 +140,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
 
 
 def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
-    """Return the API keys if HTTP headers can transmit them, else raise ConfigError, whose message contains no key."""
+    """Return the API keys if HTTP headers can transmit them; else raise ConfigError, whose message quotes no key."""
     found = tuple(keys)
     for number, key in enumerate(found, 1):
         if not _KEY.fullmatch(key):

@@ -110,8 +110,8 @@ def open_tenants(
 ) -> Tenants:
     """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
 
-    ``keys`` are fixed, and ``read_keys`` returns the current keys of the key file at each reload. ``counters`` exchange
-    deletion counts of caches between replicas.
+    ``keys`` never change, and ``read_keys`` returns the current keys of the key file at each reload. ``counters``
+    exchange deletion counts of caches between replicas.
     """
     names = NamespaceNames(secret)
 
@@ -168,7 +168,7 @@ INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Background threads that reload tenants when a file has changed and is valid, and complete deletions of caches."""
+    """Background threads that reload the tenants after valid changes of their files, and complete cache deletions."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants

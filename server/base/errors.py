@@ -28,7 +28,7 @@ _TYPES = {
     503: "overloaded_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""The error code for requests to store a conversation on the server; clients then send all of it with each request."""
+"""The error code for requests to store a conversation on the server, so that clients resend all messages each time."""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
@@ -60,7 +60,7 @@ class RequestFailed(EngineError):
 
 
 class ApiError(Exception):
-    """An error with an HTTP status code, for errors that the engine and the request's parameters do not cause."""
+    """An error with an HTTP status code, e.g. for a wrong API key; not for engine failures and invalid parameters."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form, which contains only `NO_THREADS` as error code."""
+    """Return the JSON body of an error in Anthropic's form. The only error code in it is `NO_THREADS`."""
     found = _noted(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}

@@ -92,7 +92,7 @@ def _require_no_pointer(path: Path) -> None:
 
 
 def _other_kind(directory: Path) -> str:
-    """Describe a directory that has no config.json (e.g. GGUF files) and tell what to do; "" if its kind is unknown."""
+    """Return an error text with a remedy for a directory without config.json, e.g. with GGUF files; "" if unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
@@ -176,7 +176,7 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
 
 
 _CUDA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvmap")
-"""Device files, one of which exists if torch can find a GPU: of NVIDIA, AMD, WSL and Jetson boards."""
+"""Device files of NVIDIA, AMD, WSL and Jetson GPUs. If none of these files exists, torch cannot find a GPU."""
 _BYTES_PER_CACHED_TOKEN = 9
 """The minimum size of a cached token in bytes: four for the token id, five or more for the suffix array."""
 

@@ -38,7 +38,7 @@ def shown_default(value: object) -> str | None:
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
-"""The cyclopts settings of all options: no ``--no-`` forms, and the last of repeated options counts."""
+"""The cyclopts settings of all options: no ``--no-`` forms, and the last value of a repeated option is used."""
 
 
 def group(title: str, *, show: bool = True) -> Parameter:
@@ -52,7 +52,7 @@ def check_range(option: str, value: float, least: int, most: int, unit: str = ""
 
 
 def run_app(app: App, words: Sequence[str]) -> Any:
-    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError that names the option."""
+    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError naming the option."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:

@@ -62,7 +62,7 @@ class OpenNoise(NamedTuple):
 
     Attributes:
         root: The secret. None: sampling is not coupled.
-        shared: Keeps the secret equal to that of the replicas. None: it does not depend on them.
+        shared: Keeps the secret equal to that of the replicas. None: the secret does not depend on replicas.
     """
 
     root: NoiseSecret | None = None

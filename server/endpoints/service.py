@@ -55,7 +55,7 @@ _TOKENS_A_CHOICE = 256
 
 
 class Service:
-    """Functions of several endpoints: reading request bodies, tokenizing on other threads, starting generations."""
+    """Functions that several endpoints use: read request bodies, tokenize on other threads, and start generations."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
@@ -194,7 +194,7 @@ class Service:
                 return found
 
             def streams() -> Sequence[int | None]:
-                """Return different noise streams for the choices of one prompt (see coupled sampling)."""
+                """Return a noise stream for each choice of a prompt (see coupled sampling), so that choices differ."""
                 is_shared = body.n > 1 and engine.config.coupled_streams
                 return engine.draw_streams(body.n) if is_shared else [None] * body.n
 
@@ -266,7 +266,7 @@ class Service:
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Set ``max_tokens``, if the request does not, so that the response has at most ``_MOST_LOGPROBS``."""
+    """Limit the default of ``max_tokens`` so that the response has at most ``_MOST_LOGPROBS`` log-probabilities."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)

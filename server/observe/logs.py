@@ -20,7 +20,7 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 OURS = ("ssd", "server", "cache_builder")
-"""The names of our own loggers, to which the configured level applies. Other libraries log from WARNING on."""
+"""The names of our loggers, to which the configured level applies. Other libraries log warnings and errors only."""
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192

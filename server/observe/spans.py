@@ -31,7 +31,7 @@ _OPERATIONS = {"/v1/completions": "text_completion"}
 
 
 class Spans:
-    """Creates a trace span for each generation, with OpenTelemetry's attributes and vLLM's for times, but no text.
+    """Creates a trace span for each generation, with OpenTelemetry's and vLLM's attributes, but without any text.
 
     ``exporter`` sends the spans on its own thread.
     """

@@ -41,8 +41,8 @@ class MessageFormat:
     """How a model's chat template writes tool calls and reasoning.
 
     Attributes:
-        tool_call: The name of the tool call parser. None: there is none.
-        reasoning: The name of the reasoning parser. None: there is none.
+        tool_call: The name of the tool call parser. None: the output is not searched for tool calls.
+        reasoning: The name of the reasoning parser. None: the output is not searched for reasoning.
         in_words: Whether the prompt describes tools in words, because the chat template ignores them.
         several: Whether a message may contain several tool calls.
     """
@@ -194,7 +194,7 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
     "mistral": with_short_call_ids,
     "kimi_k2": with_numbered_call_ids,
 }
-"""Converts tool call ids, by tool call format, for chat templates that accept only one form of ids."""
+"""Maps tool call formats to functions that convert tool call ids, if the chat template accepts only one form of ids."""
 
 
 class ChatPreparer:

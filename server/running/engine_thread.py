@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # importing the engine imports torch, which the thread does a
 log = logging.getLogger(__name__)
 
 _COMPILING_S = 5.0
-"""The seconds that a start waits for the drafting kernels to compile before it serves without drafts."""
+"""The seconds that the server waits at its start for the drafting kernels to compile before it serves without drafts.
+"""
 _IDLE_WAIT_S = 0.25
 """The interval in seconds at which the engine's thread, while it is idle, checks whether it has to stop."""
 _DRAIN_LOOK_S = 0.02
@@ -63,7 +64,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """Return the next output, or None after ``wait_s`` seconds. Faster than ``asyncio.Queue`` with a timeout."""
+        """Return the next output, or None after ``wait_s`` seconds."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -101,7 +102,7 @@ class Worker:
         self._stop = threading.Event()
         self._num_inside = 0
         self.hurries = False
-        """Whether the grace period of the shutdown is over, so that nothing may be waited for any more."""
+        """Whether the grace period of the shutdown is over, so that waiting tasks must return at once."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None

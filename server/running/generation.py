@@ -67,7 +67,7 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """The error that ended this choice although other choices of the request could continue."""
+    """The error that ended this choice, while other choices of the request may continue."""
     stats: RequestStats | None = None
     """The engine's statistics of this choice, which the engine keeps updating. None before the first output."""
 
@@ -110,8 +110,8 @@ class Usage:
 class Generation:
     """Submits one engine request per choice of an HTTP request and collects the outputs.
 
-    ``close`` must be called in any case. With ``only_scores``, only the prompts' log-probabilities are wanted, so that
-    the one generated token is dropped. ``aside`` is the thread pool for slow functions.
+    ``close`` must be called in any case. With ``only_scores``, the client wants only the log-probabilities of its
+    prompts, so the one generated token is dropped. ``aside`` is the thread pool for slow functions.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Generation:
 
     @property
     def has_more_now(self) -> bool:
-        """Whether another output has already arrived, so that it can be sent together with the last one."""
+        """Whether another output has already arrived, so that it can be sent together with the previous output."""
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:

@@ -23,14 +23,14 @@ _MAX_CHARACTERS_PER_TOKEN = 512
 """The maximum number of characters of a token in known tokenizers; the longest tokens are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
-"""The maximum number of token ids in a /detokenize request, because the tokenizer blocks all threads meanwhile."""
+"""The maximum number of token ids in a /detokenize request, because decoding them blocks all other threads."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
 """The number of tokens that splitting a text into chunks may add to its token count, per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64
-"""The estimated cost of tokenizing one more text, in addition to its length, in characters."""
+"""The estimated fixed cost of tokenizing a text, expressed as a number of additional characters."""
 
 
 class Tokenization:
@@ -188,7 +188,7 @@ class Tokenization:
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory to tokenize it is short.
+    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if there is too little memory for it.
 
     A long text is tokenized in chunks first, because a tokenizer that runs out of memory aborts the process.
     """

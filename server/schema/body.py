@@ -24,7 +24,7 @@ UNKNOWN_FIELD = "unknown_field"
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known field name that an unknown name may be a misspelling of; None if none is similar."""
+    """Return the known field name that is most similar to an unknown name; None if no known name is similar."""
     return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
 
 
@@ -36,7 +36,7 @@ class RequestObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, content: Any) -> Any:
-        """Raise one error for all unknown fields, because pydantic would create one for each of very many."""
+        """Raise a single error for all unknown fields; pydantic would create one for each of possibly thousands."""
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -147,7 +147,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors raised in this context call fields of chat completions by their names in the client's API."""
+    """A context in which raised errors name fields as the client's API does, not as chat completions do."""
     try:
         yield
     except RequestError as error:
@@ -155,7 +155,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error in which fields of chat completions have their names in the client's API."""
+    """Return the error with the names that the client's API has for the fields of chat completions."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
@@ -199,7 +199,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Remove fields that have no effect, and raise RequestError for unsupported fields that would have one."""
+        """Remove fields without effect. Raises RequestError for unsupported fields that would change the output."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):

@@ -45,7 +45,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """A request object whose content is nested in ``function``. Errors point out that other APIs do not nest it."""
+    """An object that contains an object ``function``. If a client did not nest it, the error shows how to nest it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -270,7 +270,7 @@ _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_call
 
 
 class Conversation:
-    """Builds messages for /v1/chat/completions from the finer parts of other APIs.
+    """Builds messages for /v1/chat/completions from the smaller items of the Messages and Responses APIs.
 
     Consecutive reasoning, text and tool calls of the assistant become one message.
     """
@@ -278,7 +278,7 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._said = -1
-        """The index in `_ORDER` of the last part of the last message; -1 if that is not an assistant message."""
+        """The index in `_ORDER` of the last part of the last message; -1 if the last message is not the assistant's."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
         self.messages.append({"role": role, "content": content, **others})
@@ -292,7 +292,7 @@ class Conversation:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the assistant message to add a part (content, reasoning or tool calls) to: the last or a new one."""
+        """Return the assistant message to which the part ``says`` is to be added: the last message, or a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")

@@ -200,7 +200,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the output continues the prompt's text within a message."""
+        """Whether the output continues the text at the end of the prompt, instead of beginning a new message."""
         return True
 
     def num_logprobs(self) -> int | None:
@@ -296,7 +296,7 @@ class CompletionBody(GenerateBody):
 
     @property
     def only_scores(self) -> bool:
-        """Whether ``echo`` with ``max_tokens`` 0 requests only the prompt's log-probabilities, for evaluations."""
+        """Whether the request (``echo`` with ``max_tokens`` 0) wants only log-probabilities of the prompt."""
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:

@@ -142,7 +142,7 @@ Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
 
 
 class MessageParser:
-    """Parses one message of a model incrementally, with several readers in turn; all remaining text is content.
+    """Parses one message of a model incrementally, with one parser after another; the remaining text is content.
 
     The result does not depend on the division of the text into chunks. Text that is not a well-formed tool call is
     content, unless it is the beginning of a call at the end of a truncated output. Never raises. O(characters).
@@ -259,7 +259,7 @@ class Message:
 
     @property
     def ends_within_call(self) -> bool:
-        """Whether the output was truncated inside a tool call, whose arguments are not valid JSON therefore."""
+        """Whether the output was truncated inside a tool call, so that the call's arguments are not valid JSON."""
         return self.ends_with_call and not self.tool_calls[-1].is_json
 
 

@@ -47,7 +47,7 @@ CALL_ID = "[CALL_ID]"
 """A Mistral marker that is followed by the model's own id of the tool call, which is replaced."""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals in order, separated by optional white space. Each is a tuple of alternatives; "" makes it optional."""
+"""Literals in order, with optional white space between them. Each is a tuple of alternatives; "" makes it optional."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a parameter's value on lines of its own. A tag in the middle of a line is part of it."""
+        """The texts that end a parameter's value on lines of its own. A tag within a line belongs to the value."""
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"

@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""The Content-Security-Policy: only scripts, styles and requests of this origin, and nothing inline."""
+"""The Content-Security-Policy header: scripts, styles and requests only from this origin, and no inline code."""
 
 SECURITY_HEADERS: Mapping[str, str] = {
     "content-security-policy": _POLICY,
@@ -54,7 +54,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
+    """Return counters, numbers of running and waiting requests, and cache sizes; for a tenant, of its own cache."""
     found: dict[str, Any] = {
         "state": worker.state.value,
         "model": settings.model_name,
