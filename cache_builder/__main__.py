@@ -38,12 +38,12 @@ COMMANDS = {
     "evaluate": "estimate the speed-up from your own logs",
     "inspect": "show and check the contents of a cache directory",
     "merge": "merge several caches into one",
-    "explain": "show what is drafted after a text, and why",
+    "explain": "show the draft that follows a text, and its sources",
     "push": "copy a cache directory to the Redis stream that servers share",
     "pull": "copy the Redis stream to a cache directory",
-    "redis-status": "show the contents and settings of the servers' Redis",
-    "purge": "delete a namespace from Redis",
-    "prune": "shrink a cache directory to the text that logs use",
+    "redis-status": "show the contents and settings of the Redis server",
+    "purge": "delete the text of a namespace from Redis",
+    "prune": "shrink a cache to the text from which logged requests draft",
 }
 """Maps each subcommand of ``ssd-cache`` to its help line. Its module in ``cache_builder.commands`` is imported on
 demand.

@@ -40,7 +40,7 @@ occurrences of the end of the text in the cache.
 
 FILE contains text. If its name ends in .json, it contains the body of a request, {"messages": [...]} or
 {"prompt": "..."}, or an array of token ids. Text is encoded as by /v1/completions, and messages by the chat template,
-so the same words give other tokens and other drafts as text than as messages.
+so the same words have other tokens and other drafts in a text than in messages.
 """
 _UNKNOWN: Final = (
     "A server has more information: text that is not in a segment yet, outputs that other requests are generating, its "
@@ -60,7 +60,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer of the served model; none: show token ids (default: the bundled model's)",
+        help="Tokenizer of the served model, or none to show token ids (default: the bundled model's)",
     )
     add_chat_template(command)
     command.add_argument(
@@ -74,7 +74,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--shape",
         choices=("tree", "chain"),
         default="tree",
-        help="Shape of the draft. A server drafts trees for one sequence, chains for many (default: %(default)s)",
+        help="Shape of the draft; servers draft trees for one sequence, chains for many (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 

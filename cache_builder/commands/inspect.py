@@ -35,11 +35,11 @@ _DESCRIPTION = """\
 Show the contents of a cache directory and verify all checksums. Nothing is changed. The exit status is 1 if there is a
 fault.
 
---deep also checks what checksums cannot show: that every segment is sorted, that all token ids belong to the tokenizer,
-that manifest and files agree, that learned.bin can be used, and which other files there are.
+--deep also checks properties that checksums do not cover: every segment is sorted, all token ids are valid,
+the manifest agrees with the files, learned.bin is usable. It lists all other files.
 
-For a server's --cache-dir, its namespaces are listed, and orphaned ones are marked: caches of tenants that were created
-with another secret than the one stored there. No request finds them, and no deletion removes them.
+If DIR is a server's --cache-dir, its namespaces are listed. Orphaned namespaces are marked: these caches of tenants
+were created with another secret than the one stored in DIR, so no request finds them and no deletion removes them.
 """
 _MOST_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"
@@ -48,22 +48,22 @@ _REBUILD: Final = "build the directory again, or restore it from a copy"
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--deep", action="store_true", help="Also check what checksums cannot show")
+    command.add_argument("--deep", action="store_true", help="Also check properties that checksums do not cover")
     one = command.add_mutually_exclusive_group()
     one.add_argument("--json", action="store_true", help="Print one JSON object")
     one.add_argument(
-        "--sequences", action="store_true", help="Print each sequence as a JSON line, which build can read"
+        "--sequences", action="store_true", help="Print each sequence as a JSON line, which `ssd-cache build` can read"
     )
     command.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="Secret of the tenants' caches in a server's --cache-dir (default: the secret stored there)",
+        help="File with the secret of a server's tenants (default: the secret stored in the server's --cache-dir)",
     )
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer: with --deep, the cache must have been made with it; with --sequences, text is printed",
+        help="Tokenizer: --deep requires that the cache was built with it, --sequences prints text with it",
     )
 
 

@@ -26,8 +26,8 @@ from ssd.retrieval.segment import Tokens
 _DESCRIPTION = """\
 Shrink a cache directory: keep the text from which recorded requests draft, the most used first.
 
-The logs are replayed over the directory as by `ssd-cache evaluate`. Blocks of 64 tokens from which accepted drafts came
-are kept with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
+The logs are replayed over the directory, as `ssd-cache evaluate` does. Blocks of 64 tokens with accepted drafts are
+kept together with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
 Evaluate the result with other logs: `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
 """
 
@@ -39,12 +39,12 @@ def add(command: argparse.ArgumentParser) -> None:
         "--budget", type=token_count, required=True, metavar="TOKENS", help="Maximum number of tokens to keep, e.g. 4M"
     )
     command.add_argument(
-        "--logs", nargs="+", required=True, metavar="LOG", help="Recorded requests, in the formats that build reads"
+        "--logs", nargs="+", required=True, metavar="LOG", help="Files of requests that `ssd-cache build` can read"
     )
     command.add_argument(
-        "--out", type=Path, metavar="OUT", help="Cache directory to write (default: DIR, which needs --force)"
+        "--out", type=Path, metavar="OUT", help="Cache directory to write (default: DIR, which requires --force)"
     )
-    command.add_argument("--force", action="store_true", help="Replace an existing cache")
+    command.add_argument("--force", action="store_true", help="Replace an existing cache in OUT")
     add_log_arguments(command)
 
 

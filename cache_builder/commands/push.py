@@ -33,7 +33,7 @@ Copy the text of a cache directory to a Redis stream, as if a server had generat
 within seconds, and new servers from their start.
 
 Text of an earlier push that the stream still contains is not stored again. If not all text fits into the stream, the
-newest is sent. It is evicted as servers add text; to keep text permanently, start each server with --warm DIR.
+newest text is sent. Pushed text is evicted as servers add text; to keep it permanently, start servers with --warm DIR.
 """
 
 
@@ -41,13 +41,13 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
-    command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
+    command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the directory)")
     command.add_argument(
         "--max-tokens",
         type=token_count,
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
-        help="Size of the stream in tokens, as the servers' --cache-tokens "
+        help="Size of the stream in tokens; must equal the servers' --cache-tokens "
         f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
     )
 

@@ -30,7 +30,7 @@ from ssd.replication.stream import BEGINNING, RawEntry, entries_after, id_key, n
 if TYPE_CHECKING:
     import redis
 
-_DESCRIPTION = "Show the contents of the Redis server through which servers share, their age, and settings to change."
+_DESCRIPTION = "Show the contents and age of the Redis server that replicas share, and recommend settings."
 _MOST_KEYS: Final = 20_000
 _NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
 _SAMPLE: Final = 64

@@ -123,7 +123,7 @@ Sample = Callable[[], Sequence[Sequence[int]]]
 
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
+    group = command.add_argument_group("costs", "Cost of a forward pass of n tokens relative to one of a single token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
         "--measure",

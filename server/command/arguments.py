@@ -149,7 +149,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
         version=f"ssd-serve {VERSION}",
         usage="Usage: ssd-serve [doctor] [MODEL] [--option VALUE ...]",
         help="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n\n"
-        "Names and meanings of options are those of `vllm serve` where it has them.",
+        "Options that `vllm serve` has too have the same name and meaning here.",
         help_epilogue=_EXAMPLES,
         help_format="plaintext",
         help_formatter=show_help,

@@ -147,7 +147,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """A context in which raised errors name fields as the client's API does, not as chat completions do."""
+    """Make errors raised in this context name fields as the client's API does, not as chat completions do."""
     try:
         yield
     except RequestError as error:
