@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCache:
-    """An open cache directory: its prebuilt segments, then segments that a server wrote, the oldest first."""
+    """An open cache directory: its prebuilt segments, followed by segments that a server wrote, the oldest first."""
 
     path: Path
     fingerprint: str
@@ -94,11 +94,11 @@ def read_cache_manifest(path: Path) -> Manifest:
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None
-"""A function that decodes token ids to text, or None without a tokenizer; token ids are shown then."""
+"""A function that decodes token ids to text. None: there is no tokenizer, and token ids are shown instead."""
 
 
 def format_tokens(ids: Sequence[int], decode: Decode) -> str:
-    """Return tokens for display: their text in quotes on one line, or without a tokenizer their ids."""
+    """Return tokens for display: their text in quotes on one line; if ``decode`` is None, their ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
     return escape_control_characters(json.dumps(decode(ids), ensure_ascii=False))

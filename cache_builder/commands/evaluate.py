@@ -137,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for combinations of options that argparse cannot check."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):

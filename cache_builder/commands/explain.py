@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
-    """Read the acceptance model in learned.bin, and the number of draft tokens that it was trained on.
+    """Read the acceptance model from learned.bin, and the number of draft tokens that it was trained on.
 
     If the file is missing or damaged, return an untrained model and None.
     """
@@ -202,7 +202,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the descendants of a node in a draft tree, one per line. Only branches increase the indentation."""
+    """Format the descendants of a node in a draft tree, one line each. Only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = (

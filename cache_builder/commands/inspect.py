@@ -122,9 +122,9 @@ def all_as_text(facts: Facts) -> str:
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
     """Read the caches of all namespaces in a server's cache directory, without changing them.
 
-    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace, and "faults" name a
-    missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's secret, by
-    default the one in the directory. Raises CacheError.
+    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace. Its field "faults"
+    reports a missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's
+    secret; by default the secret in the directory is used. Raises CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()
@@ -192,7 +192,7 @@ def _facts(
 ) -> Facts:
     """Return the result of `inspect` for one version of the manifest.
 
-    A segment file that a server has deleted since the manifest was read is reported as a fault.
+    If a server has deleted a segment file since the manifest was read, this is reported as a fault.
     """
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None
@@ -265,7 +265,7 @@ _RANKS_AT_ONCE: Final = 1 << 20
 
 
 def is_sorted(segment: Segment) -> bool:
-    """Return whether a segment's suffix array is in the order of its text, without sorting.
+    """Return whether a segment's suffix array is in the order of its text, without sorting the text again.
 
     The array is right if it contains every position once, and if for each two neighbouring positions either the last
     token of the first is smaller, or the last tokens are equal and the prefixes before them are in the right order
@@ -291,7 +291,7 @@ def is_sorted(segment: Segment) -> bool:
 
 
 def _print_sequences(path: Path, codec: TextCodec | None) -> None:
-    """Print each sequence of a cache as a JSON line: as text if ``codec`` is given, else as token ids."""
+    """Print each sequence of a cache as a JSON line, with its text if ``codec`` is given, else with its token ids."""
     for sequence in iter_sequences(open_cache(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}

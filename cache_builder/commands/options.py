@@ -50,7 +50,7 @@ def redis_url_from_options(options: argparse.Namespace) -> str:
 
 
 def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
-    """Load the tokenizer of ``--tokenizer``, with the chat template of ``--chat-template`` if given.
+    """Load the tokenizer from ``--tokenizer``, with the chat template from ``--chat-template`` if given.
 
     Returns None if neither option is given. Raises ModelError or InputError.
     """
@@ -108,7 +108,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
 
 
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """Return ``--fingerprint``, or else the fingerprints of all tokenizers with text of ``--namespace`` in Redis.
+    """Return ``--fingerprint`` if given, else the fingerprints of all tokenizers with text of the namespace in Redis.
 
     Raises ConfigError, and the errors of redis-py.
     """
@@ -124,9 +124,9 @@ def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[
 
 
 def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
-    """Return a progress bar, on a terminal drawn by tqdm, else printed as one line every 30 seconds.
+    """Return a progress bar: drawn by tqdm on a terminal, else printed as a line every 30 seconds.
 
-    ``total=0`` means that the final count is unknown, and ``quiet`` shows nothing.
+    ``total=0`` means that the final count is unknown. With ``quiet`` nothing is shown.
     """
     from tqdm import tqdm
 
@@ -144,7 +144,7 @@ def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that determine how logs are read, as for ``ssd-cache build``."""
+    """Add the options of ``ssd-cache build`` that determine how logs are read."""
     command.add_argument(
         "--tokenizer",
         default=str(MODEL_PATH),

@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
     """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
-    The directory is unchanged after an error. O(n log n) time; memory of one segment and the ids of the entries. Raises
-    ConfigError, CacheError, OSError or RedisError.
+    The directory is unchanged after an error. It takes O(n log n) time, and memory for one segment and the ids of the
+    entries. Raises ConfigError, CacheError, OSError or RedisError.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()

@@ -66,9 +66,10 @@ _BATCH: Final = 64
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest are written. ``max_tokens`` must equal the limit of the
-    replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. O(tokens)
-    time; memory of a few blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
+    If not all sequences fit into the stream, the newest sequences are written. ``max_tokens`` must equal the limit of
+    the replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. It takes
+    O(tokens) time, and memory for a few blocks and the longest sequence. Raises ConfigError, CacheError or
+    StoreUnavailable.
     """
     if namespace is not None:
         check_namespace(namespace)

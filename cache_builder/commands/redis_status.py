@@ -114,7 +114,7 @@ def as_text(status: Facts) -> str:
 
 
 def _reply_or_error(ask: Callable[[], Any]) -> Any:
-    """Run a Redis command and return the reply, or the exception if Redis refused it. Other errors are raised."""
+    """Run a Redis command; return its reply, or the exception if Redis rejected it. Other errors are raised."""
     from redis.exceptions import RedisError, ResponseError
 
     try:
@@ -159,7 +159,7 @@ def _warnings(server: Facts) -> Iterator[str]:
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
-    """Return the tokenizer fingerprint and the name of each namespace in Redis. The number of keys read is bounded."""
+    """Return the tokenizer fingerprint and name of each namespace in Redis, from a bounded number of keys."""
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
@@ -175,7 +175,7 @@ def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> F
 
 
 def _sample_stream(client: redis.Redis, key: str) -> Facts:
-    """Read the oldest and the newest entries of a Redis stream to estimate its contents with a few commands."""
+    """Read the oldest and newest entries of a Redis stream, and estimate the stream's contents from these entries."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
@@ -201,7 +201,7 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
 
 
 def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
-    """Decode a Redis stream entry for any vocabulary size; None if it is not one of our entries."""
+    """Decode a Redis stream entry for any vocabulary size; None if the entry is not in our format."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:

@@ -29,7 +29,7 @@ _JSON: Final = re.compile(
 )
 """Matches the beginning of a JSON object or an array of objects, after optional comments.
 
-It also matches Python literals, which are rejected later with a clear message.
+It also matches Python literals, for which a later step reports a clear error.
 """
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
 """Matches the beginning of server-sent events."""
@@ -81,7 +81,7 @@ def detect_delimiter(heading: bytes) -> str:
 
 
 def is_line_by_line(beginning: bytes) -> bool:
-    """Return whether a JSON file has one object per line, instead of an array or objects over several lines."""
+    """Return whether a JSON file has one object per line, rather than an array or objects that span several lines."""
     start = beginning.removeprefix(BYTE_ORDER_MARK).lstrip()
     line, _, rest = start.partition(b"\n")
     line, rest = line.rstrip(), rest.lstrip()

@@ -16,7 +16,7 @@ from cache_builder.inputs.streams import input_errors, open_stream
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""The error handler for decoding, which keeps invalid bytes, so that only records that contain them are rejected."""
+"""The error handler for decoding that keeps invalid bytes, so that only records with invalid bytes are rejected."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
@@ -43,8 +43,8 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
     """Yield a record for every line of a JSON lines file that begins in the byte range ``start`` .. ``stop``.
 
-    In a JSON array every element is a record, and so is every object that takes several lines. Blank lines are skipped.
-    Raises InputError, and the errors of reading.
+    In a JSON array every element is a record. An object that spans several lines is a record too. Blank lines are
+    skipped. Raises InputError, and the errors of reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
@@ -113,7 +113,7 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
-    """Yield the content of a text file as one record, or above 4 MB as several records, split at line ends."""
+    """Yield the content of a text file as one record; a file above 4 MB is split at line ends into several records."""
     held = bytearray()
     for _, line in _lines(shown, file, start, stop):
         held += line
@@ -131,7 +131,7 @@ _MOST_BYTES = 1 << 30
 
 
 def batch_side(line: Any) -> tuple[Side, str] | None:
-    """Return whether a line is a request or a response of a batch job, and its ``custom_id``; None for other lines."""
+    """Return whether a line is a request or a response of a batch job, and its ``custom_id``; None if it is neither."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
     if (isinstance(line.get("body"), dict) and "url" in line) or isinstance(line.get("params"), dict):
@@ -142,8 +142,8 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
 def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
     """Add to each batch response the request with the same ``custom_id``, from the first file in ``names`` that has it.
 
-    A response without a request is yielded unchanged. A file is only read if earlier files lack an id. Raises
-    InputError.
+    A response without a request is yielded unchanged. A file is only read if the files before it lack a ``custom_id``.
+    Raises InputError.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0
