@@ -102,7 +102,7 @@ class FieldNames:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS``, which means ``text=THEIRS``. Raises ConfigError."""
+        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``. Raises ConfigError."""
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")

@@ -141,7 +141,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:
             self.transport.abort()
-            raise ValueError("too many requests before an answer")
+            raise ValueError("too many requests on one connection are not answered yet")
         super().on_headers_complete()
         cycle = self.cycle
         self._unanswered.append(cycle)
@@ -218,7 +218,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
         now = self.loop.time()
         if self._reads_too_slowly(now):
-            log.debug("gave up a connection: it takes nothing of what was sent")
+            log.debug("a connection was closed: the client does not read the response")
             self.transport.abort()
             return
         if not self.transport.is_closing() and not self._is_busy():
@@ -242,7 +242,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return now > self._sending.until
 
     def _abort(self, reason: str, status: bytes | None) -> None:
-        log.debug("gave up a connection: %s", reason)
+        log.debug("a connection was closed: %s", reason)
         if status is not None and not self._is_busy() and self._is_head:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
@@ -322,7 +322,7 @@ def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) ->
     if count > max_values:
         raise ApiError(
             413,
-            f"the body has {count} values, at most {max_values} are accepted: send several requests",
+            f"the body has {count} JSON values, but at most {max_values} are accepted: split it into several requests",
             code="body_too_long",
         )
     return check(_decode(content))

@@ -195,7 +195,7 @@ class Account:
         most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
         if num_choices > most:
             raise RequestError(
-                f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send fewer "
+                f"the request has {num_choices} choices, but this key may have {most} at once: lower n or send fewer "
                 "prompts",
                 param="n",
             )
@@ -217,8 +217,8 @@ class Account:
                 most = self._tokens.per_minute
                 if most is not None and num_prompt_tokens > most:
                     raise RequestError(
-                        f"the prompts have {num_prompt_tokens} tokens, and this key may use {most} a minute: shorten "
-                        "them",
+                        f"the prompts have {num_prompt_tokens} tokens, but this key may use {most} per minute: shorten "
+                        "the prompts",
                         param="prompt",
                     )
                 self._require_tokens(num_prompt_tokens)

@@ -155,7 +155,7 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("deletions of caches do not reach the replicas and are retried: %s", type(error).__name__)
+            log.warning("deletions of caches do not reach the replicas and are repeated: %s", type(error).__name__)
         self._is_reached = False
 
 
@@ -331,9 +331,9 @@ class Tenants:
         """Read the operator's files again and return the number of tenants. If they are invalid, raise ConfigError."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("the files contain no API key any more: the current keys stay valid")
+            raise ConfigError("the files no longer contain an API key: the current keys stay valid")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without API keys and stays open: restart it")
+            raise ConfigError("the server was started without API keys and continues without: restart it to use them")
         self._replace(tenants)
         return len(tenants)
 
@@ -360,7 +360,7 @@ class Tenants:
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{quote_value(name)} has no cache of its own: stop the server to remove the shared cache",
+                f"{quote_value(name)} has no cache of its own: to remove the shared cache, stop the server",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
@@ -409,7 +409,7 @@ class Tenants:
                     self._retired += [(due, name) for name, number in found.items() if number < newest]
                 elif found:
                     log.warning(
-                        "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
+                        "tenant %s has a cache that was deleted according to generations.json, %s: it is unused, and "
                         "the next deletion removes it",
                         tenant.name,
                         ", ".join(found),

@@ -99,9 +99,9 @@ class _TenantTable(_Defaults):
             if digest := _DIGEST.fullmatch(key):
                 found.append(digest.group(1).lower())
             elif key.startswith("sha256:"):
-                raise ValueError(f"entry {number} must be sha256: and 64 hexadecimal digits")
+                raise ValueError(f"entry {number} must be sha256: followed by 64 hexadecimal digits")
             elif not _KEY.fullmatch(key):
-                raise ValueError(f"entry {number} must be printable ASCII without spaces around it")
+                raise ValueError(f"entry {number} must be printable ASCII without spaces at its ends")
             else:
                 found.append(digest_of(key))
         return found
@@ -171,7 +171,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:
-        raise ConfigError(f"{source} is nested too deep") from None
+        raise ConfigError(f"{source} is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(quote_value(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
@@ -187,7 +187,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
             raise ConfigError(f"{where}: its name must have 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: keys: one of them already belongs to tenant {quote_value(owner)}")
+                raise ConfigError(f"{where}: one of its keys already belongs to tenant {quote_value(owner)}")
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

@@ -93,7 +93,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
 def _checked(secret: bytes, source: str) -> bytes:
     if not MIN_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
-            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` creates one"
         )
     return secret
 
@@ -158,7 +158,7 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
     given = {digest for tenant in of_keys for digest in tenant.digests}
     for tenant in rules.tenants:
         if tenant.digests & given:
-            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one")
+            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one key")
     taken = {tenant.name for tenant in of_keys}
     if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
         raise ConfigError(f"tenant {twice.name!r} has the name of a key outside the tenants file: rename the tenant")

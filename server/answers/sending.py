@@ -74,7 +74,7 @@ class EventStream(StreamingResponse):
         try:
             await until_disconnect(receive, self.stream_response(send))
         except ClientDisconnected:
-            log.debug("client left a stream")
+            log.debug("a client disconnected during a stream")
         finally:
             self._generation.close()
             await self._events.aclose()

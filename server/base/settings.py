@@ -53,7 +53,7 @@ def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"not a JSON list: {error}") from error
     if not all(isinstance(name, str) for name in found):
-        raise ValueError("expected a JSON list of texts, or texts between commas")
+        raise ValueError("expected a JSON list of strings, or strings separated by commas")
     return tuple(str(name).strip() for name in found if str(name).strip())
 
 
@@ -124,7 +124,7 @@ class ToolOptions:
             ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
         ):
             if name not in (AUTO, OFF, *known):
-                raise ConfigError(f"{option}: no parser {name!r}: give {AUTO}, {OFF} or one of {', '.join(known)}")
+                raise ConfigError(f"{option}: unknown parser {name!r}: use {AUTO}, {OFF} or one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def _check_vllm_options(found: object) -> None:
     for name, (values, reason) in _ONE_VALUE.items():
         value = getattr(found, name.replace("-", "_"))
         if value is not None and value not in values:
-            raise ConfigError(f"--{name} {value}: {reason}; leave the option out or say {' or '.join(values)}")
+            raise ConfigError(f"--{name} {value}: {reason}; omit the option, or set it to {' or '.join(values)}")
     for name, advice in _ELSEWHERE.items():
         if getattr(found, name.replace("-", "_")) is not None:
             raise ConfigError(f"--{name}: {advice}")
@@ -121,21 +121,21 @@ class Options:
     def check(self) -> None:
         model, streams = self.model, self.streams
         if model.model is not None and not model.model.strip():
-            raise ConfigError("MODEL is empty: give a directory or an id, or leave it out for the bundled model")
+            raise ConfigError("MODEL is empty: give a model directory or id, or omit it to serve the bundled model")
         names = self.service.model_names or (model.name,)
         read_adapters(model.lora_modules, model_names=names)
         self.network.check()
         check_tls(self.network)
         if self.cors.allow_credentials and "*" in self.cors.allowed_origins:
             raise ConfigError(
-                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name them"
+                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name the origins"
             )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
         check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
         check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":
-            raise ConfigError("--per-request-spec-decode-metrics tells what --obfuscation always hides: leave one out")
+            raise ConfigError("--per-request-spec-decode-metrics reveals what --obfuscation always hides: omit one")
 
 
 _GENERAL = Group("options", sort_key=0)
@@ -171,7 +171,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
     ) -> Options:
         model, cache = found.model, found.cache
         if given is not None and model.model is not None:
-            raise ConfigError(f"MODEL is given twice, {given} and --model {model.model}: leave one out")
+            raise ConfigError(f"MODEL is given twice, {given} and --model {model.model}: omit one of them")
         template = None if model.chat_template is None else read_template(model.chat_template)
         checked = replace(
             found,
@@ -221,4 +221,4 @@ def read_template(text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--chat-template {text[:200]} is no template, and as a file: {reason}") from error
+        raise ConfigError(f"--chat-template {text[:200]} is no template and no readable file: {reason}") from error

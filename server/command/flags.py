@@ -56,7 +56,7 @@ def run_app(app: App, words: Sequence[str]) -> Any:
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
-        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: there is one MODEL") from error
+        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: use only one MODEL") from error
     except CycloptsError as error:
         raise ConfigError(" ".join(str(error).split()).rstrip(".")) from error
 
@@ -107,7 +107,7 @@ def _warn_of_readers(path: Path, content: dict[str, Any]) -> None:
     secrets = {key.replace("-", "_"): str(value) for key, value in content.items()}
     has_secret = "api_key" in secrets or re.search("@|password=", secrets.get("redis", ""))
     if has_secret and path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s holds a secret and may be read by other users: chmod 600 it", CONFIG_OPTION, path)
+        log.warning("%s %s contains a secret and may be read by other users: run chmod 600 on it", CONFIG_OPTION, path)
 
 
 def _content(path: Path) -> dict[Any, Any]:
@@ -125,5 +125,5 @@ def _content(path: Path) -> dict[Any, Any]:
         reason = " ".join(str(error).split())[:300] or first_line(error)
         raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {reason}") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{CONFIG_OPTION} {path} must hold names of options and their values")
+        raise ConfigError(f"{CONFIG_OPTION} {path} must contain options as names and values")
     return content or {}

@@ -92,11 +92,11 @@ def check_tls(options: NetworkOptions) -> None:
     except (ssl.SSLError, OSError) as error:
         files = " and ".join(f"{option} {path}" for option, path in named.items() if path is not None)
         raise ConfigError(
-            f"{files} cannot be used for TLS: {(*reasons, error.strerror or error)[0]}; give a certificate and the key "
-            "it was made with, in PEM form and without a password"
+            f"{files} cannot be used for TLS: {(*reasons, error.strerror or error)[0]}; give a certificate and its "
+            "private key, in PEM form and without a password"
         ) from error
     if (fault := _fault_for_clients(context, options.ssl_certfile)) is not None:
-        log.warning("--ssl-certfile %s: clients will refuse it, %s", options.ssl_certfile, fault)
+        log.warning("--ssl-certfile %s: clients will reject the certificate, %s", options.ssl_certfile, fault)
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
@@ -178,7 +178,7 @@ def fit_open_files(settings: ServerSettings) -> ServerSettings:
     most = allowed - min(_OWN_FILES, allowed // 2)
     if allowed == resource.RLIM_INFINITY or settings.limits.max_connections <= most:
         return settings
-    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", allowed, most)
+    log.warning("the limit of %d open files (ulimit -n) allows at most %d connections", allowed, most)
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 

@@ -113,7 +113,7 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
     text = tokens[0].value
     path = text.rstrip("/")
     if path and (not path.startswith("/") or "//" in path or any(character in path for character in "?#% ")):
-        raise ConfigError(f"--root-path: a path begins with / and is written as the proxy gets it, got {text!r}")
+        raise ConfigError(f"--root-path must begin with / and contain no spaces, ?, #, % or //, got {text!r}")
     return path
 
 
@@ -144,10 +144,10 @@ class NetworkOptions:
         check_range("--port: a port", self.port, 0, 65535)
         check_range("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign client certificates")
+            raise ConfigError("--ssl-cert-reqs requires --ssl-ca-certs, the authorities that sign client certificates")
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
             if path is not None and self.ssl_certfile is None:
-                raise ConfigError(f"{option} needs --ssl-certfile, the server's own certificate")
+                raise ConfigError(f"{option} requires --ssl-certfile, the server's own certificate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class ServiceOptions:
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
         """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
-            raise ConfigError("--served-model-name must not be empty: requests could not name the model")
+            raise ConfigError("--served-model-name must not be empty, because requests must name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
         if environment.get(KEY_VARIABLE):
             keys += checked_keys(environment[KEY_VARIABLE].split("\n"), f"${KEY_VARIABLE}")
@@ -315,7 +315,7 @@ def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) 
         for name, path in _adapters(word):
             if not _ADAPTER_NAME.fullmatch(name):
                 raise ConfigError(
-                    f"--lora-modules: {name[:80]!r} cannot be a name: take 1 to 31 characters of A-Z a-z 0-9 _ -"
+                    f"--lora-modules: {name[:80]!r} is not a valid name: use 1 to 31 characters of A-Z a-z 0-9 _ -"
                 )
             if name in found or name in model_names:
                 raise ConfigError(f"--lora-modules: the name {name} is given twice")

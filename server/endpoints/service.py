@@ -283,7 +283,7 @@ def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_cho
         entries += (context - room) * (1 + sampling.prompt_logprobs)
     if entries * num_choices > _MOST_LOGPROBS:
         raise RequestError(
-            f"the response would have {entries * num_choices} log-probabilities, above the limit of {_MOST_LOGPROBS}: "
+            f"the response would have {entries * num_choices} log-probabilities, but the limit is {_MOST_LOGPROBS}: "
             "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

@@ -153,15 +153,15 @@ def _calls(
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(
                     f"the grammar of these functions has {len(grammar)} characters, at most "
-                    f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
+                    f"{limits.max_grammar_characters} are accepted: name fewer functions in tool_choice",
                     param="tools",
                 )
             return name, StructuredOutput("grammar", grammar, "tools")
         if use.mode != "required":  # the prompt then mentions no other format
             break
     raise RequestError(
-        "response_format together with tools that may be called is not possible in this model's format of calls: "
-        "leave out one of them",
+        "response_format together with tools that may be called is not possible with this model's tool call format: "
+        "omit one of them",
         param="response_format",
     )
 
@@ -171,7 +171,7 @@ def _output(
 ) -> StructuredOutput | None:
     """Combine the grammars for reasoning, for tool calls, and for the requested form of the text."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
-        raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
+        raise RequestError(f"{asked.param} with tools must be a JSON schema: omit one of the two", param=asked.param)
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
     if not parts:
         return None
@@ -224,7 +224,7 @@ class ChatPreparer:
         codec = codec_of(engine)
         if body.documents and "documents" not in (codec.chat_template() or "documents"):
             raise RequestError(
-                "the chat template of this model does not read documents: put them into a message", param="documents"
+                "this model's chat template ignores documents: put them into a message", param="documents"
             )
         template = codec.template(with_tools=use is not None)
         form = message_format(template, self._settings.tool_call_parser, self._settings.reasoning_parser)

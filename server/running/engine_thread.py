@@ -116,7 +116,7 @@ class Worker:
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
             raise ServerNotReady(_SHUTTING_DOWN)
         if self.state is WorkerState.FAILED or self.loaded_engine is None:
-            raise EngineFailed("the engine has failed; the server must be restarted, its log says why")
+            raise EngineFailed("the engine has failed: see the server's log, and restart the server")
         return self.loaded_engine
 
     @property
@@ -206,7 +206,7 @@ class Worker:
             except BaseException as error:  # any error ends this thread
                 self.state = WorkerState.FAILED
                 log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
-                failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
+                failure = EngineFailed("the engine failed during this request: see the server's log")
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:

@@ -273,7 +273,7 @@ class Generation:
             raise output.refusal
         choice.refusal = output.refusal
         if output.finish_reason == "error" and output.refusal is None:
-            raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
+            raise RequestFailed(f"this request failed: {output.error}; see the server's log")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
         choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)

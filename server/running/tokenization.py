@@ -178,12 +178,12 @@ class Tokenization:
         most = self._limits.max_body_values
         if len(text) > most and num_values(text.encode(errors="replace")) > most:
             raise RequestError(
-                f"the arguments of all tool calls have more than {most} values: leave some out", param="messages"
+                f"the arguments of all tool calls have more than {most} JSON values: shorten them", param="messages"
             )
 
     def _too_many(self, most: int) -> RequestError:
         return RequestError(
-            f"the prompts of a request may have {most} tokens together: send several requests", param="prompt"
+            f"the prompts of a request may have {most} tokens in total: send several requests", param="prompt"
         )
 
 
@@ -205,7 +205,7 @@ def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str)
                 f"{param} has more than {most_tokens} tokens, which is the maximum: shorten it", param=param
             )
     if not _is_free(num_tokens * _BYTES_A_TOKEN + num_bytes * _BYTES_A_BYTE):
-        raise QueueFull(f"too little memory is free to tokenise {len(text)} characters: try again later, or send less")
+        raise QueueFull(f"too little memory is free to tokenize {len(text)} characters: try later, or send less text")
 
 
 def _is_free(num_bytes: int) -> bool:
@@ -237,7 +237,7 @@ def _require_plausible_length(engine: Engine, num_characters: int, param: str) -
     limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
     if num_characters > limit:
         raise ContextTooLong(
-            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
+            f"{param} has {num_characters} characters, which exceeds this model's maximum context length of "
             f"{engine.max_model_len} tokens: shorten it",
             param=param,
         )

@@ -178,7 +178,7 @@ class ToolChoice(RequestObject):
             choice = "required" if self.type == "any" else self.type
             return {"tool_choice": choice, "parallel_tool_calls": parallel}
         if self.name is None:
-            raise RequestError('tool_choice of type "tool" needs the name of one', param="tool_choice")
+            raise RequestError('tool_choice of type "tool" requires the name of a tool', param="tool_choice")
         return {"tool_choice": function_choice(self.name), "parallel_tool_calls": parallel}
 
 
@@ -293,7 +293,7 @@ class AnthropicChat(Body):
         if self.context_management is not None:
             self.context_management.edit(messages)
         if not messages:
-            raise RequestError("messages say nothing: give at least one text", param="messages")
+            raise RequestError("messages contain no text: give at least one text", param="messages")
         template: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in _THINKS:
             template["enable_thinking"] = _THINKS[self.thinking.type]

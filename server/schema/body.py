@@ -109,7 +109,7 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("tools", _written, 1 << 18, "characters"),
     ):
         if (found := count(body.get(name))) > most:
-            raise RequestError(f"{name} has {found} {unit}, at most {most} are taken: leave some out", param=name)
+            raise RequestError(f"{name} has {found} {unit}, but at most {most} are accepted: omit some", param=name)
 
 
 def _require_choices(body: dict[str, Any], limits: Limits) -> None:
@@ -121,7 +121,7 @@ def _require_choices(body: dict[str, Any], limits: Limits) -> None:
     if choices > limits.max_choices:
         param = "prompt" if prompts > limits.max_choices else "n"
         raise RequestError(
-            f"prompt and n ask for {choices} choices, at most {limits.max_choices} are made: send several requests",
+            f"prompt and n request {choices} choices, at most {limits.max_choices} are allowed: send several requests",
             param=param,
         )
 

@@ -66,7 +66,7 @@ class Tool(_NestedFunction):
     def _only_functions(cls, content: Any) -> Any:
         kind = content.get("type") if isinstance(content, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(f'only tools of type "function" can be called here, got {kind!r:.80}: leave it out')
+            raise ValueError(f'only tools of type "function" are supported, got {kind!r:.80}: omit this tool')
         return content
 
 
@@ -114,7 +114,7 @@ def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -
     """Return the functions with the given names, in their original order. Raises RequestError for unknown names."""
     wanted = set(names)
     if unknown := wanted - {function.name for function in functions}:
-        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
+        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is no function of the request", param=param)
     return tuple(function for function in functions if function.name in wanted)
 
 
@@ -150,7 +150,7 @@ class ChatTemplateFields(BaseModel):
         choice = self.tool_choice
         if not functions:
             if choice not in (None, "none", "auto"):
-                raise RequestError("tool_choice needs tools: give the functions it speaks of", param="tool_choice")
+                raise RequestError("tool_choice requires tools: define the functions in tools", param="tool_choice")
             return None
         parallel = self.parallel_tool_calls
         if isinstance(choice, NamedTool):
@@ -169,7 +169,7 @@ class ChatTemplateFields(BaseModel):
         """Return the keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields conflict."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: leave one out",
+                "continue_final_message and add_generation_prompt exclude each other: omit one of them",
                 param="continue_final_message",
             )
         if self.add_special_tokens:
@@ -206,7 +206,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     def num_logprobs(self) -> int | None:
         """Return ``top_logprobs``. Raises RequestError if it is set without ``logprobs``."""
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     def template_arguments(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class OutputFields(BaseModel):
         if form is not None and form.type != "text":
             if form.type == "json_schema" and form.json_schema is None:
                 raise RequestError(
-                    'response_format of type "json_schema" needs the field json_schema', param="response_format"
+                    'response_format of type "json_schema" requires the field json_schema', param="response_format"
                 )
             schema = "" if form.json_schema is None else json.dumps(form.json_schema.schema_)
             source = schema if form.type == "json_schema" else ""
@@ -128,7 +128,7 @@ class OutputFields(BaseModel):
         if outputs is not None:
             if not (given := outputs.given()):
                 raise RequestError(
-                    "structured_outputs needs one of json, regex, choice, grammar, json_object",
+                    "structured_outputs requires one of json, regex, choice, grammar, json_object",
                     param="structured_outputs",
                 )
             if len(given) > 1:
@@ -180,7 +180,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         most = _MOST_REGEX if output.kind == "regex" else limits.max_grammar_characters
         if len(output.source) > most:
             raise RequestError(
-                f"{output.param} has {len(output.source)} characters, at most {most} are taken: shorten it",
+                f"{output.param} has {len(output.source)} characters, but at most {most} are accepted: shorten it",
                 param=output.param,
             )
 
@@ -219,7 +219,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         options = self.stream_options or StreamOptions()
         if options.include_drafts and options.include_obfuscation:
             raise RequestError(
-                "include_drafts tells what include_obfuscation hides: leave one of them out", param="stream_options"
+                "include_drafts reveals what include_obfuscation hides: omit one of them", param="stream_options"
             )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
@@ -271,7 +271,7 @@ def _token_id(text: str) -> int:
     # Ten digits are enough for any id. Leading zeros are rejected, so that each token has one name.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
-            f"logit_bias must map token ids, written as usual, to numbers, got the key {quote_value(text)}",
+            f"logit_bias must map decimal token ids to numbers, got the key {quote_value(text)}",
             param="logit_bias",
         )
     return int(text)
@@ -317,7 +317,7 @@ class CompletionBody(GenerateBody):
         if prompt and all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
             return list(prompt)
         raise RequestError(
-            "prompt must be a string, strings, token ids or lists of token ids, and not empty", param="prompt"
+            "prompt must be a string, a list of strings, token ids or lists of token ids, and not empty", param="prompt"
         )
 
 

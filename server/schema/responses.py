@@ -130,7 +130,7 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
         if kind == "namespace":
             name, inner = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not isinstance(inner, list):
-                raise RequestError(f"tools[{number}] of type 'namespace' needs a name and tools", param="tools")
+                raise RequestError(f"tools[{number}] of type 'namespace' requires a name and tools", param="tools")
             yield from ((f"tools[{number}].tools[{place}]", name, each) for place, each in enumerate(inner))
         elif kind not in _LEFT_OUT:
             yield f"tools[{number}]", None, tool
@@ -294,5 +294,5 @@ class ResponsesBody(SamplingFields, ChatForm):
         if asked.type != "json_schema":
             return {"type": asked.type}
         if asked.schema_ is None:
-            raise RequestError('text.format of type "json_schema" needs the field schema', param="text")
+            raise RequestError('text.format of type "json_schema" requires the field schema', param="text")
         return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}

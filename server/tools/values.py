@@ -66,7 +66,7 @@ def is_json(text: str) -> bool:
 
 def _finite(number: str) -> float:
     if not math.isfinite(found := float(number)):
-        raise ValueError(f"{number} is beyond all numbers")
+        raise ValueError(f"{number} is beyond the range of numbers")
     return found
 
 
