@@ -43,7 +43,7 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
-                "token ids stand for other text. Give caches of one tokenizer, or rebuild one of them"
+                "token ids mean different text. Give caches of one tokenizer, or rebuild one of them"
             )
         segments = tuple(load_all_segments(path, manifest))
         found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
@@ -58,8 +58,8 @@ def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
     (cache,) = open_caches([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
         raise TokenizerMismatch(
-            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
-            "other text. Give the tokenizer it was made with"
+            f"{path} was made with tokenizer {cache.fingerprint}, but the given tokenizer is {codec.fingerprint}. "
+            "Give the tokenizer with which the cache was made"
         )
     return cache
 

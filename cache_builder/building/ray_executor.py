@@ -59,9 +59,9 @@ def ray_executor(address: str | None) -> Executor:
                 yield result
         except ray.exceptions.RayError as error:
             raise SSDError(
-                f"the Ray cluster gave up: {str(error).strip().splitlines()[-1][:300]}. Do all workers reach "
-                f"{options.directory.parent}, and have they ssd-serving[builder]? The same command goes on with what "
-                "is finished"
+                f"the build on Ray failed: {str(error).strip().splitlines()[-1][:300]}. Check that all workers can "
+                f"access {options.directory.parent} and have ssd-serving[builder] installed. The same command "
+                "resumes the build"
             ) from None
         finally:
             ray.shutdown()

@@ -43,8 +43,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
-                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, and another "
-                "cache was created there since: move one of them away"
+                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, but {out} is "
+                "another cache now: move one of the two away"
             )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
@@ -142,12 +142,12 @@ def check_output(out: Path, *, force: bool) -> Path:
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(
-                f"{given} contains a cache already: --force replaces it, or give another directory with --out; "
-                "`ssd-cache merge` makes one of two"
+                f"{given} contains a cache already: replace it with --force, or give another directory with --out; "
+                "`ssd-cache merge` merges two caches"
             )
         if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
-                f"{given} contains {', '.join(others[:3])} next to a cache, which --force would remove: give another "
+                f"{given} contains {', '.join(others[:3])} besides a cache, which --force would remove: give another "
                 "directory with --out"
             )
         DirectoryLock(out).close()

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs is not None and options.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
     if options.ray_address is not None and options.executor != "ray":
-        raise ConfigError("--ray-address is for --executor ray")
+        raise ConfigError("--ray-address requires --executor ray")
     build_options = BuildOptions(
         namespace=options.namespace,
         tokenizer=options.tokenizer,
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print("    drafting needs prompts: name the file of the requests too, or use --field prompt=...")
+        print("    drafts need prompts: also give the file of the requests, or use --field prompt=...")
     if result.num_reused_tokens:
         print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:

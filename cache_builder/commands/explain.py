@@ -224,7 +224,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: not JSON ({error}). Correct it") from None
+        raise InputError(f"{name}: not JSON ({error}). Correct the file") from None
     if isinstance(body, list) and all(type(each) is int and 0 <= each <= _LARGEST_ID for each in body):
         return body, codec
     codec = codec or _bundled()
@@ -239,7 +239,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
         return codec.encode_prompt(body["prompt"]), codec
     raise InputError(
         f'{name}: expected {{"messages": [...]}}, {{"prompt": "..."}} or an array of token ids from 0 to '
-        f"{_LARGEST_ID}; text goes into a file named .txt"
+        f"{_LARGEST_ID}; put text into a file named .txt"
     )
 
 

@@ -84,7 +84,7 @@ def escape_value(value: object) -> str:
 
 
 @contextmanager
-def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
+def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
     """Yield a Redis client whose errors are raised as StoreUnavailable, in one line and without passwords.
 
     ``failed`` returns a description of the step that failed, for the error message. Raises ConfigError for an invalid

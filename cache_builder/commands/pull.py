@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
                 f"namespace {options.namespace} exists for several tokenizers: give --fingerprint, one of {found}"
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"Redis has nothing of namespace {options.namespace}: is it the servers' --namespace?")
+            raise SSDError(f"Redis contains no text of namespace {options.namespace}: use the servers' --namespace")
         pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 

@@ -107,6 +107,6 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     print(f"pushed {lengths[first:].sum():,} tokens in {len(lengths) - first:,} sequences to namespace {namespace}")
     if first:
         print(
-            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream keeps "
-            f"{max_tokens:,}. Servers get all with --warm {directory}"
+            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream holds "
+            f"{max_tokens:,} tokens. To draft from all text, start servers with --warm {directory}"
         )

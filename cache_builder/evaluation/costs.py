@@ -185,7 +185,7 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
         result = {}
     if done.returncode or not isinstance(result, dict) or not result:
         said = result.get("error") if isinstance(result, dict) else None
-        raise ModelError(f"cannot measure {model}: {said or f'its program ended with status {done.returncode}'}")
+        raise ModelError(f"cannot measure {model}: {said or f'its process ended with status {done.returncode}'}")
     return result
 
 

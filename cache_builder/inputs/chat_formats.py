@@ -326,7 +326,7 @@ def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> An
         for turn in turns:
             if isinstance(turn, dict) and "role" not in turn:
                 keys = ", ".join(f'"{str(key)[:40]}"' for key in list(message)[:8])
-                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "nothing"}: is it a message?')
+                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "no keys"}: give chat messages')
         before = as_mapping(found[-1]) if found else {}
         if as_mapping(message).get("type") == "function_call" and before.get("role") == "assistant":
             found[-1] = {**before, "tool_calls": [*(before.get("tool_calls") or ()), *turns[0]["tool_calls"]]}

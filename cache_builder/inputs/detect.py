@@ -43,7 +43,7 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
-            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and name the files")
+            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and give the files")
     if _UTF_16.match(beginning):
         raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
     if format != "auto":

@@ -35,7 +35,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         number += 1
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
-            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is another --format right?")
+            raise InputError(f"{where}: a line has more than {LONGEST_RECORD >> 20} MiB. Try another --format")
         yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 
@@ -50,7 +50,7 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
     if not is_line_by_line(beginning):
         data = file.read(_MOST_ARRAY_BYTES + 1)
         if len(data) > _MOST_ARRAY_BYTES:
-            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: give one object a line")
+            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: write one object per line")
         text = data.decode("utf-8-sig", _KEPT)
         is_array = text.lstrip()[:1] == "["
         what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
@@ -58,7 +58,7 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
             for number, element in enumerate((_elements if is_array else _objects)(text), start=1):
                 yield InputRecord(f"{shown}: {one} {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{shown}: not {what} ({error}). Correct it, or give one object a line") from None
+            raise InputError(f"{shown}: not {what} ({error}). Correct it, or write one object per line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
@@ -156,8 +156,8 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
                 num_bytes += len(request)
                 if num_bytes > _MOST_BYTES:
                     raise InputError(
-                        f"{record.where}: its request is not within {_MOST_BYTES >> 30} GiB of requests: build from "
-                        "fewer batches at once, and merge the caches"
+                        f"{record.where}: its request is not in the first {_MOST_BYTES >> 30} GiB of requests: build "
+                        "from fewer batches at once, and merge the caches"
                     )
         if side and (request := by_id.get(side[1], "")):
             joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}

@@ -109,7 +109,7 @@ class FieldNames:
             if not equals:
                 ours, theirs = "text", option
             if ours not in NAMES or not theirs or ours in names:
-                raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
+                raise ConfigError(f"--field {option}: give OURS=THEIRS, at most once for each of {', '.join(NAMES)}")
             names[ours] = theirs
         if names and names.keys() not in _SETS:
             raise ConfigError(

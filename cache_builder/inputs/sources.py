@@ -106,7 +106,7 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
-        raise InputError(f"{path}: is a directory without files of known formats. Name its files")
+        raise InputError(f"{path}: is a directory without files of known formats. Give files")
     yield from sources
 
 
@@ -139,7 +139,7 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
     except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
     if not entries:
-        raise InputError(f"{name}: no file of a known format is there. Check the URL")
+        raise InputError(f"{name}: there is no file of a known format. Check the URL")
 
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
