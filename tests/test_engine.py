@@ -194,7 +194,7 @@ def test_what_withholds_drafts_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
     )
     assert 16 <= engine.relative_pass_cost(16) <= 24
     (record,) = caplog.records
-    assert record.message.startswith("likely drafts were not verified for 200 steps (withheld: a 16-token pass")
+    assert record.message.startswith("promising drafts were not verified for 200 steps (withheld: a 16-token pass")
 
 
 def test_what_never_drafts_says_why() -> None:

@@ -409,7 +409,7 @@ class SpeculationManager:
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                log.warning("likely drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+                log.warning("promising drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:
