@@ -180,7 +180,7 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         yield "  probability   probability"
         yield from _format_descendants(-1, 0, facts["draft"], decode)
     else:
-        yield "no draft: the last token occurs nowhere else, or the tokens after it are hardly ever accepted"
+        yield "no draft: the last token occurs nowhere else, or the tokens after it are rarely accepted"
     if draft.match_length:
         count = facts["num_places"]
         yield ""

@@ -144,7 +144,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
                 of = "a tenant's" if owner.secret == ours else "an orphan"
                 orphans += [path.name] if owner.secret != ours else []
             elif path.name in tenants:
-                of = "a tenant's, of a secret that it does not name: a former version made it, or it is damaged"
+                of = "the cache of a tenant without the id of its secret: it is damaged, or a former version wrote it"
             num_bytes = sum(file.stat().st_size for file in path.iterdir() if is_cache_file(file))
             namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
     except OSError as error:
@@ -226,9 +226,9 @@ def _facts(
             stored = read_learned_state(path)
             learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
         except (CacheError, ValueError) as wrong:
-            faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, what it held is learned anew")
+            faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, and a new acceptance model is trained")
         parts = PART_NAMES | {f"{segment['id']}.seg" for segment in segments}
-        notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
+        notes += [f"{file.name} is no file of a cache" for file in sorted(path.iterdir()) if file.name not in parts]
     return {
         "path": str(path),
         "namespace": manifest.namespace,
@@ -255,7 +255,7 @@ def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Itera
         )
     largest = max(int(block.max()) for block in iter_blocks(segment))
     if codec is not None and largest >= codec.vocab_size:
-        yield f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
+        yield f"{name} contains token id {largest}, but the tokenizer has {codec.vocab_size} tokens: {_REBUILD}"
     fence = build_sparse_index(segment.text, segment.order, segment.width) if is_sorted(segment) else None
     if fence is None or not np.array_equal(fence, segment.sparse_index):
         yield f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"

@@ -104,7 +104,7 @@ def as_text(status: Facts) -> str:
                 f"{', '.join(space['writers']) or 'nobody known'}"
             )
         if space["invalid_entries"]:
-            lines.append(f"             {space['invalid_entries']:,} of the entries read are none of ours")
+            lines.append(f"             {space['invalid_entries']:,} of the entries read were not written by SSD")
     if not status["namespaces"]:
         lines.append("  namespaces none")
     counted = "unknown" if status["generations"] is None else str(status["generations"])
@@ -147,15 +147,15 @@ def _warnings(server: Facts) -> Iterator[str]:
     """Yield one sentence for each setting of the Redis server that an operator should change."""
     where = f" at {server['address']}" if server["address"] else ""
     if server.get("role") == "slave":
-        yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
+        yield f"the server{where} is a replica, which rejects writes: use the URL of its master or sentinels"
     most = server.get("max_memory_bytes")
     if most and server["policy"].startswith("allkeys"):
         yield (
-            f"maxmemory-policy {server['policy']}{where} may drop whole namespaces when memory is short: use "
-            "noeviction or volatile-lru, our logs are bounded"
+            f"maxmemory-policy {server['policy']}{where} may evict whole namespaces if memory is short: use "
+            "noeviction or volatile-lru, because the streams have a maximum size anyway"
         )
     if most and (server["memory_bytes"] or 0) > 0.9 * most:
-        yield f"the server{where} uses more than 90 % of its maxmemory: it is about to refuse, or to drop"
+        yield f"the server{where} uses more than 90 % of its maxmemory: it will soon reject writes, or evict keys"
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:

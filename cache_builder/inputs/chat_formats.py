@@ -18,8 +18,8 @@ from ssd.errors import RequestError
 Message = Mapping[str, Any]
 
 UNDERSTOOD: Final = (
-    'understood are "text", "prompt" with "completion", "messages", "conversations", "token_ids", "request" or '
-    '"messages" or "input" with "response" or "output", batches, and exports of chats; other names with --field'
+    'supported are "text", "prompt" with "completion", "messages", "conversations", "token_ids", "request" or '
+    '"messages" or "input" with "response" or "output", batches, and exports of chats; use --field for other names'
 )
 _REDACTED: Final = ("redacted-by-litellm", "redacted")
 _MOST_DEPTH: Final = 6

@@ -129,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         elif self._head_since is None:
             self._head_since = self.loop.time()
         if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self._abort("a head that is too long", b"431 Request Header Fields Too Large")
+            self._abort("its request headers are too long", b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
         self._is_head = True
@@ -223,9 +223,9 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if not self.transport.is_closing() and not self._is_busy():
             if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
-                self._abort("a request that does not arrive", b"408 Request Timeout")
+                self._abort("its request did not arrive in time", b"408 Request Timeout")
             elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
-                self._abort("nothing has come", None)  # after a first request, uvicorn's own time limit applies
+                self._abort("it sent no request", None)  # after a first request, uvicorn's own time limit applies
         self._schedule_check()
 
     def _reads_too_slowly(self, now: float) -> bool:

@@ -182,7 +182,7 @@ class Account:
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
-                message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
+                message = f"this key may send {self._requests.per_minute} requests per minute: try again later"
                 raise self._refused("requests", message, wait_s)
             self._require_tokens(1)
             self._requests.take(1, now)
@@ -249,7 +249,7 @@ class Account:
 
     def _require_tokens(self, num_tokens: int) -> None:
         if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
-            message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
+            message = f"this key may use {self._tokens.per_minute} tokens per minute: try again later"
             raise self._refused("tokens", message, wait_s)
 
     def _refused(self, kind: str, message: str, wait_s: float) -> ApiError:

@@ -82,7 +82,7 @@ class ApiError(Exception):
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    message = f"The model {quote_value(name)} does not exist here; this server has {served!r}."
+    message = f"The model {quote_value(name)} does not exist; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -144,7 +144,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
+    what = "there is no such endpoint: /docs lists all endpoints" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"
     response = error_response(ApiError(error.status_code, message), request.scope)
     response.headers.update(error.headers or {})

@@ -43,8 +43,8 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "load-format": (("auto", "hf", "safetensors"), "weights are read by transformers"),
     "model-impl": (("auto", "transformers"), "models are transformers'"),
     "kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
-    "quantization": (("auto",), "a quantised checkpoint says itself how it is quantised"),
-    "response-role": (("assistant",), "answers are the assistant's"),
+    "quantization": (("auto",), "the checkpoint itself declares its quantization"),
+    "response-role": (("assistant",), "responses always have the role assistant"),
     "chat-template-content-format": (("auto", "string"), "templates get text"),
     "swap-space": (("0",), "nothing is swapped"),
     "cpu-offload-gb": (("0",), "weights stay on the device"),
@@ -60,7 +60,7 @@ _MEANINGLESS = tuple(
 )
 """Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
 _ELSEWHERE = {
-    "hf-token": "others can read a command line: set $HF_TOKEN",
+    "hf-token": "other users can read the command line: set $HF_TOKEN",
     "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
     "block-size": "keys and values are kept in slots, one for each sequence: see --max-num-seqs and --max-model-len",
 }

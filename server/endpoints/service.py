@@ -243,7 +243,7 @@ class Service:
         why = "started the server with --no-web-ui"
         if not self.settings.no_web_ui:
             why = "obfuscates all streams (--obfuscation always)"
-        message = f"include_drafts is not allowed here: the operator {why}"
+        message = f"include_drafts is not allowed: the operator {why}"
         raise RequestError(message, param="stream_options.include_drafts")
 
     async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:

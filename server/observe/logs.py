@@ -27,7 +27,7 @@ _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
 """The seconds that the process waits at exit until queued log lines are written."""
 _NO_FILES = (
-    "no file descriptor is free: connections wait until others end. Allow more (ulimit -n, LimitNOFILE) or lower "
+    "no file descriptor is free: connections wait until others close. Allow more (ulimit -n, LimitNOFILE) or lower "
     "--max-connections"
 )
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")

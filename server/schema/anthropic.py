@@ -31,18 +31,18 @@ _IGNORED: Mapping[str, str] = {
     "cache_control": IGNORED["prompt_cache_key"] + " (in content blocks and tools too)",
     "user_profile_id": IGNORED["user"],
     "workspace_id": IGNORED["user"],
-    "diagnostics": "the server keeps no earlier requests to compare with",
+    "diagnostics": "the server does not store earlier requests for comparison",
     "speed": "the server has only one speed",
 }
 """Request fields that are ignored because they do not change the output, with the reason."""
 
-_NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
+_NO_TOOLS = "the server does not run tools or access the network. Define tools, and run them in the client"
 
 _REFUSED: UnsupportedFields = {
     "container": ((), _NO_TOOLS),
     "mcp_servers": (([],), _NO_TOOLS),
-    "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
-    "inference_geo": (("global",), "the server does not know where it stands"),
+    "thread": ((), "the server stores no conversations. Send the whole conversation with each request"),
+    "inference_geo": (("global",), "the server does not know its own location"),
 }
 """Unsupported request fields that would change the output, with their accepted values and the reason."""
 

@@ -76,15 +76,15 @@ UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
 """Unsupported request fields that would change the output, with their accepted values and the reason."""
 
 REFUSED: UnsupportedFields = {
-    "suffix": (("",), "text is continued here, not filled in"),
+    "suffix": (("",), "the server continues text, it does not fill in the middle"),
     "use_beam_search": ((False,), "drafts are verified against one continuation, not several at a time"),
-    "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, and there is none"),
-    "modalities": ((["text"],), "the model reads and writes text alone"),
-    "audio": ((), "the model reads and writes text alone"),
-    "web_search_options": ((), "the server reaches no network. Give the model a tool that does"),
-    "truncate_prompt_tokens": ((), "a prompt is never shortened. Send the part that counts"),
-    "chat_template": ((), "a template is a program. The operator gives one with --chat-template"),
-    "best_of": ((), "choices are returned, not ranked. Send it equal to n, or leave it out"),
+    "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, which is not supported"),
+    "modalities": ((["text"],), "the model reads and writes only text"),
+    "audio": ((), "the model reads and writes only text"),
+    "web_search_options": ((), "the server does not access the network. Give the model a tool that does"),
+    "truncate_prompt_tokens": ((), "a prompt is never shortened. Send a shorter prompt"),
+    "chat_template": ((), "a template is a program, so only the operator can set it, by --chat-template"),
+    "best_of": ((), "choices are not ranked. Send best_of equal to n, or omit it"),
     **dict.fromkeys(("functions", "function_call"), ((), "OpenAI deprecated it. Send tools and tool_choice")),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),

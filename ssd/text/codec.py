@@ -351,7 +351,7 @@ def _without_object(messages: Sequence[Message]) -> str:
         for place, call in enumerate(message.get("tool_calls", ())):
             function = call.get("function")
             if isinstance(function, Mapping) and not has_object_arguments(function):
-                return f" ({Loss(number, place)} has arguments that are no JSON object)"
+                return f" ({Loss(number, place)} has arguments that are not a JSON object)"
     return ""
 
 
