@@ -385,7 +385,7 @@ def build(
 
 
 def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
-    """Return a text with all options that influence the segments, so that other options never reuse old blocks."""
+    """Return a text with all options that influence segments; blocks built with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:

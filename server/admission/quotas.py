@@ -84,7 +84,7 @@ class SharedBudget:
 
 
 class TokenBucket:
-    """A token bucket that limits a rate per minute. It starts full, and its content may become negative.
+    """A token bucket that limits a rate per minute. The bucket starts full, and its content may become negative.
 
     ``per_minute=None`` means unlimited. The times ``now`` in seconds must not decrease between calls.
     """
@@ -94,7 +94,7 @@ class TokenBucket:
         self._left, self._at = float(per_minute or 0), now
 
     def left(self, now: float) -> float:
-        """Return the tokens in the bucket at time ``now``; negative if more were taken than it contained."""
+        """Return the tokens in the bucket at time ``now``; negative if more tokens were taken than available."""
         if self.per_minute is None:
             return math.inf
         return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
@@ -105,7 +105,7 @@ class TokenBucket:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket contains ``amount`` tokens, which may exceed its capacity."""
+        """Return the seconds until the bucket contains ``amount`` tokens, which may be more than its capacity."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)

@@ -292,7 +292,7 @@ class Tenants:
         return CacheAccess(self._names.salted(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
-        """Map the names of tenants' cache namespaces to the tenants' names, which label them in metrics. O(tenants)."""
+        """Map the names of tenants' cache namespaces to the tenants' names, for labels of metrics. O(tenants)."""
         return {
             self._namespace(account.tenant, base): (
                 name if base == self._bases[0] and name not in self._bases else f"{name}/{base}"
@@ -328,7 +328,7 @@ class Tenants:
         return found
 
     def reload(self) -> int:
-        """Read the operator's files again and return the number of tenants. If they are invalid, raise ConfigError."""
+        """Read the operator's files again and return the number of tenants. Raises ConfigError if a file is invalid."""
         tenants = self._read()
         if self.is_closed and not tenants:
             raise ConfigError("the files no longer contain an API key: the current keys stay valid")
@@ -430,7 +430,7 @@ class Tenants:
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Map the names that a tenant's cache would have with slightly different deletion counts to these counts."""
+        """Map possible names of a tenant's cache, for deletion counts near the known count, to these counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}

@@ -50,7 +50,7 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret stored in the cache directory, creating it if needed; without a directory, a random secret.
+    """Return the secret stored in the cache directory, after creating one if needed; without directory, a random one.
 
     Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """

@@ -28,7 +28,7 @@ _GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Return the draft statistics of one output for the field ``metrics``; None if none were recorded.
+    """Return the draft statistics of one output for the response field ``metrics``; None without statistics.
 
     With ``is_detailed``, the numbers of drafted and accepted tokens of each verification pass are included.
     """
@@ -79,7 +79,7 @@ class Answer(ABC):
     spelling: TokenAttribution
     """Divides a choice's text among its tokens. It must be set before the response is serialized."""
     names: Mapping[str, str] = {}
-    """Maps field names of chat completions to those of the client's API, for error messages."""
+    """Maps field names of chat completions to field names of the client's API, for error messages."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ssd.text.stream import TextStream
 
 _LOOKS_S = 0.25
-"""The interval in seconds at which an obfuscated stream that waits for its next tick checks for a shutdown."""
+"""An obfuscated stream that waits for its next tick checks for a shutdown at this interval in seconds."""
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Return the usage with only those completion tokens that an obfuscated stream has sent so far."""
+    """Return the token counts, with only those completion tokens that an obfuscated stream has sent so far."""
     usage = generation.usage
     if last:
         return usage

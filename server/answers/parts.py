@@ -153,7 +153,7 @@ class PartsAnswer(ChatAnswer):
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
     def _tokens(self, part: RequestOutput | ChoiceState) -> list[tuple[int, dict[str, Any]]]:
-        """Return each token's log-probability and the position of the token's text, after its leading white space."""
+        """Return each token's log-probability and the position at which the token's text begins, after white space."""
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
         return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

@@ -43,7 +43,7 @@ class _AttributedChoice:
 
 
 class TokenAttribution:
-    """Divides the text of a request's choices among the tokens that produced it. Outputs must be passed in order."""
+    """Divides the text of a request's choices among the tokens that produced the text. Outputs are passed in order."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
         self._make_stream = make_stream
@@ -51,7 +51,7 @@ class TokenAttribution:
         self._spelled: dict[int, _AttributedChoice] = {}
 
     def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
-        """Divide new text of a choice among the tokens that produced it. O(tokens)."""
+        """Divide new text of a choice among the tokens ``token_ids`` that produced the text. O(tokens)."""
         if index not in self._streams:
             self._streams[index] = self._make_stream(index)
         stream, texts, rest = self._streams[index], [], text

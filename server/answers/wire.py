@@ -70,7 +70,7 @@ def _event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def filler() -> bytes:
-    """Return a comment as long as the shortest padded event, for a tick without output in an obfuscated stream."""
+    """Return a server-sent comment as long as the shortest padded event, for a tick without output."""
     return b": " + secrets.token_hex(PADDED_BYTES)[: PADDED_BYTES - 4].encode() + b"\n\n"
 
 

@@ -28,7 +28,7 @@ _TYPES = {
     503: "overloaded_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""The error code for requests to store a conversation on the server, so that clients resend all messages each time."""
+"""The error code for requests to store a conversation on the server. Clients then send all messages each time."""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
@@ -72,7 +72,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Create an error. ``kind`` becomes its ``type``, and ``headers`` replace the default headers of the status."""
+        """Create an error. ``kind`` becomes the JSON field "type"; ``headers`` replace the status's default headers."""
         super().__init__(message)
         self.status = status
         self.kind = kind

@@ -40,8 +40,8 @@ class Limits:
     max_choices: int = 1024
     """Maximum number of choices of a request: prompts times `n`."""
     max_request_tokens: int = 1 << 18
-    """Maximum number of prompt tokens of a request, over all its prompts. A value below the context length has no
-    effect.
+    """Maximum number of prompt tokens of a request, in all its prompts together. Values below the context length have
+    no effect.
     """
     max_queued_tokens: int = 1 << 23
     """Maximum number of prompt and prediction tokens of all requests together, counted once per choice. A tenant may

@@ -73,7 +73,7 @@ class CorsOptions:
     allowed_headers: _Names = ("*",)
     """Headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """Let pages of allowed origins send cookies. The server does not read them. Not possible with origin *."""
+    """Let pages of allowed origins send cookies, which the server does not read. Not possible with origin *."""
     allowed_hosts: _Names = ()
     """Host names under which clients may address a server without API keys, as a JSON list or separated by commas;
     *.example.com allows all subdomains, * allows all names (default: IP addresses, localhost and --host).
@@ -163,7 +163,7 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
         return name if name in self.adapters else None
 
     def namespace_of(self, name: str | None) -> str | None:
-        """Return the cache namespace of requests with this model name. Each LoRA adapter has its own."""
+        """Return the cache namespace of requests with this model name. Each LoRA adapter has its own cache."""
         adapter = self.adapter_of(name)
         return self.namespace if adapter is None or self.namespace is None else f"{self.namespace}.{adapter}"
 

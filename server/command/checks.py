@@ -71,7 +71,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def read_context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum context length in tokens from a model's config.json; None if it has no known field for it."""
+    """Return the maximum context length in tokens from a model's config.json; None if no known field contains it."""
     text = config.get("text_config")
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = (text if isinstance(text, dict) else config).get(name)
@@ -292,7 +292,7 @@ def check_directory(directory: Path) -> str:
 
 
 def _check_size(cache: CacheOptions) -> None:
-    """Check that the cache fits on the disk of its directory, or in memory if it has none."""
+    """Check that the cache fits on the disk of its directory, or without directory into memory."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
     directory = cache.config.directory
     if directory is None:

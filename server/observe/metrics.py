@@ -123,7 +123,7 @@ LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
 """Reasons of rejections that are exported as 0 from the start, so that the first rejection shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Maps the engine's finish reasons to those of vLLM's metrics."""
+"""Maps the engine's finish reasons to the finish reasons in vLLM's metrics."""
 
 _ENGINE_NUMBERS = {
     "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Non-empty drafts."),

@@ -184,7 +184,7 @@ def _output(
 
 
 def _writing(form: MessageFormat) -> dict[str, Any]:
-    """Return the arguments of `TextCodec.encode_chat` that determine how tools and tool calls are written."""
+    """Return the arguments of `TextCodec.encode_chat` that determine how the prompt presents tools and tool calls."""
     return {"tools_in_words": form.in_words, "write_calls": partial(write_calls, form.tool_call)}
 
 

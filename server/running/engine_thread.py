@@ -137,7 +137,7 @@ class Worker:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. No further output of it arrives. Unknown and finished requests are ignored."""
+        """Cancel a request, which then produces no further output. Unknown and finished requests are ignored."""
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
@@ -150,12 +150,12 @@ class Worker:
         self._num_inside -= 1
 
     def stop_admission(self) -> None:
-        """Reject new requests while those in flight continue. Can be called from a signal handler."""
+        """Reject new requests while requests in flight continue. Can be called from a signal handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Reject new requests, let those in flight finish for ``grace_s`` seconds, then cancel the others.
+        """Reject new requests, let running requests finish for ``grace_s`` seconds, then cancel the remaining ones.
 
         ``hurries`` is polled and returns whether to end the grace period early.
         """

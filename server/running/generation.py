@@ -144,7 +144,7 @@ class Generation:
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
-        """Submit all choices to the engine. If an exception is raised, ``close`` cancels those already submitted."""
+        """Submit all choices to the engine. After an exception, ``close`` cancels the choices already submitted."""
         record, first = self._record, requests[0]
         record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:

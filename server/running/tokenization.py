@@ -26,7 +26,7 @@ _MOST_DETOKENIZED = 1 << 16
 """The maximum number of token ids in a /detokenize request, because decoding them blocks all other threads."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""The number of tokens that splitting a text into chunks may add to its token count, per chunk."""
+"""If a text is split into chunks, its token count may increase by up to this number per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
 _CHARACTERS_A_TEXT = 64
@@ -188,7 +188,7 @@ class Tokenization:
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if there is too little memory for it.
+    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenization is short.
 
     A long text is tokenized in chunks first, because a tokenizer that runs out of memory aborts the process.
     """
@@ -209,7 +209,7 @@ def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str)
 
 
 def _is_free(num_bytes: int) -> bool:
-    """Return whether the process can allocate this much memory within the limits of its cgroup and the system."""
+    """Return whether ``num_bytes`` of memory can be allocated within the limits of the cgroup and the system."""
     import torch  # by now loaded with the engine
 
     from ssd.model.loading.memory import free_bytes

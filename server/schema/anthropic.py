@@ -149,7 +149,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 def continues_last_message(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the output continues the last message, because it is the assistant's and has no tool call."""
+    """Return whether the output continues the last message, which must be the assistant's and have no tool call."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
@@ -255,7 +255,7 @@ class ContextManagement(RequestObject):
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
 
     def edit(self, messages: list[dict[str, Any]]) -> None:
-        """Remove the reasoning of earlier turns from the messages, as the edits demand."""
+        """Remove the reasoning of earlier turns from the messages, as the request's field ``edits`` demands."""
         for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
             for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
                 del message["reasoning_content"]

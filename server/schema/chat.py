@@ -37,7 +37,7 @@ class Function(RequestObject):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; if the client sent none, one that allows any object."""
+        """Return the JSON schema of the arguments; if the client sent no schema, one that allows any object."""
         return self.parameters or {"type": "object"}
 
 
@@ -285,7 +285,7 @@ class Conversation:
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """Append a text to the conversation; text of the assistant continues its last message if possible."""
+        """Append a text to the conversation. Text of the assistant continues the last assistant message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
@@ -322,7 +322,7 @@ class ChatForm(Body):
 
     @property
     def chat(self) -> ChatBody:
-        """The equivalent chat completion, without ``stream_options``, which have another meaning in the other API."""
+        """The equivalent chat completion, without ``stream_options``, whose meaning differs between the APIs."""
         return self._chat
 
     @property

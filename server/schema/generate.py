@@ -63,7 +63,7 @@ class JsonSchemaFormat(RequestObject):
 
 
 class ResponseFormat(RequestObject):
-    """The form of the output: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
+    """The format of the output: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -114,7 +114,7 @@ class OutputFields(BaseModel):
     prediction: Prediction | None = None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the constraint of the output. Raises RequestError if several fields set one, or if it is empty."""
+        """Return the constraint of the output. Raises RequestError for several constraints or an empty constraint."""
         form, outputs = self.response_format, self.structured_outputs
         found: list[StructuredOutput] = []
         if form is not None and form.type != "text":
@@ -173,7 +173,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     skip_special_tokens: bool = Field(default=True, description="false: the output text contains special tokens.")
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError for several constraints of the output, or for one that takes too long to compile."""
+        """Raise RequestError if the output has several constraints, or a constraint that takes too long to compile."""
         output = self.structured_output()
         if output is None:
             return
@@ -204,7 +204,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return True
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternative tokens with log-probabilities; None if none are requested."""
+        """Return the number of alternative tokens with log-probabilities; None if no log-probabilities are requested."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:

@@ -184,7 +184,7 @@ _CHAT_NAMES = {
 
 
 class TextFormat(RequestObject):
-    """The form of the output. A JSON schema is always enforced strictly."""
+    """The format of the output. A JSON schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -194,7 +194,7 @@ class TextFormat(RequestObject):
 
 
 class TextConfig(RequestObject):
-    """The form of the output. ``verbosity`` has no effect."""
+    """The format of the output. ``verbosity`` has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)

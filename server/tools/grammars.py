@@ -93,7 +93,7 @@ def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules:
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """Write a text as grammar literals, in which markers that are special tokens stand for these tokens."""
+    """Write a text as grammar literals, in which markers that are special tokens become references to tokens."""
     markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
@@ -180,7 +180,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return the number of output tokens up to the end marker of the reasoning, or all if it is missing. O(n log n)."""
+    """Return the number of output tokens up to the end marker of the reasoning; without marker, all. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 
 class TextDelta(NamedTuple):
-    """New text of the content or of the reasoning; ``end`` is the position in the whole output at which it ends."""
+    """New text of the content or of the reasoning. ``end`` is the position of the text's end in the whole output."""
 
     of: Literal["content", "reasoning"]
     text: str
@@ -102,7 +102,7 @@ class DeltaBuffer:
         self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
-        """End the reasoning, and drop line ends at its end unless it was truncated (not ``complete``)."""
+        """End the reasoning, and drop its trailing line ends unless the output was truncated (not ``complete``)."""
         if not complete:
             self._say("reasoning", self._space)
         self._space.clear()

@@ -30,7 +30,7 @@ _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
 _GEMMA_NAME = re.compile(r"[^\s{}<>,]+")
 _NUMBER = re.compile(r":\d+$")
 _CLOSING = re.compile(r"[ \t\r\n}\]]*")
-"""Matches text between a tool call and its end marker; models sometimes write an extra bracket there."""
+"""Matches text between a tool call and its end marker, in which models sometimes write an extra bracket."""
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
@@ -162,7 +162,7 @@ class CallFormat:
 
     @cached_property
     def in_reasoning(self) -> tuple[str, ...]:
-        """The texts that begin a tool call, on a line of its own, in reasoning that the model forgot to end."""
+        """The texts that begin a tool call, on a line of its own, in reasoning whose end marker the model forgot."""
         if self.arguments not in ("object", "tags"):
             return ()
         after = "" if self.arguments == "tags" and not self.section else "\n"
@@ -362,7 +362,7 @@ class Calls:
         return True
 
     def _held_arguments(self) -> Steps[str | None]:
-        """Read the arguments of a tool call and return them as a JSON object; None if they are no object.
+        """Read the arguments of a tool call and return them as a JSON object; None if they are not an object.
 
         A string that contains an object is accepted too, and null becomes "{}".
         """

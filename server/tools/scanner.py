@@ -65,7 +65,7 @@ class Scanner:
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """Discard the text that was read but not attributed yet (the trail), because it turned out to be markup."""
+        """Discard the trail (text that was read but not attributed yet), because it turned out to be markup."""
         self._trail = []
 
     def trail(self) -> str:
@@ -158,7 +158,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Return the index from which the text may be the beginning of a marker whose rest has not arrived."""
+        """Return the index of the end of the text that may be an incomplete marker whose rest has not arrived yet."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:

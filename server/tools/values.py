@@ -75,7 +75,7 @@ def is_object(text: str) -> bool:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert an unquoted argument value to JSON of one of ``types``; if empty, to a list, an object or a string."""
+    """Convert an unquoted argument value to JSON of one of ``types``; if empty, to a list, object or string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):

@@ -128,7 +128,7 @@ def add_ui(
     tenants: Tenants,
     aside: FairExecutor,
 ) -> None:
-    """Serve the web UI, and its counters, which need an API key if the server has keys."""
+    """Serve the web UI and its counters. The counters need an API key if the server has keys."""
     add_files(app, files)
 
     @app.get("/ui/stats", include_in_schema=False)
