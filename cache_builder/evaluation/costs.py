@@ -84,7 +84,7 @@ class StepCosts:
     overhead: float | None = None
     recycling: float = 0.0
     condition: str = ""
-    """The condition under which the estimated speed-up holds, for the report's headline."""
+    """The assumption under which the estimated speed-up holds, shown in the report's headline."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0

@@ -217,8 +217,8 @@ class CacheAccess(NamedTuple):
 class Tenants:
     """All tenants of a server with their API keys and caches. Thread-safe; lookups never block.
 
-    A server that starts without API keys never requires one, and a server that starts with keys always requires one,
-    even if a reloaded file contains none.
+    A server that starts without API keys never requires a key. A server that starts with API keys always requires a
+    key, even if a reloaded file contains no keys.
     """
 
     def __init__(

@@ -217,7 +217,7 @@ class ChatPreparer:
         return await self._texts.tokenize(engine, body, **_writing(form))
 
     def _adapt_to_template(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
-        """Return the request with the tools as the chat template expects them, and the format of its messages."""
+        """Return the request with its tools in the form that the chat template expects, and the message format."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None

@@ -28,7 +28,7 @@ _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
 """If a text is split into chunks, its token count may increase by up to this number per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
-"""The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
+"""Upper estimates of the peak memory of tokenization, in bytes per token and per UTF-8 byte (measured: 330 and 16)."""
 _CHARACTERS_A_TEXT = 64
 """The estimated fixed cost of tokenizing a text, expressed as a number of additional characters."""
 

@@ -45,7 +45,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """An object that contains an object ``function``. If a client did not nest it, the error shows how to nest it."""
+    """A JSON object with the nested object ``function``. If a client leaves the nesting out, the error shows it."""
 
     @model_validator(mode="before")
     @classmethod

@@ -131,7 +131,7 @@ class Dialect(NamedTuple):
     """The notation of literals in a language, for the conversion of tool call arguments to JSON.
 
     ``read_string`` returns None if no string comes next, else whether the string is complete. ``word`` matches a number
-    or a constant, and ``key`` the same before a colon.
+    or a constant, and ``key`` a number or a constant before a colon.
     """
 
     brackets: Mapping[str, tuple[str, str]]
