@@ -22,7 +22,7 @@ class Limits:
     """Limits above which requests are rejected. The defaults exceed the needs of ordinary clients."""
 
     max_body_bytes: int = 8 << 20
-    """Maximum size of a request's body in bytes, including chunk headers and extensions."""
+    """Maximum size of a request's body in bytes, including HTTP chunk headers and extensions."""
     # Parsing a string in JSON blocks all threads of the process, for up to 5 ms per megabyte.
     max_body_values: _Fixed[int] = 1 << 18
     """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
@@ -38,7 +38,7 @@ class Limits:
     of the bytes that other tenants do not use.
     """
     max_choices: int = 1024
-    """Maximum number of choices of a request: prompts times `n`."""
+    """Maximum number of choices of a request, which is the number of prompts times `n`."""
     max_request_tokens: int = 1 << 18
     """Maximum number of prompt tokens of a request, in all its prompts together. Values below the context length have
     no effect.

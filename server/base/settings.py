@@ -71,7 +71,7 @@ class CorsOptions:
     allowed_methods: _Names = ("*",)
     """HTTP methods that pages of allowed origins may use."""
     allowed_headers: _Names = ("*",)
-    """Headers that pages of allowed origins may send."""
+    """HTTP headers that pages of allowed origins may send."""
     allow_credentials: bool = False
     """Let pages of allowed origins send cookies, which the server does not read. Not possible with origin *."""
     allowed_hosts: _Names = ()

@@ -204,7 +204,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return True
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternative tokens with log-probabilities; None if log-probabilities are not requested."""
+        """Return the number of alternative tokens whose log-probabilities are requested; None without them."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
