@@ -300,7 +300,7 @@ def test_leftovers_are_named_and_what_was_learned_is_looked_at(tmp_path: Path) -
     (path / "learned.bin").write_bytes(AcceptanceModel().to_bytes()[:-1] + b"x")
     report = inspect(path, deep=True)
     assert len(report["notes"]) == 4
-    assert "learned anew" in report["faults"][0]
+    assert "a new acceptance model is trained" in report["faults"][0]
     assert main(["inspect", "--deep", str(path)]) == 1
     (path / "learned.bin").unlink()
     file.unlink()

@@ -164,7 +164,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
         assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2  # one a change
         assert tenants.find("alices-new-key") is alice and tenants.find("bobs-key") is not None
         rules.write_text("[defaults]\nmax_running = 1\n")
-        wait_until(lambda: "no API key any more" in caplog.text)
+        wait_until(lambda: "no longer contain an API key" in caplog.text)
         rules.write_text(RULES.replace("tenants.alice", "tenants.carol"))
         wait_until(lambda: tenants.find("bobs-key") is not None and tenants.find("alices-new-key") is None)
         ticket.end(5)  # of a tenant that is gone
