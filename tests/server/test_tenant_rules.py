@@ -237,7 +237,7 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     with pytest.raises(ApiError) as limit:
         tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)
     assert limit.value.headers["retry-after"] == "31"
-    with pytest.raises(RequestError, match="60 a minute"):
+    with pytest.raises(RequestError, match="60 per minute"):
         tenant.admit(num_choices=1, num_prompt_tokens=61, num_slots=2)
     assert tenant.use.num_refused == {"requests": 1, "tokens": 1}
 
