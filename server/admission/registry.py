@@ -208,7 +208,7 @@ _NEAR: Final = 256
 
 
 class CacheAccess(NamedTuple):
-    """The cache namespace of a request (None: no cache), and the policy that limits how the request uses it."""
+    """The cache namespace of a request (None: the request uses no cache), and the settings of the namespace."""
 
     namespace: str | None
     policy: NamespacePolicy
