@@ -38,20 +38,19 @@ COMMANDS = {
     "evaluate": "estimate the speed-up from your own logs",
     "inspect": "show and check the contents of a cache directory",
     "merge": "merge several caches into one",
-    "explain": "show what is drafted after a text, and why",
+    "explain": "show the draft that follows a text, and its sources",
     "push": "copy a cache directory to the Redis stream that servers share",
     "pull": "copy the Redis stream to a cache directory",
-    "redis-status": "show the contents and settings of the servers' Redis",
-    "purge": "delete a namespace from Redis",
-    "prune": "shrink a cache directory to the text that logs use",
+    "redis-status": "show the contents and settings of the Redis server",
+    "purge": "delete the text of a namespace from Redis",
+    "prune": "shrink a cache to the text from which logged requests draft",
 }
-"""Maps each subcommand of ``ssd-cache`` to its help line. Its module in ``cache_builder.commands`` is imported on
-demand.
+"""Maps each subcommand of ``ssd-cache`` to its help line. Modules of ``cache_builder.commands`` are imported on demand.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run an ``ssd-cache`` command. Returns 0 for success, 1 if it found a fault, 2 after an error message.
+    """Run an ``ssd-cache`` command. Returns 0 for success, 1 if the command found a fault, 2 after an error message.
 
     Without ``arguments`` it reads ``sys.argv``, and also installs signal handlers and hides torch from the process.
     """
@@ -84,10 +83,10 @@ def _terminated(_number: int, _frame: object) -> None:
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Handle an exception that Python could not raise, as ``sys.unraisablehook``.
+    """Make sure that SIGTERM ends the process even if it arrives in a finalizer; used as ``sys.unraisablehook``.
 
-    If SIGTERM arrives during a finalizer, Python drops the `_Terminated` that the signal handler raised. A timer then
-    raises the exception again 10 ms later.
+    Python drops exceptions in finalizers, and so the `_Terminated` that the signal handler raised. A timer then raises
+    `_Terminated` again 10 ms later.
     """
     if isinstance(unraisable.exc_value, _Terminated):
         signal.signal(signal.SIGALRM, _terminated)
@@ -122,7 +121,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _require_known(parser: argparse.ArgumentParser, word: str, known: Iterable[str], kind: str) -> None:
-    """Exit with the usage and a suggestion if ``word`` is similar to a known word, but is none."""
+    """Exit with the usage and a suggestion if ``word`` is unknown but similar to a word in ``known``."""
     if word not in known and (near := get_close_matches(word, known, n=1)):
         parser.error(f"unknown {kind} {word}: did you mean {near[0]}?")
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedCache:
-    """An open cache directory: its prebuilt segments, then segments that a server wrote, the oldest first."""
+    """An open cache directory: its prebuilt segments, followed by segments that a server wrote, the oldest first."""
 
     path: Path
     fingerprint: str
@@ -43,7 +43,7 @@ def open_caches(paths: Sequence[Path]) -> list[OpenedCache]:
         if found and fingerprint != found[0].fingerprint:
             raise TokenizerMismatch(
                 f"{path} was made with tokenizer {fingerprint:.40}, {found[0].path} with {found[0].fingerprint}: their "
-                "token ids stand for other text. Give caches of one tokenizer, or rebuild one of them"
+                "token ids mean different text. Give caches of one tokenizer, or rebuild one of them"
             )
         segments = tuple(load_all_segments(path, manifest))
         found.append(OpenedCache(path=path, fingerprint=fingerprint, namespace=manifest.namespace, segments=segments))
@@ -58,8 +58,8 @@ def open_cache(path: Path, codec: TextCodec | None) -> OpenedCache:
     (cache,) = open_caches([path])
     if codec is not None and codec.fingerprint != cache.fingerprint:
         raise TokenizerMismatch(
-            f"{path} was made with tokenizer {cache.fingerprint}, this one is {codec.fingerprint}: its token ids mean "
-            "other text. Give the tokenizer it was made with"
+            f"{path} was made with tokenizer {cache.fingerprint}, but the given tokenizer is {codec.fingerprint}. "
+            "Give the tokenizer with which the cache was made"
         )
     return cache
 
@@ -94,11 +94,11 @@ def read_cache_manifest(path: Path) -> Manifest:
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None
-"""A function that decodes token ids to text, or None without a tokenizer; token ids are shown then."""
+"""A function that decodes token ids to text. None: there is no tokenizer, and token ids are shown instead."""
 
 
 def format_tokens(ids: Sequence[int], decode: Decode) -> str:
-    """Return tokens for display: their text in quotes on one line, or without a tokenizer their ids."""
+    """Return tokens for display: their text in quotes on one line; if ``decode`` is None, their ids."""
     if decode is None:
         return f"[{' '.join(map(str, ids))}]"
     return escape_control_characters(json.dumps(decode(ids), ensure_ascii=False))

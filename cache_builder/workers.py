@@ -51,7 +51,7 @@ def map_items(
             progress(*told)
             yield result
     except BrokenProcessPool:
-        raise SSDError("a worker process was killed. If the memory was full, give fewer --jobs") from None
+        raise SSDError("a worker process was killed. If memory ran out, use fewer --jobs") from None
     finally:
         for process in set(multiprocessing.active_children()) - others:
             process.kill()

@@ -39,7 +39,7 @@ def hide_keys() -> None:
             memory.seek(begin)
             memory.write(_SHOWN_KEY.sub(lambda key: b"*" * len(key[0]), line))
     except (OSError, ValueError):  # the system has no such file, or it cannot be written
-        report_start("warning", "--api-key shows in the process list: use --api-key-file")
+        report_start("warning", "other users can read --api-key in the process list: use --api-key-file")
 
 
 if __name__ == "__main__":

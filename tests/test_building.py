@@ -340,5 +340,5 @@ def test_what_a_cluster_cannot_read_is_said(model: Path, tmp_path: Path, capsys:
     assert main(command) == 2
     assert "standard input" in capsys.readouterr().err
     assert main([*command[:-2], "--ray-address", "somewhere:1"]) == 2
-    assert "--ray-address is for --executor ray" in capsys.readouterr().err
+    assert "--ray-address requires --executor ray" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

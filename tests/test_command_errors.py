@@ -186,7 +186,7 @@ BAD_LINES: list[tuple[Any, str]] = [
     ("{broken", "not JSON"),
     ("[1]", "a JSON object was expected, got list"),
     ("[" * 100_000, "not JSON"),
-    ({"question": "x"}, 'found "question"; understood are "text"'),
+    ({"question": "x"}, 'found "question"; supported are "text"'),
     ({"text": 7}, '"text" must be a string, got int'),
     ({"prompt": ["x", "y"], "completion": "y"}, '"prompt" must be a string'),
     ({"messages": [{"role": "robot", "content": "x"}]}, "has role 'robot'"),

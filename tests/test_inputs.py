@@ -439,7 +439,7 @@ def test_a_line_without_end_is_refused_whatever_it_was_packed_in(
     bomb = b"x" * (64 << 20)
     for name, packed in (("bomb.jsonl.zst", zst(bomb)), ("bomb.jsonl.gz", gzip.compress(bomb, 1))):
         (tmp_path / name).write_bytes(packed)
-        with pytest.raises(InputError, match=f"{name}:1: a line of more than 1 MiB"):
+        with pytest.raises(InputError, match=f"{name}:1: a line has more than 1 MiB"):
             records(tmp_path / name)
 
 

@@ -86,7 +86,7 @@ def test_half_of_a_cache_drafts_as_the_whole_where_logs_say_what_is_used(
     assert kept == used_blocks and int(kept) > 30
     before = tokens_per_step(whole, held_out)
     assert tokens_per_step(used, held_out) > 0.9 * before > 1.2 * tokens_per_step(other, held_out)
-    with pytest.raises(ConfigError, match="--force replaces it"):
+    with pytest.raises(ConfigError, match="replace it with --force"):
         prune(used, used, 2000, [])
     prune(used, used, 2000, [], force=True)
     assert 1500 < num_tokens(used) <= 2000

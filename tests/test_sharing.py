@@ -261,7 +261,7 @@ def test_what_was_pulled_is_the_log_once_and_can_be_pushed_elsewhere(
         assert command(redis_server, "pull", "--namespace", "other", "--out", tmp_path / "out") == 2
         once = capsys.readouterr().out
         assert command(redis_server, "pull", "--namespace", "default", "--out", tmp_path / "out") == 2  # not twice
-        assert "--force replaces it" in capsys.readouterr().err
+        assert "replace it with --force" in capsys.readouterr().err
         assert command(redis_server, "pull", "--namespace", "default", "--out", tmp_path / "out", "--force") == 0
     assert capsys.readouterr().out == once
     assert f"{5 + 5400 + 32:,} tokens in 5 sequences of default" in once

@@ -84,9 +84,9 @@ def test_the_fingerprint_says_what_ids_mean(codec: TextCodec, model: Path, tmp_p
 
 
 def test_what_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="holds no tokenizer"):
+    with pytest.raises(ModelError, match="contains no tokenizer"):
         TextCodec.load(str(tmp_path))
-    with pytest.raises(ModelError, match="neither a directory here nor a model id"):
+    with pytest.raises(ModelError, match="neither a local directory nor a model id"):
         TextCodec.load(str(tmp_path / "missing" / "model"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be loaded"):

@@ -45,7 +45,11 @@ SECTIONS: Final = {
     },
     "docs/guides/clients.md": {"clients": ("clients", "clients")},
     "docs/concepts/coupled-sampling.md": {"coupled": ("coupled", "coupled coupled-gemma")},
-    "docs/guides/vllm.md": {"vllm-memory": ("vllm.memory", "vllm-memory"), "vllm": ("vllm", "vllm"), "vllm-runners": ("vllm", "vllm-runners")},
+    "docs/guides/vllm.md": {
+        "vllm-memory": ("vllm.memory", "vllm-memory"),
+        "vllm": ("vllm", "vllm"),
+        "vllm-runners": ("vllm", "vllm-runners"),
+    },
     "docs/concepts/bit-identical.md": {
         "exact": ("exact", "exact exact-gemma"),
         "vllm-changes": ("vllm.changes", "vllm-changes"),

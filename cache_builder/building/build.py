@@ -47,9 +47,9 @@ BLOCKS: Final = 16
 class Block:
     """A sequence of input files, or parts of files, that one process builds into segments.
 
-    ``key`` is a hash of the inputs, their modification times and the build options, by which a finished block is found
-    again. ``place`` is a hash of the names and ranges of the inputs, ``weight`` the approximate number of bytes of
-    text.
+    ``key`` is a hash of the inputs, their modification times and the build options, by which a later build finds the
+    finished block. ``place`` is a hash of the names and ranges of the inputs, ``weight`` the approximate number of
+    bytes of text.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Block:
 
 
 def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """Divide the inputs into blocks, in order, each of which one process builds. Raises InputError.
+    """Divide the inputs into blocks, in order. One process builds each block. Raises InputError.
 
     Small inputs share a block, and a large input is split if its format allows it. ``how`` describes all build options
     that influence the segments.
@@ -129,7 +129,8 @@ class BuildResult:
     num_sequences: int = 0
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
-    """Prompt tokens that were not stored, because an earlier sequence of the same segment begins with them."""
+    """Prompt tokens that were not stored, because an earlier sequence of the same segment begins with the same tokens.
+    """
     num_invalid: int = 0
     """Invalid lines that were skipped because of ``--skip-invalid``."""
     num_without_prompt: int = 0
@@ -231,7 +232,7 @@ class _Builder:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
     def _pieces(self, found: EncodedRecord | None) -> tuple[list[Tokens], BuildResult]:
-        """Return the parts of a record that are not in the current segment yet, and the record's counts."""
+        """Return the parts of a record that the current segment does not contain yet, and the record's counts."""
         if found is None:
             return [], BuildResult(num_invalid=1)
         counts = BuildResult(
@@ -265,7 +266,7 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """Return a segment's id, a hash of its tokens and of the position in the inputs (as texts may occur twice)."""
+    """Return a segment's id, a hash of its tokens and of its place in the inputs (as a text may occur twice)."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
@@ -282,7 +283,7 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""A segment is small, and is merged with its neighbours, if it has less than 1/SMALL_SHARE of the maximum tokens."""
+"""A segment with less than 1/SMALL_SHARE of the maximum number of tokens is merged with small neighbours."""
 
 
 SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
@@ -296,7 +297,7 @@ def merged_id(neighbours: SegmentGroup) -> str:
 
 
 def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iterator[SegmentGroup]:
-    """Group consecutive small segments, to be merged into one segment of up to ``most`` tokens. Others stay alone."""
+    """Group consecutive small segments that are merged into one of up to ``most`` tokens; large ones stay alone."""
     held: list[tuple[str, int]] = []
     size = 0
     for segment in segments:
@@ -317,7 +318,7 @@ def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progr
 
 
 _ALONE_WEIGHT = 8 << 20
-"""The bytes of text below which one process finishes before other processes would have started."""
+"""Inputs with fewer bytes of text than this are built by a single process, because starting others takes longer."""
 
 Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
 """A function that calls `build_block` for blocks, in any order, in processes that can reach ``options.directory``."""
@@ -384,7 +385,7 @@ def build(
 
 
 def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
-    """Return a text with all options that influence the segments, so that blocks with other options are not reused."""
+    """Return a text with all options that influence segments; blocks built with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:
@@ -407,7 +408,7 @@ def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
 def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
     """Return the number of worker processes.
 
-    0 means that only this process can read the inputs, e.g. standard input. 1 is enough for a small corpus.
+    The result is 0 if only this process can read the inputs, e.g. standard input, and 1 for a small corpus.
     """
     if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
         return 0

@@ -21,7 +21,7 @@ _RETRIES = 5
 
 _BYTES_A_TOKEN = 18
 _BYTES_A_WORKER = 512 << 20
-"""The bytes of memory that Ray reserves for a task, mainly for sorting the tokens of a segment."""
+"""The bytes of memory that Ray reserves for each task, which needs them mainly to sort the tokens of a segment."""
 
 
 def ray_executor(address: str | None) -> Executor:
@@ -59,9 +59,9 @@ def ray_executor(address: str | None) -> Executor:
                 yield result
         except ray.exceptions.RayError as error:
             raise SSDError(
-                f"the Ray cluster gave up: {str(error).strip().splitlines()[-1][:300]}. Do all workers reach "
-                f"{options.directory.parent}, and have they ssd-serving[builder]? The same command goes on with what "
-                "is finished"
+                f"the build on Ray failed: {str(error).strip().splitlines()[-1][:300]}. Check that all workers can "
+                f"access {options.directory.parent} and have ssd-serving[builder] installed. The same command "
+                "resumes the build"
             ) from None
         finally:
             ray.shutdown()

@@ -19,7 +19,7 @@ _OLD = "old"
 
 
 def resumable_directory(out: Path) -> Path:
-    """Return the path of a build's working directory, next to ``out`` (or to the target of a symbolic link)."""
+    """Return the path of a build's working directory, next to ``out`` (if ``out`` is a link, next to its target)."""
     out = out.resolve()
     return out.parent / f".{out.name}{_SUFFIX}"
 
@@ -28,8 +28,8 @@ def resumable_directory(out: Path) -> Path:
 def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
     """Create the locked working directory of a build, and delete it at the end.
 
-    After an error it is not deleted if it contains a finished block, so that the next build resumes. ``fresh`` deletes
-    the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
+    After an error it is not deleted if it contains a finished block, so that the next build can resume. ``fresh``
+    deletes the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
     """
     path = resumable_directory(out)
     try:
@@ -43,8 +43,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
-                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, and another "
-                "cache was created there since: move one of them away"
+                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, but {out} is "
+                "another cache now: move one of the two away"
             )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
@@ -75,7 +75,7 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
 
 
 def find_resumable(out: Path) -> Path | None:
-    """Return the working directory of an interrupted build of ``out``; None without one, or if it is in use."""
+    """Return the working directory of an interrupted build of ``out``; None if there is none or a process uses it."""
     working = resumable_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
@@ -93,7 +93,7 @@ def _restore_output(out: Path, working: Path) -> None:
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Replace the cache at ``out`` by the finished one in the working directory.
+    """Replace the cache at ``out`` by the finished cache in the working directory.
 
     Raises CacheLocked if a server writes to ``out``.
     """
@@ -107,9 +107,9 @@ def replace_directory(out: Path, working: Path) -> None:
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
 ) -> Iterator[PrebuiltWriter]:
-    """Create a cache: yield a writer of segments, and move the result to ``out`` unless an exception is raised.
+    """Create a cache: yield a writer of segments, and move the finished cache to ``out`` unless an exception is raised.
 
-    With ``force``, an existing cache is replaced. Servers may read it meanwhile, but not write to it. Raises
+    With ``force``, an existing cache is replaced. Servers may read the old cache meanwhile, but not write to it. Raises
     ConfigError, CacheError or OSError; ``out`` is unchanged then.
     """
     out = check_output(out, force=force)
@@ -124,8 +124,8 @@ def new_cache(
 def check_output(out: Path, *, force: bool) -> Path:
     """Check that a cache may be written to ``out``, and return ``out`` with symbolic links resolved.
 
-    An old cache that a killed command had moved away is restored first. Raises ConfigError if ``out`` is not a cache,
-    or is one and ``force`` is not set, and CacheLocked if a server or another build uses it.
+    If a killed command had moved the old cache away, the old cache is restored first. Raises ConfigError if ``out`` is
+    not a cache, or is a cache and ``force`` is not set, and CacheLocked if a server or another build uses it.
     """
     given, out = out, out.resolve()
     working = resumable_directory(out)
@@ -142,12 +142,12 @@ def check_output(out: Path, *, force: bool) -> Path:
     if (out / MANIFEST_NAME).exists():
         if not force:
             raise ConfigError(
-                f"{given} contains a cache already: --force replaces it, or give another directory with --out; "
-                "`ssd-cache merge` makes one of two"
+                f"{given} contains a cache already: replace it with --force, or give another directory with --out; "
+                "`ssd-cache merge` merges two caches"
             )
         if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
-                f"{given} contains {', '.join(others[:3])} next to a cache, which --force would remove: give another "
+                f"{given} contains {', '.join(others[:3])} besides a cache, which --force would remove: give another "
                 "directory with --out"
             )
         DirectoryLock(out).close()

@@ -15,15 +15,15 @@ from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE
 from ssd.retrieval.files import check_namespace
 
 _DESCRIPTION = """\
-Build a cache directory from logs and documents. `ssd-serve --warm DIR` drafts from it from its first request on.
+Build a cache directory from logs and documents. `ssd-serve --warm DIR` drafts from it, already in the first request.
 
 An INPUT is a file, a quoted pattern ('logs/**/*.jsonl.zst'), a directory (its files of known formats, sorted), the URL
-of any of these (s3://bucket/logs, gs://, https://; credentials as fsspec finds them), or - for standard input.
+of any of these (s3://bucket/logs, gs://, https://; fsspec finds the credentials), or - for standard input.
 Formats are detected from a file's first bytes, unless its name (.jsonl, .json, .csv, .parquet) or --format decides:
   JSON                   one object per line, an array of objects, or objects over several lines
   CSV, Parquet, Arrow    the same objects as rows
   text                   one document
-.gz, .zst, .xz, .bz2 and .lz4 files are decompressed; archives are refused.
+.gz, .zst, .xz, .bz2 and .lz4 files are decompressed; archives (zip, tar) are rejected.
 
 Supported objects:
   {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
@@ -32,10 +32,10 @@ Supported objects:
   {"text": "..."}
   {"token_ids": [...], "prompt_length": 12}
   {"request": {...}, "response": {...}}     bodies of OpenAI's or Anthropic's API
-  {"custom_id": "...", "response": {...}}   output of a batch; give its input file too, and they are joined
+  {"custom_id": "...", "response": {...}}   output of a batch; also give the batch's input file
   logs of LiteLLM and Langfuse; exports of ChatGPT, Claude and ShareGPT; sessions of Claude Code and Codex;
   OpenTelemetry spans with gen_ai attributes
-Other field names are given by --field. Prompts and messages are encoded exactly as the server encodes them.
+If records have other field names, use --field. Prompts and messages are encoded exactly as the server encodes them.
 
 If a build is interrupted, even by kill -9, the same command resumes it.
 """
@@ -54,7 +54,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--executor",
         choices=("local", "ray"),
         default="local",
-        help="Where inputs are tokenized and sorted: on this machine, or on a Ray cluster (default: %(default)s)",
+        help="Tokenize and sort the inputs on this machine, or on a Ray cluster (default: %(default)s)",
     )
     command.add_argument(
         "--ray-address",
@@ -62,7 +62,7 @@ def add(command: argparse.ArgumentParser) -> None:
         help="Address of the Ray cluster (default: $RAY_ADDRESS, or a new cluster on this machine)",
     )
     command.add_argument(
-        "--jobs", type=int, metavar="N", help="Number of processes (default: one per core, one for small inputs)"
+        "--jobs", type=int, metavar="N", help="Number of processes (default: one per core, or one for small inputs)"
     )
     command.add_argument("--quiet", action="store_true", help="Show no progress")
 
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs is not None and options.jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {options.jobs}")
     if options.ray_address is not None and options.executor != "ray":
-        raise ConfigError("--ray-address is for --executor ray")
+        raise ConfigError("--ray-address requires --executor ray")
     build_options = BuildOptions(
         namespace=options.namespace,
         tokenizer=options.tokenizer,
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print("    drafting needs prompts: name the file of the requests too, or use --field prompt=...")
+        print("    drafts need prompts: also give the file of the requests, or use --field prompt=...")
     if result.num_reused_tokens:
         print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:

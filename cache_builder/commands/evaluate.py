@@ -32,27 +32,27 @@ _MEASURED_PROMPTS: Final = 16
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
-    command.add_argument("inputs", nargs="+", metavar="LOG", help="Recorded requests, in the formats that build reads")
+    command.add_argument("inputs", nargs="+", metavar="LOG", help="File of requests that `ssd-cache build` can read")
     command.add_argument(
         "--warm",
         action="append",
         default=[],
         type=Path,
         metavar="DIR",
-        help="Prebuilt cache directory to draft from; repeatable",
+        help="Prebuilt cache directory to draft from; can be repeated",
     )
     command.add_argument(
         "--cache",
         choices=("growing", "frozen"),
         default="growing",
-        help="growing: finished requests are added; frozen: only --warm is searched (default: %(default)s)",
+        help="growing: add replayed requests to the cache; frozen: search only --warm (default: %(default)s)",
     )
     command.add_argument(
         "--cache-tokens",
         type=token_count,
         default=index.capacity_tokens,
         metavar="N",
-        help=f"Capacity in tokens, as the server's --cache-tokens (default: {format_number(index.capacity_tokens)})",
+        help=f"Capacity of the cache in tokens, see ssd-serve --help (default: {format_number(index.capacity_tokens)})",
     )
     command.add_argument(
         "--draft-limit",
@@ -62,14 +62,14 @@ def add(command: argparse.ArgumentParser) -> None:
         help="Maximum number of tokens of a draft (default: %(default)s)",
     )
     command.add_argument(
-        "--class-by", metavar="FIELD", help="Field of the records that names their class, e.g. a.b for a nested field"
+        "--class-by", metavar="FIELD", help="Report each class of requests; FIELD names the class in a record, e.g. a.b"
     )
-    command.add_argument("--json", action="store_true", help="Print only one JSON line")
+    command.add_argument("--json", action="store_true", help="Print the report as one JSON line")
     command.add_argument(
         "--html",
         type=Path,
         metavar="FILE",
-        help="Also write a self-contained HTML report: the speed-up as the cache grows, by class, with assumptions",
+        help="Also write the report as one HTML file, with a figure of the speed-up as the cache grows",
     )
     add_log_arguments(command)
     add_cost_arguments(command)
@@ -79,21 +79,21 @@ def add(command: argparse.ArgumentParser) -> None:
         type=int,
         default=100,
         metavar="N",
-        help="Number of requests, from the first on; 0 measures only the costs (default: %(default)s)",
+        help="Number of requests to decode, the first of the log; 0: measure only costs (default: %(default)s)",
     )
     group.add_argument(
         "--measure-tokens",
         type=int,
         default=128,
         metavar="N",
-        help="Maximum number of tokens of an answer; the recorded length is a limit too (default: %(default)s)",
+        help="Maximum number of output tokens; outputs never exceed their recorded length (default: %(default)s)",
     )
     group.add_argument(
         "--measure-minutes",
         type=float,
         default=10.0,
         metavar="M",
-        help="Minutes after which no further request is started, over all temperatures (default: %(default)s)",
+        help="Start no request after this many minutes, for all temperatures together (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
@@ -101,7 +101,7 @@ def add(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[0.0, 0.8],
         metavar="T",
-        help="Sampling temperatures; the cache is emptied before each (default: 0 0.8)",
+        help="Sampling temperatures; the cache is emptied before each temperature (default: 0 0.8)",
     )
 
 
@@ -137,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for combinations of options that argparse cannot check."""
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):

@@ -40,7 +40,7 @@ occurrences of the end of the text in the cache.
 
 FILE contains text. If its name ends in .json, it contains the body of a request, {"messages": [...]} or
 {"prompt": "..."}, or an array of token ids. Text is encoded as by /v1/completions, and messages by the chat template,
-so the same words give other tokens and other drafts as text than as messages.
+so the same words have other tokens and other drafts in a text than in messages.
 """
 _UNKNOWN: Final = (
     "A server has more information: text that is not in a segment yet, outputs that other requests are generating, its "
@@ -60,7 +60,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer of the served model; none: show token ids (default: the bundled model's)",
+        help="Tokenizer of the served model, or none to show token ids (default: the bundled model's)",
     )
     add_chat_template(command)
     command.add_argument(
@@ -74,7 +74,7 @@ def add(command: argparse.ArgumentParser) -> None:
         "--shape",
         choices=("tree", "chain"),
         default="tree",
-        help="Shape of the draft. A server drafts trees for one sequence, chains for many (default: %(default)s)",
+        help="Shape of the draft; servers draft trees for one sequence, chains for many (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
-    """Read the acceptance model in learned.bin, and the number of draft tokens that it was trained on.
+    """Read the acceptance model from learned.bin, and the number of draft tokens that it was trained on.
 
     If the file is missing or damaged, return an untrained model and None.
     """
@@ -180,7 +180,7 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         yield "  probability   probability"
         yield from _format_descendants(-1, 0, facts["draft"], decode)
     else:
-        yield "no draft: the last token occurs nowhere else, or the tokens after it are hardly ever accepted"
+        yield "no draft: the last token occurs nowhere else, or the tokens after it are rarely accepted"
     if draft.match_length:
         count = facts["num_places"]
         yield ""
@@ -202,7 +202,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the descendants of a node in a draft tree, one per line. Only branches increase the indentation."""
+    """Format the descendants of a node in a draft tree, one line each. Only branches increase the indentation."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = (
@@ -224,7 +224,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: not JSON ({error}). Correct it") from None
+        raise InputError(f"{name}: not JSON ({error}). Correct the file") from None
     if isinstance(body, list) and all(type(each) is int and 0 <= each <= _LARGEST_ID for each in body):
         return body, codec
     codec = codec or _bundled()
@@ -239,7 +239,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
         return codec.encode_prompt(body["prompt"]), codec
     raise InputError(
         f'{name}: expected {{"messages": [...]}}, {{"prompt": "..."}} or an array of token ids from 0 to '
-        f"{_LARGEST_ID}; text goes into a file named .txt"
+        f"{_LARGEST_ID}; put text into a file named .txt"
     )
 
 

@@ -35,11 +35,11 @@ _DESCRIPTION = """\
 Show the contents of a cache directory and verify all checksums. Nothing is changed. The exit status is 1 if there is a
 fault.
 
---deep also checks what checksums cannot show: that every segment is sorted, that all token ids belong to the tokenizer,
-that manifest and files agree, that learned.bin can be used, and which other files there are.
+--deep also checks properties that checksums do not cover: every segment is sorted, all token ids are valid,
+the manifest agrees with the files, learned.bin is usable. It lists all other files.
 
-For a server's --cache-dir, its namespaces are listed, and orphaned ones are marked: caches of tenants that were created
-with another secret than the one stored there. No request finds them, and no deletion removes them.
+If DIR is a server's --cache-dir, its namespaces are listed. Orphaned namespaces are marked: these caches of tenants
+were created with another secret than the one stored in DIR, so no request finds them and no deletion removes them.
 """
 _MOST_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"
@@ -48,22 +48,22 @@ _REBUILD: Final = "build the directory again, or restore it from a copy"
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
-    command.add_argument("--deep", action="store_true", help="Also check what checksums cannot show")
+    command.add_argument("--deep", action="store_true", help="Also check properties that checksums do not cover")
     one = command.add_mutually_exclusive_group()
     one.add_argument("--json", action="store_true", help="Print one JSON object")
     one.add_argument(
-        "--sequences", action="store_true", help="Print each sequence as a JSON line, which build can read"
+        "--sequences", action="store_true", help="Print each sequence as a JSON line, which `ssd-cache build` can read"
     )
     command.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="Secret of the tenants' caches in a server's --cache-dir (default: the secret stored there)",
+        help="File with the secret of a server's tenants (default: the secret stored in the server's --cache-dir)",
     )
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer: with --deep, the cache must have been made with it; with --sequences, text is printed",
+        help="Tokenizer: --deep requires that the cache was built with it, --sequences prints text with it",
     )
 
 
@@ -122,9 +122,9 @@ def all_as_text(facts: Facts) -> str:
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
     """Read the caches of all namespaces in a server's cache directory, without changing them.
 
-    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace, and "faults" name a
-    missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's secret, by
-    default the one in the directory. Raises CacheError.
+    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace. Its field "faults"
+    reports a missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's
+    secret; by default the secret in the directory is used. Raises CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()
@@ -144,7 +144,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
                 of = "a tenant's" if owner.secret == ours else "an orphan"
                 orphans += [path.name] if owner.secret != ours else []
             elif path.name in tenants:
-                of = "a tenant's, of a secret that it does not name: a former version made it, or it is damaged"
+                of = "the cache of a tenant without the id of its secret: it is damaged, or a former version wrote it"
             num_bytes = sum(file.stat().st_size for file in path.iterdir() if is_cache_file(file))
             namespaces.append({"name": path.name, "num_bytes": num_bytes, "of": of})
     except OSError as error:
@@ -192,7 +192,7 @@ def _facts(
 ) -> Facts:
     """Return the result of `inspect` for one version of the manifest.
 
-    A segment file that a server has deleted since the manifest was read is reported as a fault.
+    If a server has deleted a segment file since the manifest was read, this is reported as a fault.
     """
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None
@@ -226,9 +226,9 @@ def _facts(
             stored = read_learned_state(path)
             learned_from = None if stored is None else AcceptanceModel.from_bytes(stored).num_learned
         except (CacheError, ValueError) as wrong:
-            faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, what it held is learned anew")
+            faults.append(f"{LEARNED_NAME} is not used ({wrong}): remove it, and a new acceptance model is trained")
         parts = PART_NAMES | {f"{segment['id']}.seg" for segment in segments}
-        notes += [f"{file.name} is no part of it" for file in sorted(path.iterdir()) if file.name not in parts]
+        notes += [f"{file.name} is no file of a cache" for file in sorted(path.iterdir()) if file.name not in parts]
     return {
         "path": str(path),
         "namespace": manifest.namespace,
@@ -255,7 +255,7 @@ def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Itera
         )
     largest = max(int(block.max()) for block in iter_blocks(segment))
     if codec is not None and largest >= codec.vocab_size:
-        yield f"{name} holds token id {largest}, the tokenizer's are below {codec.vocab_size}: {_REBUILD}"
+        yield f"{name} contains token id {largest}, but the tokenizer has {codec.vocab_size} tokens: {_REBUILD}"
     fence = build_sparse_index(segment.text, segment.order, segment.width) if is_sorted(segment) else None
     if fence is None or not np.array_equal(fence, segment.sparse_index):
         yield f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
@@ -265,7 +265,7 @@ _RANKS_AT_ONCE: Final = 1 << 20
 
 
 def is_sorted(segment: Segment) -> bool:
-    """Return whether a segment's suffix array is in the order of its text, without sorting.
+    """Return whether a segment's suffix array is in the order of its text, without sorting the text again.
 
     The array is right if it contains every position once, and if for each two neighbouring positions either the last
     token of the first is smaller, or the last tokens are equal and the prefixes before them are in the right order
@@ -291,7 +291,7 @@ def is_sorted(segment: Segment) -> bool:
 
 
 def _print_sequences(path: Path, codec: TextCodec | None) -> None:
-    """Print each sequence of a cache as a JSON line: as text if ``codec`` is given, else as token ids."""
+    """Print each sequence of a cache as a JSON line, with its text if ``codec`` is given, else with its token ids."""
     for sequence in iter_sequences(open_cache(path, codec).segments):
         ids = sequence.tolist()
         record = {"token_ids": ids} if codec is None else {"text": codec.decode(ids)}

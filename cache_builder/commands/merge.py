@@ -81,15 +81,15 @@ They are not changed. Repeated texts are kept, because drafts are ranked by how 
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="Cache directories, the newest last")
+    command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="Cache directory, the newest last")
     command.add_argument(
         "--out", required=True, type=Path, metavar="DIR", help="Cache directory to write; created if missing"
     )
     command.add_argument(
-        "--namespace", help="Namespace of the result (default: that of the caches, which must be the same)"
+        "--namespace", help="Namespace of the result (default: the namespace of the caches if all have the same)"
     )
     command.add_argument("--force", action="store_true", help="Replace an existing cache in --out")
-    command.add_argument("--unique", action="store_true", help="Keep only the first of equal sequences")
+    command.add_argument("--unique", action="store_true", help="Remove repeated sequences")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
 
 
-CACHE_DIRECTORY = "Cache directory: from `ssd-cache build`, or CACHE_DIR/NAMESPACE of a server"
+CACHE_DIRECTORY = "Cache directory that `ssd-cache build` wrote, or CACHE_DIR/NAMESPACE of a server"
 """The help text of an argument that names an existing cache directory."""
 
 
@@ -38,7 +38,7 @@ def token_count(text: str) -> int:
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--redis", metavar="URL", help=f"URL of Redis, as the servers' --redis (default: ${URL_VARIABLE})"
+        "--redis", metavar="URL", help=f"URL of the Redis server that the servers use (default: ${URL_VARIABLE})"
     )
 
 
@@ -50,7 +50,7 @@ def redis_url_from_options(options: argparse.Namespace) -> str:
 
 
 def codec_from_options(options: argparse.Namespace) -> TextCodec | None:
-    """Load the tokenizer of ``--tokenizer``, with the chat template of ``--chat-template`` if given.
+    """Load the tokenizer from ``--tokenizer``, with the chat template from ``--chat-template`` if given.
 
     Returns None if neither option is given. Raises ModelError or InputError.
     """
@@ -68,7 +68,7 @@ def add_log_of_namespace(command: argparse.ArgumentParser, what: str, default: s
     text = what if default is None else f"{what} (default: {default})"
     command.add_argument("--namespace", required=default is None, default=default, help=text)
     command.add_argument(
-        "--fingerprint", metavar="HEX", help="Fingerprint of the tokenizer, if servers with several tokenizers share"
+        "--fingerprint", metavar="HEX", help="Fingerprint of the tokenizer, if several tokenizers use the namespace"
     )
 
 
@@ -84,7 +84,7 @@ def escape_value(value: object) -> str:
 
 
 @contextmanager
-def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what was asked") -> Iterator[redis.Redis]:
+def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
     """Yield a Redis client whose errors are raised as StoreUnavailable, in one line and without passwords.
 
     ``failed`` returns a description of the step that failed, for the error message. Raises ConfigError for an invalid
@@ -108,7 +108,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "did not do what 
 
 
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """Return ``--fingerprint``, or else the fingerprints of all tokenizers with text of ``--namespace`` in Redis.
+    """Return ``--fingerprint`` if given, else the fingerprints of all tokenizers with text of the namespace in Redis.
 
     Raises ConfigError, and the errors of redis-py.
     """
@@ -124,9 +124,9 @@ def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[
 
 
 def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
-    """Return a progress bar, on a terminal drawn by tqdm, else printed as one line every 30 seconds.
+    """Return a progress bar: drawn by tqdm on a terminal, else printed as a line every 30 seconds.
 
-    ``total=0`` means that the final count is unknown, and ``quiet`` shows nothing.
+    ``total=0`` means that the final count is unknown. With ``quiet`` nothing is shown.
     """
     from tqdm import tqdm
 
@@ -144,29 +144,29 @@ def progress_bar(total: int, unit: str, *, quiet: bool = False) -> Any:
 
 
 def add_log_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that determine how logs are read, as for ``ssd-cache build``."""
+    """Add the options of ``ssd-cache build`` that determine how logs are read."""
     command.add_argument(
         "--tokenizer",
         default=str(MODEL_PATH),
         metavar="DIR_OR_MODEL",
-        help="Tokenizer of the served model: directory, hub id or tokenizer.json (default: the bundled model's)",
+        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: the bundled model's)",
     )
     add_chat_template(command)
     command.add_argument(
         "--format",
         choices=FORMATS,
         default="auto",
-        help="Format of all inputs (default: detected from names and first bytes)",
+        help="Format of all inputs (default: detected from file names and first bytes)",
     )
     command.add_argument(
         "--field",
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="The records' name of text, prompt, completion, messages, token_ids or prompt_length, e.g. a.b.0; "
-        "repeatable. THEIRS without OURS is the text",
+        help="Read the field OURS (text, prompt, completion, messages, token_ids or prompt_length) from the records' "
+        "field THEIRS, e.g. prompt=a.b.0; THEIRS alone means text=THEIRS; can be repeated",
     )
-    command.add_argument("--skip-invalid", action="store_true", help="Skip lines that cannot be used, and count them")
+    command.add_argument("--skip-invalid", action="store_true", help="Skip invalid records, and count them")
 
 
 def add_chat_template(command: argparse.ArgumentParser) -> None:
@@ -174,7 +174,7 @@ def add_chat_template(command: argparse.ArgumentParser) -> None:
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="Chat template, as the server's --chat-template (default: the model's)",
+        help="File with the chat template that the server uses (default: the model's template)",
     )
 
 

@@ -26,8 +26,8 @@ from ssd.retrieval.segment import Tokens
 _DESCRIPTION = """\
 Shrink a cache directory: keep the text from which recorded requests draft, the most used first.
 
-The logs are replayed over the directory as by `ssd-cache evaluate`. Blocks of 64 tokens from which accepted drafts came
-are kept with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
+The logs are replayed over the directory, as `ssd-cache evaluate` does. Blocks of 64 tokens with accepted drafts are
+kept together with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
 Evaluate the result with other logs: `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
 """
 
@@ -39,12 +39,12 @@ def add(command: argparse.ArgumentParser) -> None:
         "--budget", type=token_count, required=True, metavar="TOKENS", help="Maximum number of tokens to keep, e.g. 4M"
     )
     command.add_argument(
-        "--logs", nargs="+", required=True, metavar="LOG", help="Recorded requests, in the formats that build reads"
+        "--logs", nargs="+", required=True, metavar="LOG", help="Files of requests that `ssd-cache build` can read"
     )
     command.add_argument(
-        "--out", type=Path, metavar="OUT", help="Cache directory to write (default: DIR, which needs --force)"
+        "--out", type=Path, metavar="OUT", help="Cache directory to write (default: DIR, which requires --force)"
     )
-    command.add_argument("--force", action="store_true", help="Replace an existing cache")
+    command.add_argument("--force", action="store_true", help="Replace an existing cache in OUT")
     add_log_arguments(command)
 
 
@@ -64,12 +64,11 @@ BLOCK_TOKENS: Final = 64
 """The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
 
 RUN_TOKENS: Final = 8
-"""The number of consecutive tokens by which accepted drafts are found in a cache; such runs rarely match by accident.
-"""
+"""Accepted drafts are found in a cache by runs of this many consecutive tokens, which rarely match by accident."""
 
 _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
-"""The number of tokens up to which the replay assumes that verification is free, so that drafts are long."""
+"""The replay assumes that verifying up to this many draft tokens costs nothing, so that drafts are long."""
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
@@ -83,7 +82,7 @@ def accepted_runs(
 ) -> list[Keys]:
     """Replay a log over a cache, and return the hashes of the token runs in each request's accepted drafts.
 
-    It takes about 30 microseconds per token without accepted drafts, and less with accepted drafts. Raises CacheError.
+    It takes about 30 microseconds per output token, and less if drafts are accepted. Raises CacheError.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
@@ -111,9 +110,9 @@ def _hash_runs(tokens: Tokens) -> Keys:
 
 
 def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
-    """Count for each block of a cache how many token runs of accepted drafts occur in it first: int64[blocks].
+    """Count for each block of a cache how many token runs of accepted drafts first occur in this block: int64[blocks].
 
-    Only the first occurrence of a run counts, so that repeated text is kept only once. O(tokens).
+    Later occurrences of a run do not count, so that repeated text is kept only once. O(tokens).
     """
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
@@ -129,20 +128,21 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens kept before each cache block that logs use, so that contexts match from its first token on."""
+"""The number of tokens kept before each used cache block, so that a context can match before the block's first token.
+"""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""The minimum number of tokens in a part of a sequence that pruning keeps; shorter parts yield hardly any drafts."""
+"""Pruning drops parts of a sequence with fewer tokens than this, because they hardly yield any drafts."""
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
     """Choose the halves of a cache's blocks to keep, the most used first: bool[2 n].
 
-    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For text that no log used,
-    this served held-out requests better than the newest text or the text near used blocks.
+    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. Among blocks that no log
+    used, this choice served held-out requests better than the newest blocks or the blocks near used ones.
 
     ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens with
     separators. O(n log n).
@@ -167,7 +167,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the parts of a sequence that pruning keeps, in order, as views. ``kept`` flags the cache's half blocks."""
+    """Return the parts of a sequence that pruning keeps, in order. ``kept`` flags the half blocks of the cache."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first
@@ -182,8 +182,9 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
     """Write the most used text of a cache, at most ``budget`` tokens with separators, to ``out``, and print a summary.
 
-    ``found`` is the result of `accepted_runs`. ``out`` may be ``directory``, and is unchanged after an error. O(tokens)
-    time; memory of 1/64 of the tokens and one segment of the result. Raises ConfigError, CacheError or OSError.
+    ``found`` is the result of `accepted_runs`. ``out`` may be ``directory``, and is unchanged after an error. It takes
+    O(tokens) time, and memory for 1/64 of the tokens and one segment of the result. Raises ConfigError, CacheError or
+    OSError.
     """
     (cache,) = open_caches([directory])
     credits = count_uses(cache, found)

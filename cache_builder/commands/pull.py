@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
                 f"namespace {options.namespace} exists for several tokenizers: give --fingerprint, one of {found}"
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"Redis has nothing of namespace {options.namespace}: is it the servers' --namespace?")
+            raise SSDError(f"Redis contains no text of namespace {options.namespace}: use the servers' --namespace")
         pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
 def pull(client: redis.Redis, fingerprint: str, namespace: str, directory: Path, *, force: bool = False) -> None:
     """Write the entries of a namespace's Redis stream to a cache directory, each entry once, and print a summary.
 
-    The directory is unchanged after an error. O(n log n) time; memory of one segment and the ids of the entries. Raises
-    ConfigError, CacheError, OSError or RedisError.
+    The directory is unchanged after an error. It takes O(n log n) time, and memory for one segment and the ids of the
+    entries. Raises ConfigError, CacheError, OSError or RedisError.
     """
     key = stream_key(fingerprint, namespace)
     seen: set[bytes] = set()

@@ -18,7 +18,7 @@ CACHE_DIR/NAMESPACE on each machine, and purge again. Backups and logs are not c
 
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
-    add_log_of_namespace(command, "Namespace to remove")
+    add_log_of_namespace(command, "Namespace whose text is deleted from Redis")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     state = f"{len(left)} are" if left else "nothing is"
     print(f"namespace {namespace}: {num_removed} keys removed from Redis, {state} left")
     print(
-        "  servers that have it open and their directories hold their text still: DELETE /admin/tenants/NAME/cache for "
-        "tenants; else stop the servers and delete CACHE_DIR/NAMESPACE"
+        "  running servers and cache directories still contain the text: use DELETE /admin/tenants/NAME/cache for "
+        "tenants, else stop the servers and delete CACHE_DIR/NAMESPACE"
     )
     return 1 if left else 0

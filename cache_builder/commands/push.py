@@ -33,7 +33,7 @@ Copy the text of a cache directory to a Redis stream, as if a server had generat
 within seconds, and new servers from their start.
 
 Text of an earlier push that the stream still contains is not stored again. If not all text fits into the stream, the
-newest is sent. It is evicted as servers add text; to keep text permanently, start each server with --warm DIR.
+newest text is sent. Pushed text is evicted as servers add text; to keep it permanently, start servers with --warm DIR.
 """
 
 
@@ -41,13 +41,13 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
-    command.add_argument("--namespace", help="Namespace to write to (default: that of the directory)")
+    command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the directory)")
     command.add_argument(
         "--max-tokens",
         type=token_count,
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
-        help="Size of the stream in tokens, as the servers' --cache-tokens "
+        help="Size of the stream in tokens; must equal the servers' --cache-tokens "
         f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
     )
 
@@ -66,9 +66,10 @@ _BATCH: Final = 64
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest are written. ``max_tokens`` must equal the limit of the
-    replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. O(tokens)
-    time; memory of a few blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
+    If not all sequences fit into the stream, the newest sequences are written. ``max_tokens`` must equal the limit of
+    the replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. It takes
+    O(tokens) time, and memory for a few blocks and the longest sequence. Raises ConfigError, CacheError or
+    StoreUnavailable.
     """
     if namespace is not None:
         check_namespace(namespace)
@@ -106,6 +107,6 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     print(f"pushed {lengths[first:].sum():,} tokens in {len(lengths) - first:,} sequences to namespace {namespace}")
     if first:
         print(
-            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream keeps "
-            f"{max_tokens:,}. Servers get all with --warm {directory}"
+            f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream holds "
+            f"{max_tokens:,} tokens. To draft from all text, start servers with --warm {directory}"
         )

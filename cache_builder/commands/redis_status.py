@@ -30,7 +30,7 @@ from ssd.replication.replication_log import COUNTERS_KEY as GENERATIONS
 if TYPE_CHECKING:
     import redis
 
-_DESCRIPTION = "Show the contents of the Redis server through which servers share, their age, and settings to change."
+_DESCRIPTION = "Show the contents and age of the Redis server that replicas share, and recommend settings."
 _MOST_KEYS: Final = 20_000
 _NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
 _SAMPLE: Final = 64
@@ -104,7 +104,7 @@ def as_text(status: Facts) -> str:
                 f"{', '.join(space['writers']) or 'nobody known'}"
             )
         if space["invalid_entries"]:
-            lines.append(f"             {space['invalid_entries']:,} of the entries read are none of ours")
+            lines.append(f"             {space['invalid_entries']:,} of the entries read were not written by SSD")
     if not status["namespaces"]:
         lines.append("  namespaces none")
     counted = "unknown" if status["generations"] is None else str(status["generations"])
@@ -114,7 +114,7 @@ def as_text(status: Facts) -> str:
 
 
 def _reply_or_error(ask: Callable[[], Any]) -> Any:
-    """Run a Redis command and return the reply, or the exception if Redis refused it. Other errors are raised."""
+    """Run a Redis command; return its reply, or the exception if Redis rejected it. Other errors are raised."""
     from redis.exceptions import RedisError, ResponseError
 
     try:
@@ -147,19 +147,19 @@ def _warnings(server: Facts) -> Iterator[str]:
     """Yield one sentence for each setting of the Redis server that an operator should change."""
     where = f" at {server['address']}" if server["address"] else ""
     if server.get("role") == "slave":
-        yield f"the server{where} is a replica, which refuses writes: name its master, or its sentinels"
+        yield f"the server{where} is a replica, which rejects writes: use the URL of its master or sentinels"
     most = server.get("max_memory_bytes")
     if most and server["policy"].startswith("allkeys"):
         yield (
-            f"maxmemory-policy {server['policy']}{where} may drop whole namespaces when memory is short: use "
-            "noeviction or volatile-lru, our logs are bounded"
+            f"maxmemory-policy {server['policy']}{where} may evict whole namespaces if memory is short: use "
+            "noeviction or volatile-lru, because the streams have a maximum size anyway"
         )
     if most and (server["memory_bytes"] or 0) > 0.9 * most:
-        yield f"the server{where} uses more than 90 % of its maxmemory: it is about to refuse, or to drop"
+        yield f"the server{where} uses more than 90 % of its maxmemory: it will soon reject writes, or evict keys"
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
-    """Return the tokenizer fingerprint and the name of each namespace in Redis. The number of keys read is bounded."""
+    """Return the tokenizer fingerprint and name of each namespace in Redis, from a bounded number of keys."""
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
@@ -175,7 +175,7 @@ def _namespace_facts(client: redis.Redis, fingerprint: str, namespace: str) -> F
 
 
 def _sample_stream(client: redis.Redis, key: str) -> Facts:
-    """Read the oldest and the newest entries of a Redis stream to estimate its contents with a few commands."""
+    """Read the oldest and newest entries of a Redis stream, and estimate the stream's contents from these entries."""
     num_entries = _number(client.xlen(key)) or 0
     newest = newest_entries(client, key, _SAMPLE)
     oldest = entries_after(client, key, BEGINNING, _SAMPLE).entries if num_entries > _SAMPLE else []
@@ -201,7 +201,7 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
 
 
 def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
-    """Decode a Redis stream entry for any vocabulary size; None if it is not one of our entries."""
+    """Decode a Redis stream entry for any vocabulary size; None if the entry is not in our format."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:

@@ -47,12 +47,12 @@ class CostCurve:
 
 
 def flat_curve(width: int) -> CostCurve:
-    """Return a cost curve that is constant up to ``width`` tokens (memory-bound) and proportional from there on."""
+    """Return a cost curve that is constant up to ``width`` tokens (memory-bound) and proportional above."""
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
 def _parse_curve(result: object, name: str) -> CostCurve:
-    """Parse a cost curve from a measurement's JSON object. Raises ConfigError, which calls the file ``name``."""
+    """Parse a cost curve from a measurement's JSON object. Raises ConfigError that mentions the file ``name``."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
@@ -72,7 +72,7 @@ class StepCosts:
 
     Attributes:
         curve: The cost of forward passes.
-        source: A sentence that tells where the costs come from.
+        source: A sentence for the report that tells how the costs were obtained.
         step_ms: The duration of a step without drafting in milliseconds. None: unknown.
         overhead: The additional cost of a step with drafting (search, verification, learning). None: not measured.
         recycling: The additional tokens per step from token recycling, which a replay cannot determine.
@@ -84,7 +84,7 @@ class StepCosts:
     overhead: float | None = None
     recycling: float = 0.0
     condition: str = ""
-    """The condition under which the estimated speed-up holds, for the report's headline."""
+    """The assumption under which the estimated speed-up holds, shown in the report's headline."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
@@ -115,7 +115,7 @@ class StepCosts:
 
 
 FLAT_WIDTH = 32
-"""The number of tokens up to which a forward pass is assumed to be as fast as one of a single token, by default."""
+"""By default, a forward pass of up to this many tokens is assumed to be as fast as a pass of a single token."""
 _PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 
@@ -123,7 +123,7 @@ Sample = Callable[[], Sequence[Sequence[int]]]
 
 
 def add_cost_arguments(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("costs", "Cost of a forward pass of several tokens, relative to one token")
+    group = command.add_argument_group("costs", "Cost of a forward pass of n tokens relative to a pass of one token")
     one = group.add_mutually_exclusive_group()
     one.add_argument(
         "--measure",
@@ -164,7 +164,7 @@ def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any
 def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
     """Run a measurement that loads torch, in a process of its own, and return its result as a JSON object.
 
-    ``what`` is "costs" or "log", and ``asked`` are the parameters of the measurement. Raises ModelError.
+    ``what`` is the kind of measurement, "costs" or "log", and ``asked`` its parameters. Raises ModelError.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
@@ -185,12 +185,12 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
         result = {}
     if done.returncode or not isinstance(result, dict) or not result:
         said = result.get("error") if isinstance(result, dict) else None
-        raise ModelError(f"cannot measure {model}: {said or f'its program ended with status {done.returncode}'}")
+        raise ModelError(f"cannot measure {model}: {said or f'its process ended with status {done.returncode}'}")
     return result
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """Read decoding costs from a file that ``--save-cost`` or our benchmark of passes wrote. Raises ConfigError."""
+    """Read decoding costs from a file of ``--save-cost`` or of the benchmark of forward passes. Raises ConfigError."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MOST_BYTES} bytes")
@@ -201,7 +201,7 @@ def read_step_costs(path: Path) -> StepCosts:
 
 
 def parse_step_costs(result: object, name: str) -> StepCosts:
-    """Parse decoding costs from a measurement's JSON object. Raises ConfigError, which calls the file ``name``."""
+    """Parse decoding costs from a measurement's JSON object. Raises ConfigError that mentions the file ``name``."""
     curve = _parse_curve(result, name)
     assert isinstance(result, dict)  # `_parse_curve` has checked it
     numbers = {

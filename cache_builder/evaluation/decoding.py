@@ -45,7 +45,7 @@ class Decoder(Record):
     """The parameters and the state of a replay of recorded outputs, in memory that the compiled kernel reads.
 
     Attributes:
-        costs: float64[limit + 1], the costs of passes of 1, 2, ... tokens.
+        costs: float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
         more: float64[num_more], the minimum cost of each additional draft token, non-decreasing.
         sure: The acceptance probability that the first token of an output's first draft must have.
         by_source: For each of `SOURCES`, the numbers of drafts, of their tokens and of their accepted tokens.
@@ -77,7 +77,7 @@ _decoder_at = view_of(Decoder)
 
 @kernel
 def _best_num_tokens(decoder: Decoder, out: DraftRecord) -> int:
-    """Return the number of draft tokens to verify, which maximizes the expected output tokens per cost of a pass."""
+    """Return the number of draft tokens that maximizes the expected output tokens per cost of the verification pass."""
     costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
     gain, best, most = 0.0, 0, combined_rate(recent, 1.0, costs[0])
     for node in range(out.size):
@@ -92,7 +92,7 @@ def _best_num_tokens(decoder: Decoder, out: DraftRecord) -> int:
 
 @kernel
 def _num_accepted(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
-    """Return how many of a draft's first ``size`` tokens agree with the recorded text at ``position``.
+    """Return how many of a draft's first ``size`` tokens agree with the recorded text from ``position`` on.
 
     The accepted path through the draft tree is written to ``decoder.path``.
     """
@@ -180,9 +180,9 @@ class Decoded:
 class OutputDecoder:
     """Replays recorded outputs with the suffix drafter, to count the steps that a server would need. Deterministic.
 
-    It decodes like an engine that runs one sequence at a time, without drafts that depend on a running target, such as
-    token recycling. ``sure`` is the minimum acceptance probability of the first draft token in a request's first pass.
-    Must be used by one thread.
+    It decodes like an engine that runs one sequence at a time, without drafts that depend on a running target model,
+    such as token recycling. ``sure`` is the minimum acceptance probability of the first draft token in a request's
+    first pass. Must be used by one thread.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class OutputDecoder:
 
 @cache
 def warm_up() -> None:
-    """Compile the replay kernel, so that the compilation does not count into the time of the first output."""
+    """Compile the replay kernel, so that the measured time of the first output does not include the compilation."""
     row = RecordedOutput(np.array([1, 2], np.int32), np.array([1, 2], np.int32))
     OutputDecoder(flat_curve(2), draft=DraftConfig()).decode(row, None)
 
@@ -237,8 +237,8 @@ def warm_up() -> None:
 def rising(costs: Floats) -> Floats:
     """Return the increments of the greatest convex curve below ``costs``: float64[max(1, n - 1)].
 
-    These are the minimum costs of further draft tokens. A measured curve has steps and noise, and a draft may be worth
-    its cost beyond a steep part.
+    The increments are the minimum costs of further draft tokens. A measured curve has steps and noise, and a longer
+    draft may pay off beyond a steep part of the curve.
     """
     corners = [0]
     for width in range(1, len(costs)):

@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """The cache settings that are replayed for comparison; "none" uses only a request's own context."""
+        """The cache settings that are replayed for comparison. "none" drafts only from a request's own context."""
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
@@ -147,7 +147,7 @@ def limitations(log: Log, plan: Plan) -> list[str]:
 
 
 def count_replayed_tokens(log: Log, plan: Plan) -> int:
-    """Return the number of output tokens that `evaluate` replays, over all cache uses, for its progress bar."""
+    """Return the number of output tokens that `evaluate` replays with all cache settings, for its progress bar."""
     return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
 
 
@@ -168,7 +168,7 @@ def evaluate(
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
     def growth(of: Flags) -> list[dict[str, Any]]:
-        """Return figures of the selected requests for each tenth of the log, to show how the cache's growth helps."""
+        """Return figures of the selected requests for each tenth of the log, during which the cache grows."""
         parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
@@ -252,8 +252,7 @@ def _tenths(count: int) -> Iterator[tuple[int, int]]:
 
 
 LEAST_REQUESTS: Final = 30
-"""The minimum number of requests for a headline with a speed-up. With fewer requests, noise is as large as the effect.
-"""
+"""With fewer requests than this, the headline shows no speed-up, because noise would be as large as the effect."""
 MeasuredRequest = Mapping[str, Any]
 """The measurements of one request, decoded with drafts ("ssd") and without drafts ("none")."""
 
@@ -285,7 +284,7 @@ def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCo
 
 
 def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
-    """Return a log with the outputs that the measured model generated greedily; None if there are none."""
+    """Return a log with the greedy outputs of the measured model; None if no output was generated greedily."""
     rows: Sequence[MeasuredRequest] = next(
         (each["requests"] for each in found["temperatures"] if not each["temperature"]), []
     )
@@ -322,8 +321,8 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
     """Return tokens per second with and without drafts, and the speed-up with and without the time of prompts.
 
-    The latter speed-up is comparable with a replay's: the prompt's pass, which yields the first token and may verify a
-    draft, counts as one step without drafts plus the additional time with drafts.
+    The speed-up without the time of prompts is comparable with a replay's speed-up. The prompt's pass yields the first
+    token and may verify a draft, so it counts as a step without drafts plus the additional time with drafts.
     """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))

@@ -73,7 +73,7 @@ class Log:
         return RecordedOutput(self.tokens[begin:cut], self.tokens[cut:end])
 
     def is_sibling(self, number: int, earlier: int) -> bool:
-        """Return whether two requests are choices of one API call, so that neither may be drafted from the other."""
+        """Return whether two requests are choices of one API call, which must not be drafted from each other."""
         if self.records is None or self.records[number] != self.records[earlier]:
             return False
         return np.array_equal(self.row(number).context, self.row(earlier).context)
@@ -148,7 +148,7 @@ def read_log(
 
 
 def _label(record: InputRecord, path: str) -> str:
-    """Return the name of a record's class as text, from the field at ``path``, which may contain any JSON value."""
+    """Return the name of a record's class, from the field at ``path``, whose value may be any JSON."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"

@@ -18,8 +18,8 @@ from ssd.errors import RequestError
 Message = Mapping[str, Any]
 
 UNDERSTOOD: Final = (
-    'understood are "text", "prompt" with "completion", "messages", "conversations", "token_ids", "request" or '
-    '"messages" or "input" with "response" or "output", batches, and exports of chats; other names with --field'
+    'supported are "text", "prompt" with "completion", "messages", "conversations", "token_ids", "request" or '
+    '"messages" or "input" with "response" or "output", batches, and exports of chats; use --field for other names'
 )
 _REDACTED: Final = ("redacted-by-litellm", "redacted")
 _MOST_DEPTH: Final = 6
@@ -31,7 +31,7 @@ class Exchange:
 
     Attributes:
         asked: The prompt as text, messages or token ids. None: unknown.
-        said: The answers, each a text or an assistant message. Empty for a conversation, whose messages include them.
+        said: The answers, each a text or an assistant message. Empty if ``asked`` is a conversation with its answers.
         tools: The tools in OpenAI's format.
         template_kwargs: The variables of the chat template, which may have any type.
     """
@@ -48,7 +48,7 @@ _LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entr
 
 
 def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
-    """Return the key and the list of records in a JSON object; None without a list or with several candidates."""
+    """Return the key and the list of records in a JSON object; None if there is no list, or more than one."""
     lists = {key: value for key, value in line.items() if _is_list_of_objects(value)}
     key = next((name for name in _LISTS if name in lists), next(iter(lists)) if len(lists) == 1 else None)
     if key is not None:
@@ -137,7 +137,7 @@ _REFUSED: Final = (
     ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
     ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
 )
-"""Record formats that are recognized but not supported: their fields, their names, and alternatives for the user."""
+"""Record formats that are recognized but not supported: their keys, their names, and what the user can use instead."""
 
 
 def _refusal(what: str, instead: str) -> RequestError:
@@ -155,7 +155,7 @@ def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
-    """Return whether the last message equals the answer, so that the messages are the whole conversation."""
+    """Return whether the last message equals the answer, so that the messages already contain the answer."""
     text = answer if isinstance(answer, str) else answer["content"]
     return any(
         _has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
@@ -240,7 +240,7 @@ def _named(role: Any, content: Any) -> Message:
 
 
 def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
-    """Convert (role, text) pairs to chat messages. Tool messages are dropped, and equal roles in a row are joined."""
+    """Convert (role, text) pairs to chat messages. Tool messages are dropped, and turns of the same role are joined."""
     found: list[dict[str, Any]] = []
     for role, text in turns:
         message = _named(role, text)
@@ -264,7 +264,7 @@ _PLAIN: Final = ("messages", "prompt", "input")
 
 
 def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
-    """Return whether the value of ``key`` is a prompt. Some programs use the keys ``params`` and ``body`` otherwise."""
+    """Return whether a record's field ``key`` is a prompt; "params" and "body" contain other data in some formats."""
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
     return not isinstance(_parsed(line[key]), str) and _read_prompt(line, key)[0] is not None
@@ -315,7 +315,7 @@ def _tool(tool: Any) -> Any:
 def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> Any:
     """Convert messages of Anthropic or LangChain, or items of OpenAI's responses, to messages of chat completions.
 
-    Other values are returned unchanged. Raises RequestError, which calls the field ``name``.
+    Other values are returned unchanged. Raises RequestError that mentions the field ``name``.
     """
     if not isinstance(messages, list):
         return messages
@@ -326,7 +326,7 @@ def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> An
         for turn in turns:
             if isinstance(turn, dict) and "role" not in turn:
                 keys = ", ".join(f'"{str(key)[:40]}"' for key in list(message)[:8])
-                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "nothing"}: is it a message?')
+                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "no keys"}: give chat messages')
         before = as_mapping(found[-1]) if found else {}
         if as_mapping(message).get("type") == "function_call" and before.get("role") == "assistant":
             found[-1] = {**before, "tool_calls": [*(before.get("tool_calls") or ()), *turns[0]["tool_calls"]]}
@@ -424,7 +424,7 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
 ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
 """Keys under which records may contain the answer; the first key that exists is used.
 
-The last keys belong to records that are themselves an API response.
+The last keys are for records that consist of an API response only.
 """
 _NO_MODEL: Final = ("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL")
 """Types of Langfuse's observations that are not model calls."""
@@ -493,7 +493,7 @@ def _is_redacted(asked: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse JSON in a string, which some exports contain; any other value is returned unchanged."""
+    """If a value is a string that contains JSON, as in some exports, parse it; return any other value unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)

@@ -18,7 +18,7 @@ Encode = Callable[..., list[int]]
 
 
 class EncodedAnswer(NamedTuple):
-    """The token ids of an answer and its prompt, whose beginning is shared with other answers of the same conversation.
+    """The token ids of an answer with its prompt. Answers of one conversation share the beginning of their token ids.
 
     Attributes:
         history: int32[n], the shared beginning, a view.
@@ -37,7 +37,7 @@ class EncodedAnswer(NamedTuple):
 
 
 _FEW: Final = 8
-"""Conversations with up to this many answers are tokenized answer by answer, which is faster for few answers."""
+"""Conversations with up to this many answers are tokenized answer by answer, which is faster than turn by turn."""
 _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
@@ -74,8 +74,8 @@ def _append_answer(
 ) -> Iterator[Example]:
     """Append an answer to the token ids of its prompt.
 
-    The chat template writes tool calls and reasoning. If its output does not start with the prompt, only the answer's
-    text is appended.
+    The chat template writes tool calls and reasoning. If the rendered conversation does not start with the prompt, only
+    the answer's text is appended.
     """
     if answer.get("tool_calls") or answer.get("reasoning_content"):
         whole = encode([*messages, answer], add_generation_prompt=False)
@@ -92,9 +92,9 @@ def _encode_turn_by_turn(
 ) -> list[EncodedAnswer] | None:
     """Tokenize a long conversation in linear time, turn by turn, instead of each answer with its whole prompt.
 
-    Each turn is tokenized after a short stub conversation, and its tokens are appended to those of earlier turns. A few
-    answers are compared with their separate tokenization. Returns None if they differ, because the chat template does
-    more than append.
+    Each turn is tokenized after a short stub conversation, and its tokens are appended to the tokens of earlier turns.
+    Returns None if the chat template does more than append, so that a few answers differ from their separate
+    tokenization.
     """
     encode = chat_encoder(codec, kwargs)
     encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
@@ -129,7 +129,7 @@ def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
     """Return `TextCodec.encode_chat` with the arguments that the server uses.
 
     Tools are described in words if the chat template ignores tools. Tool calls that the template ignores are written in
-    the Hermes format, although the server writes them in the model's.
+    the Hermes format, although the server writes them in the model's own format.
     """
     template = codec.template(with_tools="tools" in kwargs)
     in_words = template is not None and not template.takes_tools

@@ -29,7 +29,7 @@ _JSON: Final = re.compile(
 )
 """Matches the beginning of a JSON object or an array of objects, after optional comments.
 
-It also matches Python literals, which are rejected later with a clear message.
+It also matches Python literals, for which a later step reports a clear error.
 """
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
 """Matches the beginning of server-sent events."""
@@ -43,7 +43,7 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
-            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and name the files")
+            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and give the files")
     if _UTF_16.match(beginning):
         raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
     if format != "auto":
@@ -81,7 +81,7 @@ def detect_delimiter(heading: bytes) -> str:
 
 
 def is_line_by_line(beginning: bytes) -> bool:
-    """Return whether a JSON file has one object per line, instead of an array or objects over several lines."""
+    """Return whether a JSON file has one object per line, rather than an array or objects that span several lines."""
     start = beginning.removeprefix(BYTE_ORDER_MARK).lstrip()
     line, _, rest = start.partition(b"\n")
     line, rest = line.rstrip(), rest.lstrip()

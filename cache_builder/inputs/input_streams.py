@@ -46,7 +46,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def is_regular(name: str) -> bool:
-    """Return whether other processes can read the input from any position; False for pipes and standard input."""
+    """Return whether any process can read the input from any position; False for pipes and standard input."""
     if name == STANDARD_INPUT:
         return False
     return not name.startswith("memory://") if is_url(name) else stat.S_ISREG(Path(name).stat().st_mode)
@@ -108,7 +108,7 @@ def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
 
 
 class _Forward(io.RawIOBase):
-    """Makes any object that only has ``read`` usable by ``io.BufferedReader``, as a stream without seeking."""
+    """Makes an object whose only method is ``read`` usable by ``io.BufferedReader``, as a stream without seeking."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -123,7 +123,7 @@ class _Forward(io.RawIOBase):
 
 
 class _Counted(_Forward):
-    """A raw stream that reports the bytes read to ``progress``, and converts errors of fsspec drivers to OSError."""
+    """A raw stream that reports the number of bytes read to ``progress``, and converts errors of fsspec to OSError."""
 
     def __init__(self, raw: IO[bytes], progress: Progress) -> None:
         super().__init__(raw)
@@ -150,7 +150,7 @@ class _Counted(_Forward):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""Words in pyarrow's error messages that tell that compressed data is damaged."""
+"""If pyarrow's error message contains one of these words, the compressed data is damaged."""
 
 
 class _Decompressed(_Forward):

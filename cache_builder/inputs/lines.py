@@ -16,7 +16,7 @@ from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputEr
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""The error handler for decoding, which keeps invalid bytes, so that only records that contain them are rejected."""
+"""The error handler for decoding that keeps invalid bytes, so that only records with invalid bytes are rejected."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
@@ -35,7 +35,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         number += 1
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
-            raise InputError(f"{where}: a line of more than {LONGEST_RECORD >> 20} MiB. Is another --format right?")
+            raise InputError(f"{where}: a line has more than {LONGEST_RECORD >> 20} MiB. Try another --format")
         yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 
@@ -43,14 +43,14 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
     """Yield a record for every line of a JSON lines file that begins in the byte range ``start`` .. ``stop``.
 
-    In a JSON array every element is a record, and so is every object that takes several lines. Blank lines are skipped.
-    Raises InputError, and the errors of reading.
+    In a JSON array every element is a record. An object that spans several lines is a record too. Blank lines are
+    skipped. Raises InputError, and the errors of reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
         data = file.read(_MOST_ARRAY_BYTES + 1)
         if len(data) > _MOST_ARRAY_BYTES:
-            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: give one object a line")
+            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: write one object per line")
         text = data.decode("utf-8-sig", _KEPT)
         is_array = text.lstrip()[:1] == "["
         what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
@@ -58,7 +58,7 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
             for number, element in enumerate((_elements if is_array else _objects)(text), start=1):
                 yield InputRecord(f"{shown}: {one} {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{shown}: not {what} ({error}). Correct it, or give one object a line") from None
+            raise InputError(f"{shown}: not {what} ({error}). Correct it, or write one object per line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
@@ -113,7 +113,7 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
-    """Yield the content of a text file as one record, or above 4 MB as several records, split at line ends."""
+    """Yield the content of a text file as one record; a file above 4 MB is split at line ends into several records."""
     held = bytearray()
     for _, line in _lines(shown, file, start, stop):
         held += line
@@ -131,7 +131,7 @@ _MOST_BYTES = 1 << 30
 
 
 def batch_side(line: Any) -> tuple[Side, str] | None:
-    """Return whether a line is a request or a response of a batch job, and its ``custom_id``; None for other lines."""
+    """Return whether a line is a request or a response of a batch job, and its ``custom_id``; None if it is neither."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         return None
     if (isinstance(line.get("body"), dict) and "url" in line) or isinstance(line.get("params"), dict):
@@ -142,8 +142,8 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
 def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
     """Add to each batch response the request with the same ``custom_id``, from the first file in ``names`` that has it.
 
-    A response without a request is yielded unchanged. A file is only read if earlier files lack an id. Raises
-    InputError.
+    A response without a request is yielded unchanged. A file is only read if the files before it lack a ``custom_id``.
+    Raises InputError.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0
@@ -156,8 +156,8 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
                 num_bytes += len(request)
                 if num_bytes > _MOST_BYTES:
                     raise InputError(
-                        f"{record.where}: its request is not within {_MOST_BYTES >> 30} GiB of requests: build from "
-                        "fewer batches at once, and merge the caches"
+                        f"{record.where}: its request is not in the first {_MOST_BYTES >> 30} GiB of requests: build "
+                        "from fewer batches at once, and merge the caches"
                     )
         if side and (request := by_id.get(side[1], "")):
             joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}

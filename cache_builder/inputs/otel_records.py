@@ -13,7 +13,7 @@ _CALLS: Final = (None, "chat", "text_completion", "generate_content")
 
 
 def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """Return the OpenTelemetry spans in a record, which is a span or an OTLP export; None for any other record."""
+    """Return the OpenTelemetry spans in a record that is a span or an OTLP export; None for any other record."""
     if isinstance(line.get("resourceSpans"), list):
         scopes = [scope for each in line["resourceSpans"] for scope in _objects(as_mapping(each).get("scopeSpans"))]
         return [span for scope in scopes for span in _objects(scope.get("spans"))]
@@ -25,7 +25,7 @@ def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert an OpenTelemetry span to a record with ``messages`` and ``response``; None if it is no model call."""
+    """Convert an OpenTelemetry span to a record with ``messages`` and ``response``; None if not a model call."""
     attributes: dict[str, Any] = {}
     for part in (span, *_objects(span.get("events"))):
         for name, value in _attributes(part.get("attributes")):
@@ -49,7 +49,7 @@ def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_openinference(span: Mapping[str, Any]) -> bool:
-    """Return whether an OpenTelemetry span comes from Phoenix, which does not use ``gen_ai`` attributes."""
+    """Return whether an OpenTelemetry span comes from Phoenix (OpenInference), which has no ``gen_ai`` attributes."""
     names = [name for name, _ in _attributes(span.get("attributes"))]
     return any(name.startswith(("openinference.", "llm.input_messages")) or name == "llm" for name in names)
 
@@ -83,7 +83,7 @@ def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Convert a value to a list, from JSON in a string or from an object with numbers as keys."""
+    """Return a value as a list; it may also be JSON in a string, or an object with numbers as keys."""
     value = _parsed(value)
     if isinstance(value, dict) and all(key.isdecimal() for key in value):
         return [value[key] for key in sorted(value, key=int)]

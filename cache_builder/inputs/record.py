@@ -19,10 +19,10 @@ Progress: TypeAlias = Callable[[int], None]
 STANDARD_INPUT: Final = "-"
 
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-"""The byte order mark with which some programs begin UTF-8 text."""
+"""The UTF-8 byte order mark, which some programs write at the beginning of a text file."""
 
 LONGEST_RECORD: Final = 1 << 26
-"""The maximum size of a record in bytes. A longer record is a sign of another file format or a decompression bomb."""
+"""The maximum size of a record in bytes; a longer record indicates another file format or a decompression bomb."""
 
 
 class InputError(SSDError):
@@ -102,14 +102,14 @@ class FieldNames:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS`` for the field ``text``. Raises ConfigError."""
+        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``. Raises ConfigError."""
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")
             if not equals:
                 ours, theirs = "text", option
             if ours not in NAMES or not theirs or ours in names:
-                raise ConfigError(f"--field {option}: give OURS=THEIRS, once for each OURS of {', '.join(NAMES)}")
+                raise ConfigError(f"--field {option}: give OURS=THEIRS, at most once for each of {', '.join(NAMES)}")
             names[ours] = theirs
         if names and names.keys() not in _SETS:
             raise ConfigError(
@@ -118,7 +118,7 @@ class FieldNames:
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record with the user's field names replaced by ours, without other fields that could be prompts.
+        """Return a record with the user's field names replaced by ours, and without other fields that could be prompts.
 
         A record that lacks one of the user's fields is returned unchanged.
         """

@@ -47,7 +47,7 @@ def is_error(response: Any) -> bool:
 
 
 def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
-    """Return the chunks of a streamed API response, from its text or from a list; None for any other value."""
+    """Return the chunks of a streamed API response, from its text or from a list; None if it is not a stream."""
     if isinstance(value, str):
         if not _STREAM.match(value):
             is_json = value[:1] == "{" and "\n{" in value  # one chunk per line
@@ -78,7 +78,7 @@ def _is_chunk(value: Mapping[str, Any]) -> bool:
 
 
 def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Join the chunks of a streamed response to an unstreamed body of OpenAI, Anthropic or Ollama. O(characters)."""
+    """Merge the chunks of a streamed response into the equivalent non-streaming response body. O(characters)."""
     body: dict[str, Any] = {}
     for chunk in chunks:
         kind, index = chunk.get("type"), chunk.get("index")
@@ -102,7 +102,7 @@ def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Merge a chunk of a stream into the body: texts are appended, list elements merged by index."""
+    """Merge a chunk of a streamed response into the body: append its texts, and merge list elements by index."""
     for key, value in more.items():
         if isinstance(value, Mapping):
             _add(_inner(whole, key), value)

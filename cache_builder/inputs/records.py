@@ -39,7 +39,7 @@ def read_sources(
 def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[InputRecord]:
     """Yield the records of a file or of a part of it, in order. Raises InputError.
 
-    A text file is one document, or above 4 MB several documents, split at line ends.
+    A text file is one document. Above 4 MB it is split at line ends into several documents.
     """
     with input_errors(part.name):
         if part.format == "parquet":
@@ -65,7 +65,7 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 
 
 def _unwrap_nested_records(records: Iterator[InputRecord], fields: FieldNames) -> Iterator[InputRecord]:
-    """Yield the records of a file; if it is one JSON object with a list of records, yield these instead."""
+    """Yield the records of a file. If the file is one JSON object with a list of records, yield the list's records."""
     beginning = list(islice(records, 2))
     if len(beginning) == 1 and (within := _within(beginning[0], fields)):
         name, lines = within

@@ -19,13 +19,13 @@ _CODEX_ITEMS: Final = tuple(
 )
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
-"""Fields that never occur in a line of a session log, so that other logs are not taken for one."""
+"""Fields that never occur in a line of an agent's session log, so that other logs are not read as session logs."""
 
 Line = Mapping[str, Any]
 
 
 def is_session(line: bytes | str) -> bool:
-    """Return whether a file is a session log of a coding agent, from its first line."""
+    """Return whether a file is a session log of a coding agent, judging by its first line."""
     return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
 
 

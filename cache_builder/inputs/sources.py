@@ -41,12 +41,12 @@ _FORMATS: dict[str, Format] = {
 }
 """Maps file name suffixes to formats; "auto" means that the content decides."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
-"""Matches the number or date at the end of a rotated log's name."""
+"""Matches the number or date at the end of a rotated log's file name."""
 _PEEKED = 1 << 16
 _MOST_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
 _SWELLS = 4
-"""The assumed ratio of uncompressed to compressed size of a file."""
+"""The assumed ratio of a file's uncompressed size to its compressed size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
     """Resolve the command line's inputs to files in order: paths, patterns, directories, URLs, - for standard input.
 
     Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
-    joined with those of their requests. Raises InputError.
+    joined with the files of their requests. Raises InputError.
     """
     found: dict[str, Source] = {}
     for name in names:
@@ -106,7 +106,7 @@ def _of_directory(path: Path, format: Format) -> Iterator[Source]:
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
-        raise InputError(f"{path}: is a directory without files of known formats. Name its files")
+        raise InputError(f"{path}: is a directory without files of known formats. Give files")
     yield from sources
 
 
@@ -139,7 +139,7 @@ def _remote(name: str, format: Format) -> Iterator[Source]:
     except Exception as error:  # fsspec drivers may raise any exception
         raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
     if not entries:
-        raise InputError(f"{name}: no file of a known format is there. Check the URL")
+        raise InputError(f"{name}: there is no file of a known format. Check the URL")
 
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
@@ -164,7 +164,7 @@ def _is_known(inside: str) -> bool:
 
 
 def _is_card(name: str) -> bool:
-    """Return whether a file only describes a data set, like a Hugging Face card. Raises InputError."""
+    """Return whether a file is a Hugging Face data set card or a similar description. Raises InputError."""
     last = name.rpartition("/")[2].lower()
     if last == "readme.md":
         with input_errors(name), open_raw(name) as file:
@@ -227,7 +227,7 @@ def estimate_text_bytes(source: Source) -> int:
 
 
 def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
-    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its bytes.
+    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its number of bytes.
 
     Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """

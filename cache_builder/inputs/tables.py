@@ -77,7 +77,7 @@ def _rows(name: str, batch: Any, first: int) -> Iterator[InputRecord]:
 
 
 def _values(column: Any) -> Any:
-    """Return the values of a column. Lists of integers stay arrays, because a Python object per token is slow."""
+    """Return the values of a column. Lists of integers stay arrays, because creating an object per token is slow."""
     import pyarrow as pa
 
     kind = column.type

@@ -33,8 +33,8 @@ class KnownSites:
         if not self._knows(_name(host)):
             raise ApiError(
                 403,
-                f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start "
-                "it with --allowed-hosts and this name, or with API keys",
+                f"this server has no API keys and does not know the host name {quote_value(_name(host))}: start the "
+                "server with --allowed-hosts and this name, or with API keys",
                 code="host_not_allowed",
             )
         if origin is not None:
@@ -46,7 +46,7 @@ class KnownSites:
             raise ApiError(
                 403,
                 f"this server has no API keys and rejects pages of {quote_value(origin or 'another site')}: "
-                "start it with --allowed-origins and the site, or with API keys",
+                "start the server with --allowed-origins and this site, or with API keys",
                 code="origin_not_allowed",
             )
         if kind is not None and method not in _READS and kind.partition(";")[0].strip().lower() != "application/json":

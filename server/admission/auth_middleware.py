@@ -20,7 +20,7 @@ from ssd.errors import QueueFull, RequestError, quote_value
 
 
 def path_below_root(scope: Scope) -> str:
-    """Return a request's URL path as the router uses it, without the prefix of a reverse proxy (the ASGI root path)."""
+    """Return the URL path of a request without the path prefix of a reverse proxy (ASGI's ``root_path``)."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
@@ -28,16 +28,16 @@ def path_below_root(scope: Scope) -> str:
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ALWAYS = frozenset({"/live", "/health", "/ping", "/version", "/metrics"})
-"""URL paths that are served until a shutdown ends, so that supervisors can watch the server."""
+"""URL paths that are answered even while the server shuts down, so that monitoring can observe it."""
 OPEN_PATHS = frozenset({*_ALWAYS, "/openapi.json"})
 """URL paths that can be requested without an API key."""
 
 
 @dataclass(slots=True)
 class AuthMiddleware:
-    """ASGI middleware that authenticates requests, sets ``x-request-id`` and answers unexpected errors with JSON.
+    """ASGI middleware that checks API keys, sets ``x-request-id``, and answers unexpected exceptions with JSON errors.
 
-    The account of an admitted request is stored in ``scope["state"]["account"]``. Answers under /v1 report the
+    The account of an admitted request is stored in ``scope["state"]["account"]``. Responses under /v1 report the
     account's rate limits in their headers. A server that is full or shutting down rejects requests and closes their
     connections.
     """
@@ -48,7 +48,7 @@ class AuthMiddleware:
     open_paths: Collection[str] = field(default=(), kw_only=True)
     """Further URL paths that can be requested without an API key."""
     enter: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    """A callback that counts a new request, and raises ServerNotReady during a shutdown."""
+    """Called for each new HTTP request to count it; raises ServerNotReady while the server shuts down."""
     exit: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +132,7 @@ CACHE_CONTROL_HEADER = "x-ssd-cache-control"
 
 
 def allows_caching(headers: Headers) -> bool:
-    """Return False if the header excludes the request from the cache, for clients that cannot send ``store``."""
+    """Return False if a request's cache control header is "no-store", which excludes the request from the cache."""
     value = headers.get(CACHE_CONTROL_HEADER, "").strip().lower()
     if value not in ("", "no-store"):
         raise RequestError(

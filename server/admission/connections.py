@@ -36,7 +36,7 @@ TOO_MANY = "too_many_connections"
 """
 
 BODY_FAULT = "body_fault"
-"""The key in ``scope["state"]`` with the ApiError that rejects a chunked body whose remaining bytes are not parsed."""
+"""The key in ``scope["state"]`` of the ApiError for a chunked request body that was rejected before its end."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
@@ -48,36 +48,32 @@ _HEAD_BYTES = 64 << 10
 _MOST_AHEAD = 8
 """The maximum number of pipelined HTTP requests on a connection that are not answered yet; uvicorn has no limit."""
 _UNSENT_BYTES = 64 << 10
-"""The maximum number of bytes of a response that are buffered for a client; asyncio buffers eight times as much with
-TLS.
-"""
+"""The maximum number of response bytes buffered for a client; asyncio's default with TLS is eight times as high."""
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The bytes received and parsed at once while headers or chunk sizes are expected, so that parsing takes up to 0.3 ms.
-"""
+"""The number of bytes received and parsed at once in headers and chunked bodies. Parsing them takes up to 0.3 ms."""
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
-"""A chunked body is rejected if its chunks, after the first ``_FREE_CHUNKS``, are smaller than this on average."""
+"""The minimum average size in bytes of a request body's HTTP chunks, required after ``_FREE_CHUNKS`` chunks."""
 _LINGER_S = 1.0
-"""The seconds a connection stays open after a request was rejected within its body; the answer would be lost otherwise.
-"""
+"""The seconds for which a connection stays open after its request was rejected, so that the client gets the answer."""
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return how many connections above ``max_connections`` are answered with 503; further ones are closed at once."""
+    """Return the number of connections above ``max_connections`` that get a 503 response; others are closed at once."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """An HTTP connection (uvicorn's protocol) that reads small slices and is closed if its client is too slow."""
+    """An HTTP connection (a uvicorn protocol class) that reads small slices and closes if its client is too slow."""
 
     limits: ClassVar[Limits]
     received: ClassVar[memoryview]
-    """The receive buffer that all connections share, as the event loop reads from one connection at a time."""
+    """The receive buffer that all connections share, because the event loop reads from one connection at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. If there are too many, its requests are marked with ``TOO_MANY`` or it is closed."""
+        """Accept a connection. If too many connections are open, mark its requests with ``TOO_MANY`` or close it."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         # Responses are written to this object instead of the transport, so that `_finish` closes the connection.
@@ -114,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next received bytes: one slice, or more for the rest of a body of known length."""
+        """Return the buffer for the next received bytes, which is larger inside a request body of known length."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -133,7 +129,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         elif self._head_since is None:
             self._head_since = self.loop.time()
         if self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self._abort("a head that is too long", b"431 Request Header Fields Too Large")
+            self._abort("its request headers are too long", b"431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
         self._is_head = True
@@ -145,7 +141,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MOST_AHEAD:
             self.transport.abort()
-            raise ValueError("too many requests before an answer")
+            raise ValueError("too many requests on one connection are not answered yet")
         super().on_headers_complete()
         cycle = self.cycle
         self._unanswered.append(cycle)
@@ -174,7 +170,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_message_complete()
 
     def _append_chunks(self) -> None:
-        """Append received chunks to the request body; reject the body if it is too large or its chunks too small."""
+        """Append received chunks to the request body; reject the body if it is too large or its chunks are tiny."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             content = b"".join(pieces)
@@ -222,14 +218,14 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
         now = self.loop.time()
         if self._reads_too_slowly(now):
-            log.debug("gave up a connection: it takes nothing of what was sent")
+            log.debug("a connection was closed: the client does not read the response")
             self.transport.abort()
             return
         if not self.transport.is_closing() and not self._is_busy():
             if self._head_since is not None and now - self._head_since > self.limits.max_head_seconds:
-                self._abort("a request that does not arrive", b"408 Request Timeout")
+                self._abort("its request did not arrive in time", b"408 Request Timeout")
             elif self._head_since is None and self.cycle is None and now - self._came > self._idle_s:
-                self._abort("nothing has come", None)  # after a first request, uvicorn's own time limit applies
+                self._abort("it sent no request", None)  # after a first request, uvicorn's own time limit applies
         self._schedule_check()
 
     def _reads_too_slowly(self, now: float) -> bool:
@@ -246,7 +242,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         return now > self._sending.until
 
     def _abort(self, reason: str, status: bytes | None) -> None:
-        log.debug("gave up a connection: %s", reason)
+        log.debug("a connection was closed: %s", reason)
         if status is not None and not self._is_busy() and self._is_head:
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
@@ -268,9 +264,10 @@ class BodyReader:
         self._memory = SharedBudget(most, "large bodies")
 
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
-        """Receive a request's body, parse it as JSON and return ``check(value)``.
+        """Receive a request's body, parse it as JSON, and return the result of ``check`` for the parsed value.
 
-        ``max_values`` limits the JSON values in large bodies. Raises RequestError, ApiError (413 or 408) or QueueFull.
+        A large body may contain at most ``max_values`` JSON values. Raises RequestError, ApiError (413 or 408) or
+        QueueFull.
         """
         share = self._memory.share()
         try:
@@ -325,7 +322,7 @@ def _decode_large(content: bytes, check: Callable[[Any], T], max_values: int) ->
     if count > max_values:
         raise ApiError(
             413,
-            f"the body has {count} values, at most {max_values} are accepted: send several requests",
+            f"the body has {count} JSON values, but at most {max_values} are accepted: split it into several requests",
             code="body_too_long",
         )
     return check(_decode(content))

@@ -19,21 +19,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG_CHARACTERS = 1 << 14
-"""Texts with more characters are tokenized by the thread pool for long texts; this many take about 10 ms."""
+"""Texts with more characters than this (about 10 ms of work) are tokenized by the thread pool for long texts."""
 
 LONG_GRAMMAR = 1 << 12
-"""Grammars with a higher estimated cost are compiled by the thread pool for slow ones; this cost takes about 10 ms."""
+"""Grammars with a higher estimated cost than this (about 10 ms) are compiled by the thread pool for slow grammars."""
 
 LARGE_BODY_BYTES = 1 << 20
-"""Request bodies with more bytes are parsed by the thread pool for large bodies, which may take 0.2 s each."""
+"""Request bodies with more bytes than this are parsed by the thread pool for large bodies, in up to 0.2 s each."""
 
 
 class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
     Each tenant has a queue of limited length. If the server has no tenants, all requests share one queue and requests
-    are served in round-robin order instead. All methods must be called from one event loop. ``name`` is the kind of
-    work in error messages. A tenant's calls may have a total cost of ``(num_threads + max_waiting) * unit``.
+    are served in round-robin order instead. All methods must be called from one event loop. Error messages call the
+    kind of work ``name``. The calls of a tenant may have a total cost of ``(num_threads + max_waiting) * unit``.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
@@ -129,8 +129,8 @@ class FairExecutors:
         self.metrics = FairExecutor("reading metrics", num_threads=1, max_waiting=16)
         """The thread pool for /metrics, which needs no API key and must not delay clients with a key."""
         self.answers = FairExecutor("writing answers", num_threads=2, max_waiting=4096)
-        """The thread pool for submitting many choices, counting accepted prediction tokens, and serializing long
-        responses.
+        """The thread pool for submitting requests with many choices, for counting accepted prediction tokens, and for
+        serializing long responses.
         """
 
     async def run_on_text(self, num_characters: int, call: Callable[[], T]) -> T:

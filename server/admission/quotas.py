@@ -48,9 +48,9 @@ class Reservation:
 class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
-    A tenant may reserve half of the units that other tenants leave, so that there is always room for another tenant
-    (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other requests
-    may reserve all of them. ``what`` names the units in error messages.
+    A tenant may reserve half of the units that other tenants have not reserved, so that another tenant always finds
+    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other
+    requests may reserve all of them. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -84,7 +84,7 @@ class SharedBudget:
 
 
 class TokenBucket:
-    """A token bucket that limits a rate per minute. It starts full, and its content may become negative.
+    """A token bucket that limits a rate per minute. The bucket starts full, and its content may become negative.
 
     ``per_minute=None`` means unlimited. The times ``now`` in seconds must not decrease between calls.
     """
@@ -94,7 +94,7 @@ class TokenBucket:
         self._left, self._at = float(per_minute or 0), now
 
     def left(self, now: float) -> float:
-        """Return the tokens in the bucket at time ``now``; negative if more were taken than it contained."""
+        """Return the tokens in the bucket at time ``now``; negative if more tokens were taken than available."""
         if self.per_minute is None:
             return math.inf
         return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
@@ -105,13 +105,13 @@ class TokenBucket:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket contains ``amount`` tokens, which may exceed its capacity."""
+        """Return the seconds until the bucket contains ``amount`` tokens, which may be more than its capacity."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Change the bucket's rate and capacity; tokens used in the last minute remain used."""
+        """Change the bucket's rate and capacity; the amount that was used in the last minute stays used."""
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
@@ -167,7 +167,7 @@ class Account:
 
     @property
     def payer(self) -> str | None:
-        """The tenant's name, under which shared budgets are divided, or None if the server has no API keys."""
+        """The tenant's name, to which reservations in shared budgets are charged; None if the server has no keys."""
         return self.tenant.name or None
 
     def change(self, tenant: Tenant) -> None:
@@ -182,7 +182,7 @@ class Account:
         with self._lock:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
-                message = f"this key may send {self._requests.per_minute} requests a minute: try again later"
+                message = f"this key may send {self._requests.per_minute} requests per minute: try again later"
                 raise self._refused("requests", message, wait_s)
             self._require_tokens(1)
             self._requests.take(1, now)
@@ -195,7 +195,7 @@ class Account:
         most = min(quotas.max_running or num_slots, num_slots) + quotas.max_waiting
         if num_choices > most:
             raise RequestError(
-                f"the request has {num_choices} choices, and this key may have {most} at once: lower n or send fewer "
+                f"the request has {num_choices} choices, but this key may have {most} at once: lower n or send fewer "
                 "prompts",
                 param="n",
             )
@@ -217,8 +217,8 @@ class Account:
                 most = self._tokens.per_minute
                 if most is not None and num_prompt_tokens > most:
                     raise RequestError(
-                        f"the prompts have {num_prompt_tokens} tokens, and this key may use {most} a minute: shorten "
-                        "them",
+                        f"the prompts have {num_prompt_tokens} tokens, but this key may use {most} per minute: shorten "
+                        "the prompts",
                         param="prompt",
                     )
                 self._require_tokens(num_prompt_tokens)
@@ -249,7 +249,7 @@ class Account:
 
     def _require_tokens(self, num_tokens: int) -> None:
         if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
-            message = f"this key may use {self._tokens.per_minute} tokens a minute: try again later"
+            message = f"this key may use {self._tokens.per_minute} tokens per minute: try again later"
             raise self._refused("tokens", message, wait_s)
 
     def _refused(self, kind: str, message: str, wait_s: float) -> ApiError:
@@ -259,7 +259,7 @@ class Account:
 
 
 class AdmissionTicket:
-    """The quota and budget that an admitted request uses until ``end``, which may be called more than once."""
+    """An admitted request's use of quota and memory budget. ``end`` releases it, and may be called more than once."""
 
     def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Reservation | None) -> None:
         self._account: Account | None = account

@@ -64,7 +64,7 @@ class NamespaceNames:
         return Owner(secret_id(self.secret), self._digest("owner", seed))
 
     def short(self, digest: str) -> str:
-        """Return a name for an API key of no named tenant: 8 digits of its HMAC, too few to verify guessed keys."""
+        """Return a name for an API key without a named tenant: 8 digits of its HMAC, too few to verify guessed keys."""
         return self._digest("name", digest)[:8]
 
     def _digest(self, *parts: str | int) -> str:
@@ -101,7 +101,7 @@ class Generations:
         return self._numbers.get(name, 0)
 
     def advance(self, name: str) -> tuple[int, bool]:
-        """Increment a cache's deletion count. Returns it, and whether the replicas received it. Raises OSError."""
+        """Increment a cache's deletion count. Returns the count, and whether replicas received it. Raises OSError."""
         with self._counting:
             number, is_notified = self.of(name) + 1, self._shared is None
             if self._shared is not None:
@@ -114,12 +114,12 @@ class Generations:
             return number, is_notified
 
     def adopt(self, name: str, number: int) -> None:
-        """Restore a cache's deletion count from its directory's name when the file was lost. Raises OSError."""
+        """Set a cache's lost deletion count to ``number``, found from its directory's name. Raises OSError."""
         with self._counting:
             self._set({name: number})
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Exchange deletion counts with replicas. Returns the former counts of caches that they have deleted."""
+        """Exchange deletion counts with replicas. Returns the former counts of caches that replicas have deleted."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:
@@ -155,7 +155,7 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("deletions of caches do not reach the replicas and are retried: %s", type(error).__name__)
+            log.warning("deletions of caches do not reach the replicas and are repeated: %s", type(error).__name__)
         self._is_reached = False
 
 
@@ -171,7 +171,7 @@ def _write(path: Path, numbers: Mapping[str, int]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool]:
-    """Read deletion counts from a file; empty if missing or damaged. The second result tells if it has a checksum."""
+    """Read deletion counts from a file (empty if missing or damaged), and return whether the file has a checksum."""
     try:
         with open_file(path) as file:
             content = file.read(_MOST_FILE_BYTES)
@@ -200,7 +200,7 @@ SALTS_AT_ONCE: Final = 8
 """The maximum number of caches for different ``cache_salt`` values that are open at once for one tenant."""
 
 _RETIRED_S: Final = 60.0
-"""The seconds after the deletion of a cache during which late text of requests in flight is removed again."""
+"""For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
 _MOST_RETIRED: Final = 1024
 _NEAR: Final = 256
 """The number of deletion counts tried above and below the known count to find the tenant of an unknown cache directory.
@@ -208,7 +208,7 @@ _NEAR: Final = 256
 
 
 class CacheAccess(NamedTuple):
-    """The cache namespace that a request may use, and its policy. No cache is used if ``namespace`` is None."""
+    """The cache namespace of a request (None: the request uses no cache), and the settings of the namespace."""
 
     namespace: str | None
     policy: NamespacePolicy
@@ -217,8 +217,8 @@ class CacheAccess(NamedTuple):
 class Tenants:
     """All tenants of a server with their API keys and caches. Thread-safe; lookups never block.
 
-    A server that starts without API keys never requires one, and a server that starts with keys always requires one,
-    even if a reloaded file contains none.
+    A server that starts without API keys never requires a key. A server that starts with API keys always requires a
+    key, even if a reloaded file contains no keys.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class Tenants:
         """Whether requests need an API key."""
 
     def find(self, key: str) -> Account | None:
-        """Return the account of an API key. A keyed digest is looked up, so timing reveals nothing about keys."""
+        """Return the account of an API key. A keyed digest is compared, so the duration reveals nothing about keys."""
         return self._by_key.get(self._keyed(digest_of(key)))
 
     def accounts(self) -> list[Account]:
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheAccess:
-        """Return the cache for a tenant's request; ``base`` is the model's namespace, ``salt`` its ``cache_salt``."""
+        """Return the cache for a tenant's request: ``base`` is the model's namespace, ``salt`` the ``cache_salt``."""
         if base is None:
             return CacheAccess(None, DEFAULT_POLICY)
         main, terms = base, DEFAULT_POLICY
@@ -292,7 +292,7 @@ class Tenants:
         return CacheAccess(self._names.salted(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
-        """Map the names of tenants' cache namespaces to the tenants' names, which label them in metrics. O(tenants)."""
+        """Map the names of tenants' cache namespaces to the tenants' names, for labels of metrics. O(tenants)."""
         return {
             self._namespace(account.tenant, base): (
                 name if base == self._bases[0] and name not in self._bases else f"{name}/{base}"
@@ -328,12 +328,12 @@ class Tenants:
         return found
 
     def reload(self) -> int:
-        """Read the operator's files again and return the number of tenants. If they are invalid, raise ConfigError."""
+        """Read the operator's files again and return the number of tenants. Raises ConfigError if a file is invalid."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("the files contain no API key any more: the current keys stay valid")
+            raise ConfigError("the files no longer contain an API key: the current keys stay valid")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without API keys and stays open: restart it")
+            raise ConfigError("the server was started without API keys and continues without: restart it to use them")
         self._replace(tenants)
         return len(tenants)
 
@@ -360,7 +360,7 @@ class Tenants:
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{quote_value(name)} has no cache of its own: stop the server to remove the shared cache",
+                f"{quote_value(name)} has no cache of its own: to remove the shared cache, stop the server",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
@@ -409,7 +409,7 @@ class Tenants:
                     self._retired += [(due, name) for name, number in found.items() if number < newest]
                 elif found:
                     log.warning(
-                        "tenant %s has a cache that was deleted according to generations.json, %s: it is not used, and "
+                        "tenant %s has a cache that was deleted according to generations.json, %s: it is unused, and "
                         "the next deletion removes it",
                         tenant.name,
                         ", ".join(found),
@@ -430,7 +430,7 @@ class Tenants:
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Map possible names of a tenant's cache, for slightly different deletion counts, to these counts."""
+        """Map possible names of a tenant's cache, for deletion counts near the known count, to these counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}

@@ -31,11 +31,11 @@ class Quotas(BaseModel):
     max_running: _Count = None
     """Maximum number of slots that the tenant's requests use at once; further requests wait."""
     max_waiting: Annotated[int | None, Field(ge=0, le=_MOST)] = None
-    """Maximum number of waiting requests; further requests are answered 429."""
+    """Maximum number of the tenant's waiting requests; further requests are answered 429."""
     requests_per_minute: _Count = None
-    """Maximum number of generation requests per minute; unused ones accumulate for up to a minute."""
+    """Maximum number of generation requests per minute; unused requests accumulate for up to a minute."""
     tokens_per_minute: _Count = None
-    """Maximum number of prompt and output tokens per minute; unused ones accumulate for up to a minute."""
+    """Maximum number of prompt and output tokens per minute; unused tokens accumulate for up to a minute."""
     cache_tokens: Annotated[int | None, Field(ge=8192, le=_MOST)] = None
     """Capacity of the tenant's cache in tokens."""
 
@@ -99,9 +99,9 @@ class _TenantTable(_Defaults):
             if digest := _DIGEST.fullmatch(key):
                 found.append(digest.group(1).lower())
             elif key.startswith("sha256:"):
-                raise ValueError(f"entry {number} must be sha256: and 64 hexadecimal digits")
+                raise ValueError(f"entry {number} must be sha256: followed by 64 hexadecimal digits")
             elif not _KEY.fullmatch(key):
-                raise ValueError(f"entry {number} must be printable ASCII without spaces around it")
+                raise ValueError(f"entry {number} must be printable ASCII without spaces at its ends")
             else:
                 found.append(digest_of(key))
         return found
@@ -116,7 +116,7 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """The parsed tenants file. ``defaults`` are the quotas of tenants and further API keys that set none."""
+    """The parsed tenants file. ``defaults`` are the quotas of tenants that set none and of API keys without tenant."""
 
     defaults: Tenant
     tenants: tuple[Tenant, ...]
@@ -140,7 +140,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
 
 
 def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
-    """Return the API keys if HTTP headers can transmit them, else raise ConfigError, whose message contains no key."""
+    """Return the API keys if HTTP headers can transmit them; else raise ConfigError, whose message quotes no key."""
     found = tuple(keys)
     for number, key in enumerate(found, 1):
         if not _KEY.fullmatch(key):
@@ -171,7 +171,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:
-        raise ConfigError(f"{source} is nested too deep") from None
+        raise ConfigError(f"{source} is nested too deeply") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(quote_value(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"])
@@ -187,7 +187,7 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
             raise ConfigError(f"{where}: its name must have 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: keys: one of them already belongs to tenant {quote_value(owner)}")
+                raise ConfigError(f"{where}: one of its keys already belongs to tenant {quote_value(owner)}")
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

@@ -50,7 +50,7 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret stored in the cache directory, creating it if needed; without a directory, a random secret.
+    """Return the secret stored in the cache directory, after creating one if needed; without directory, a random one.
 
     Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """
@@ -93,7 +93,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
 def _checked(secret: bytes, source: str) -> bytes:
     if not MIN_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
-            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` makes a good one"
+            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` creates one"
         )
     return secret
 
@@ -110,8 +110,8 @@ def open_tenants(
 ) -> Tenants:
     """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
 
-    ``keys`` are fixed, and ``read_keys`` returns the current keys of the key file at each reload. ``counters`` exchange
-    deletion counts of caches between replicas.
+    ``keys`` never change, and ``read_keys`` returns the current keys of the key file at each reload. ``counters``
+    exchange deletion counts of caches between replicas.
     """
     names = NamespaceNames(secret)
 
@@ -158,7 +158,7 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
     given = {digest for tenant in of_keys for digest in tenant.digests}
     for tenant in rules.tenants:
         if tenant.digests & given:
-            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one")
+            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one key")
     taken = {tenant.name for tenant in of_keys}
     if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
         raise ConfigError(f"tenant {twice.name!r} has the name of a key outside the tenants file: rename the tenant")
@@ -168,7 +168,7 @@ INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Background threads that reload tenants when a file has changed and is valid, and complete deletions of caches."""
+    """Background threads that reload the tenants after valid changes of their files, and complete cache deletions."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants = tenants

@@ -28,7 +28,7 @@ _GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Return the draft statistics of one output for the field ``metrics``; None if none were recorded.
+    """Return the draft statistics of one output for the response field ``metrics``; None without statistics.
 
     With ``is_detailed``, the numbers of drafted and accepted tokens of each verification pass are included.
     """
@@ -77,9 +77,9 @@ class Answer(ABC):
 
     generation: Generation
     spelling: TokenAttribution
-    """Divides text among tokens; set before anything is serialized."""
+    """Divides a choice's text among its tokens. It must be set before the response is serialized."""
     names: Mapping[str, str] = {}
-    """Maps field names of chat completions to those of the client's API, for error messages."""
+    """Maps field names of chat completions to field names of the client's API, for error messages."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole_choice(self, index: int) -> dict[str, Any]:
-        """Return the fields with the text of a finished choice, as this API names them."""
+        """Return the text of a finished choice in the JSON fields of this API."""
 
     def whole_extras(self) -> dict[str, Any]:
         return {}
@@ -143,7 +143,7 @@ class Answer(ABC):
         return self.generation.prompts[self.prompt_index(index)]
 
     def prompt_index(self, index: int) -> int:
-        """Return the index of the prompt of a choice. Every prompt has the same number of choices, in order."""
+        """Return the index of the prompt that a choice belongs to. Every prompt has the same number of choices."""
         return index // (len(self.generation.choices) // len(self.generation.prompts))
 
     def _draft_metrics(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Answer(ABC):
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """Return the events before the first text of a choice; the first call also begins all other choices.
+        """Return the server-sent events before the first text of a choice; the first call also opens all other choices.
 
         ``usage`` replaces the generation's own token counts.
         """
@@ -174,11 +174,11 @@ class Answer(ABC):
         return await self.written(write)
 
     async def written(self, write: Callable[[], bytes]) -> bytes:
-        """Return the result of ``write``, which runs on another thread if the response is long."""
+        """Serialize the response by calling ``write``, on another thread if the response is long."""
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """Return the events for new output of a choice. If the choice has ended, an event without text follows."""
+        """Return the server-sent events for new output of a choice. If the choice has ended, the last has no text."""
         choices = []
         if contents := self.text_chunks(index, output):
             *first, last = contents
@@ -193,10 +193,10 @@ class Answer(ABC):
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Return the fields of the first chunks of a choice, for instance its role."""
+        """Return the JSON fields of the first chunks of a choice, e.g. of the chunk with its role."""
 
     def prompt_chunks(self, _index: int) -> list[dict[str, Any]]:
-        """Return the fields of the chunks that repeat the prompt before the text of a choice."""
+        """Return the JSON fields of the chunks that repeat the prompt before the text of a choice."""
         return []
 
     @abstractmethod
@@ -204,7 +204,7 @@ class Answer(ABC):
 
     @abstractmethod
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return the fields of the chunks for new output of a choice; may be empty."""
+        """Return the JSON fields of the chunks for new output of a choice; may be empty."""
 
     def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
         """Return whether new output needs a chunk even if its text is empty, e.g. for token ids."""
@@ -229,7 +229,7 @@ class Answer(ABC):
         return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """Return the event of an error; a faulty field is called by its name in the client's API."""
+        """Return the server-sent event for an error, in which an invalid field has its name in the client's API."""
         return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
 
     def failed(self, error: Exception) -> bytes:
@@ -285,7 +285,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
 
 
 class CompletionAnswer(Answer):
-    """The response of /v1/completions. ``echo`` are the texts of the prompts if the response repeats them."""
+    """The response of /v1/completions. If the response repeats the prompts, ``echo`` contains their texts."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 

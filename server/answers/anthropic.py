@@ -41,7 +41,7 @@ class _BlockPart(AnswerPart):
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call; if they are truncated, parse their complete part. None if that fails."""
+    """Parse the JSON arguments of a tool call, or if ``is_cut`` their complete part. Return None if invalid."""
     if not arguments:
         return {}
     try:

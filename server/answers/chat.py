@@ -64,7 +64,7 @@ class ChatAnswer(Answer):
         return written
 
     def stops_within_call(self, index: int) -> bool:
-        """Return whether a stop string or stop token ended a choice inside a tool call, which is incomplete then."""
+        """Return whether a stop string or stop token ended a choice inside a tool call and left the call incomplete."""
         is_stopped = self.generation.choices[index].stop_reason is not None
         return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
 
@@ -82,7 +82,7 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return one chunk per tool call name and one for all other text, which has the log-probabilities."""
+        """Return one chunk for each new tool call's name, and one with all other text and the log-probabilities."""
         if self._messages is None:
             deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ssd.text.detokenizer import TextStream
 
 _LOOKS_S = 0.25
-"""The interval in seconds at which an obfuscated stream that waits for its next tick checks for a shutdown."""
+"""An obfuscated stream that waits for its next tick checks for a shutdown at this interval in seconds."""
 
 
 @dataclass(slots=True)
@@ -66,8 +66,8 @@ class _Gathered:
 class EqualChunks:
     """Divides the outputs of all choices into chunks with equal numbers of tokens, for obfuscated streams.
 
-    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` are new decoders of the
-    choices.
+    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` decode the tokens of the
+    choices again from the beginning.
     """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
@@ -90,7 +90,7 @@ class EqualChunks:
 class TickClock:
     """A clock that ticks every ``interval_s`` seconds from now, so that an obfuscated stream sends at regular times.
 
-    ``hurries`` returns whether the server is shutting down, so that nothing may wait any more.
+    ``hurries`` returns whether the server is about to stop, so that ``until`` must return at once.
     """
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
@@ -112,7 +112,7 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait until all choices have ended, and further until an obfuscated stream with this output would have ended."""
+    """Wait until all choices have ended, and then until an obfuscated stream of the same output would have ended."""
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
     await pace.until(max(1, -(-longest // piece_tokens)))
@@ -156,7 +156,7 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Return the usage with only those completion tokens that an obfuscated stream has sent so far."""
+    """Return the token counts, with only those completion tokens that an obfuscated stream has sent so far."""
     usage = generation.usage
     if last:
         return usage

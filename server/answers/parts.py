@@ -50,7 +50,7 @@ class AnswerPart(ABC):
 class Parts:
     """Divides a message into its parts (text, reasoning and tool calls) while its text is generated.
 
-    If ``messages``, the parser of tool calls, is None, all text is content. ``kind`` creates a part.
+    If ``messages``, the parser of tool calls, is None, all text is content. ``kind`` is called to create each part.
     """
 
     def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
@@ -113,7 +113,7 @@ class Parts:
 
 
 class PartsAnswer(ChatAnswer):
-    """A response with one choice whose stream consists of named events and has no end mark."""
+    """A response with one choice whose stream consists of named events and has no end mark (``[DONE]``)."""
 
     end = b""
     kind: Callable[[int, Of], AnswerPart]
@@ -153,7 +153,7 @@ class PartsAnswer(ChatAnswer):
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
     def _tokens(self, part: RequestOutput | ChoiceState) -> list[tuple[int, dict[str, Any]]]:
-        """Return each token's log-probability with the position of its text, without leading white space."""
+        """Return each token's log-probability and the position at which the token's text begins, after white space."""
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
         return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

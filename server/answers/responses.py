@@ -17,7 +17,7 @@ from server.tools.message_parser import ToolCall
 
 
 class _Item(AnswerPart):
-    """An output item of /v1/responses: a message, a function call, or reasoning, which is shown in full."""
+    """An output item of /v1/responses: a message, a function call, or the complete reasoning."""
 
     def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
         super().__init__(index, of)

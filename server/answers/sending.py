@@ -74,7 +74,7 @@ class EventStream(StreamingResponse):
         try:
             await until_disconnect(receive, self.stream_response(send))
         except ClientDisconnected:
-            log.debug("client left a stream")
+            log.debug("a client disconnected during a stream")
         finally:
             self._generation.close()
             await self._events.aclose()
@@ -99,7 +99,7 @@ class _ReservedAnswer(Response):
 
 
 class Answers:
-    """Creates the HTTP responses of generations, obfuscated if the operator or the client demands it."""
+    """Creates the HTTP responses with generated text, obfuscated if the operator or the client demands it."""
 
     def __init__(self, worker: Worker, settings: ServerSettings, lanes: FairExecutors) -> None:
         self._worker, self._settings, self._lanes = worker, settings, lanes
@@ -140,7 +140,7 @@ class Answers:
         return TextStream.following(codec_of(engine), generation.sampling, prompt, stops=stops)
 
     def response(self, content: bytes) -> Response:
-        """Return a JSON response. Raises QueueFull if clients have not read too many bytes of long responses yet."""
+        """Return a JSON response. Raises QueueFull if clients still have to read too many bytes of long responses."""
         if len(content) <= _CHUNK_BYTES:
             return Response(content, media_type="application/json")
         share = self._unsent.share()

@@ -21,7 +21,7 @@ class ShownTokens(NamedTuple):
 
     Attributes:
         places: The position in the text at which each token begins, without leading white space.
-        cut: The text of the last token up to a stop string within it. None: the whole token was sent.
+        cut: The part of the last token's text before a stop string in it. None: the whole token was sent.
     """
 
     entries: Sequence[TokenLogprobs]
@@ -31,7 +31,7 @@ class ShownTokens(NamedTuple):
 
 @dataclass(slots=True)
 class _AttributedChoice:
-    """One choice, decoded token by token without its stop strings, to find out which tokens were sent.
+    """Decodes the tokens of one choice one by one, to find out which tokens the text before a stop string contains.
 
     ``waiting`` are the tokens whose text was not sent yet, each with the position of its text.
     """
@@ -43,7 +43,7 @@ class _AttributedChoice:
 
 
 class TokenAttribution:
-    """Divides the text of a request's choices among the tokens that produced it. Outputs must be passed in order."""
+    """Divides the text of a request's choices among the tokens that produced the text. Outputs are passed in order."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
         self._make_stream = make_stream
@@ -51,7 +51,7 @@ class TokenAttribution:
         self._spelled: dict[int, _AttributedChoice] = {}
 
     def texts(self, index: int, token_ids: Sequence[int], text: str) -> list[str]:
-        """Divide new text of a choice among the tokens that produced it. O(tokens)."""
+        """Divide new text of a choice among the tokens ``token_ids`` that produced the text. O(tokens)."""
         if index not in self._streams:
             self._streams[index] = self._make_stream(index)
         stream, texts, rest = self._streams[index], [], text
@@ -64,9 +64,9 @@ class TokenAttribution:
         return texts
 
     def shown(self, index: int, part: RequestOutput | ChoiceState, *, hides_ending: bool) -> ShownTokens:
-        """Return the tokens of a choice's new or whole output whose text was sent, with log-probabilities. O(tokens).
+        """Return the tokens, with log-probabilities, whose text a choice's new or complete output contains. O(tokens).
 
-        ``hides_ending`` tells that a stop token, which ended the output, is not in the text.
+        If ``hides_ending`` is set, the text does not contain the stop token that ended the output.
         """
         if index not in self._spelled:
             self._spelled[index] = _AttributedChoice(self._make_stream(index, stops=False))
@@ -126,7 +126,7 @@ class LogprobsWriter:
         """Return the field ``logprobs`` of /v1/completions for tokens whose text is ``text``.
 
         ``first`` is the first token of a repeated prompt, which has no log-probabilities. ``written`` is the text sent
-        before, and ``cut`` the text of the last token up to a stop string within it.
+        before, and ``cut`` the part of the last token's text before a stop string in it.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]

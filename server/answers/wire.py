@@ -9,11 +9,11 @@ from typing import Any
 import pydantic_core
 
 PADDED_BYTES = 1024
-"""Events and bodies are padded to a multiple of this size. A chunk with 16 tokens of text fits into it."""
+"""Obfuscated events and bodies are padded to a multiple of this number of bytes. A chunk with 16 text tokens fits."""
 _LONGEST_NUMBER = 24
 """The maximum number of characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 _PIECE = 256
-"""The list elements serialized at once, which takes less than a millisecond and blocks other threads meanwhile."""
+"""The number of list elements serialized at once, which blocks other threads for less than a millisecond."""
 
 
 def json_text(value: Any) -> bytes:
@@ -52,8 +52,7 @@ def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) ->
     """Serialize named server-sent events that are sent together.
 
     If ``pad`` is set, a random field ``obfuscation`` in the last event fills all events to a multiple of
-    ``PADDED_BYTES``. The size does not depend on the digits of log-probabilities, which differ in passes of another
-    batch size.
+    ``PADDED_BYTES``. The size does not depend on the digits of log-probabilities, which differ between batch sizes.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:
@@ -71,7 +70,7 @@ def _event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def filler() -> bytes:
-    """Return a comment as long as the shortest padded event, for a tick without output in an obfuscated stream."""
+    """Return a server-sent comment as long as the shortest padded event, for a tick without output."""
     return b": " + secrets.token_hex(PADDED_BYTES)[: PADDED_BYTES - 4].encode() + b"\n\n"
 
 

@@ -28,7 +28,7 @@ _TYPES = {
     503: "overloaded_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""The error code for requests to store a conversation on the server; clients then send all of it with each request."""
+"""The error code for requests to store a conversation on the server. Clients then send all messages each time."""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
@@ -60,7 +60,7 @@ class RequestFailed(EngineError):
 
 
 class ApiError(Exception):
-    """An error with an HTTP status code, for errors that the engine and the request's parameters do not cause."""
+    """An error with an HTTP status code, e.g. for a wrong API key; not for engine failures and invalid parameters."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Create an error. ``kind`` becomes its ``type``, and ``headers`` replace the default headers of the status."""
+        """Create an error. ``kind`` becomes the JSON field "type"; ``headers`` replace the status's default headers."""
         super().__init__(message)
         self.status = status
         self.kind = kind
@@ -82,7 +82,7 @@ class ApiError(Exception):
 
 
 def model_not_found(name: str, served: str) -> ApiError:
-    message = f"The model {quote_value(name)} does not exist here; this server has {served!r}."
+    message = f"The model {quote_value(name)} does not exist; this server has {served!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -116,7 +116,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form, which contains only `NO_THREADS` as error code."""
+    """Return the JSON body of an error in Anthropic's form. The only error code in it is `NO_THREADS`."""
     found = _noted(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}
@@ -144,7 +144,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = "there is no such endpoint here, /docs lists those there are" if error.status_code == 404 else error.detail
+    what = "there is no such endpoint: /docs lists all endpoints" if error.status_code == 404 else error.detail
     message = f"{what}: {request.method} {request.url.path:.200}"
     response = error_response(ApiError(error.status_code, message), request.scope)
     response.headers.update(error.headers or {})

@@ -22,46 +22,46 @@ class Limits:
     """Limits above which requests are rejected. The defaults exceed the needs of ordinary clients."""
 
     max_body_bytes: int = 8 << 20
-    """Maximum size of a request's body in bytes, including chunk headers and extensions."""
+    """Maximum size of a request's body in bytes, including HTTP chunk headers and extensions."""
     # Parsing a string in JSON blocks all threads of the process, for up to 5 ms per megabyte.
     max_body_values: _Fixed[int] = 1 << 18
     """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
     # Parsing this many values blocks other threads for up to 60 ms; any prompt of token ids is allowed.
     max_body_seconds: _Fixed[float] = 20.0
-    """The maximum time in seconds for which a client may stop sending a body; longer at ``min_bytes_per_second``."""
+    """The maximum time in seconds for receiving a body; unlimited if it arrives at ``min_bytes_per_second``."""
     max_bodies_bytes: _Fixed[int] = 128 << 20
     """The maximum total size of request bodies above 64 KiB that are being received or parsed. A tenant may use half of
-    the part that other tenants leave.
+    the bytes that other tenants do not use.
     """
     max_answers_bytes: _Fixed[int] = 1 << 30
     """The maximum total size of complete responses above 256 KiB that clients have not read yet. A tenant may use half
-    of the part that other tenants leave.
+    of the bytes that other tenants do not use.
     """
     max_choices: int = 1024
-    """Maximum number of choices of a request: prompts times `n`."""
+    """Maximum number of choices of a request, which is the number of prompts times `n`."""
     max_request_tokens: int = 1 << 18
-    """Maximum number of prompt tokens of a request, over all its prompts. A value below the context length has no
-    effect.
+    """Maximum number of prompt tokens of a request, in all its prompts together. Values below the context length have
+    no effect.
     """
     max_queued_tokens: int = 1 << 23
-    """Maximum total number of prompt and prediction tokens, times choices, of all requests; a tenant may use half of
-    the part that other tenants leave.
+    """Maximum number of prompt and prediction tokens of all requests together, counted once per choice. A tenant may
+    use half of the tokens that other tenants do not use.
     """
     max_grammar_characters: int = 1 << 16
-    """Maximum number of characters of a JSON schema, of choices or of a grammar."""
+    """Maximum number of characters of a grammar, a JSON schema or a list of choices that constrains the output."""
     max_messages: int = 4096
     """Maximum number of messages of a conversation."""
     max_tools: int = 512
     """Maximum number of tools of a request."""
     max_connections: int = 1 << 14
-    """Maximum number of open connections; lower if the system allows fewer open files."""
+    """Maximum number of open connections. It is reduced if the system allows fewer open files."""
     max_idle_seconds: float = 75.0
     """Time in seconds after which a connection without a request is closed."""
     # Longer than the idle limits of clients and proxies (5 to 60 s), so that none sends on a closing connection.
     max_head_seconds: float = 20.0
     """Time in seconds within which a request's headers must arrive."""
     max_send_seconds: float = 30.0
-    """Time in seconds after which a client that reads nothing of its answer is disconnected."""
+    """Time in seconds after which a client that does not read its response is disconnected."""
     min_bytes_per_second: _Fixed[int] = 8192
     """A client that sends a body, or reads a response, at this rate or faster never times out."""
 

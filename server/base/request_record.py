@@ -22,7 +22,7 @@ _MOST_BYTES = 512
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the W3C trace context in raw HTTP headers with lower-case names; empty without a valid ``traceparent``."""
+    """Return the W3C trace context headers by lower-case name; empty if ``traceparent`` is missing or invalid."""
     parent, state = (
         b",".join(value for name, value in headers if name == wanted).decode("latin-1").strip(" \t")
         for wanted in (b"traceparent", b"tracestate")
@@ -66,7 +66,7 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
-    """The number of verification passes over all choices of the request."""
+    """The number of verification passes (forward passes with draft tokens), summed over all choices of the request."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""The fields of a model's generation_config.json that are used for requests without a value."""
+"""The fields of a model's generation_config.json that replace sampling fields missing in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class RequestOptions:
     """Options for requests: shared caches, unknown fields and special tokens."""
 
     share_cache_across_keys: bool = False
-    """Let all API keys draft from and add to one cache. By default each tenant has its own."""
+    """Let clients with any API key draft from and add to one cache. By default each tenant has its own cache."""
     share_prefix_cache: bool = False
     """Let requests of different API keys share the prefix cache. A tenant can then find out other tenants' prompts by
     timing.
     """
     ignore_unknown_fields: bool = False
-    """Ignore unknown fields of requests. By default they are rejected with 400 and a suggestion."""
+    """Ignore unknown fields of requests. By default a request with an unknown field is rejected with 400."""
     allow_special_tokens: bool = False
     """If a message contains the text of a special token, encode it as that control token. By default it is ordinary
     text.
@@ -53,7 +53,7 @@ def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
         except ValueError as error:
             raise ValueError(f"not a JSON list: {error}") from error
     if not all(isinstance(name, str) for name in found):
-        raise ValueError("expected a JSON list of texts, or texts between commas")
+        raise ValueError("expected a JSON list of strings, or strings separated by commas")
     return tuple(str(name).strip() for name in found if str(name).strip())
 
 
@@ -71,9 +71,9 @@ class CorsOptions:
     allowed_methods: _Names = ("*",)
     """HTTP methods that pages of allowed origins may use."""
     allowed_headers: _Names = ("*",)
-    """Headers that pages of allowed origins may send."""
+    """HTTP headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """Let pages of allowed origins send cookies. The server does not read them. Not possible with origin *."""
+    """Let pages of allowed origins send cookies, which the server does not read. Not possible with origin *."""
     allowed_hosts: _Names = ()
     """Host names under which clients may address a server without API keys, as a JSON list or separated by commas;
     *.example.com allows all subdomains, * allows all names (default: IP addresses, localhost and --host).
@@ -85,8 +85,9 @@ class ObfuscationOptions:
     """Options that protect streams against observers of packet sizes and times."""
 
     obfuscation: Literal["on-request", "default", "always"] = "on-request"
-    """Streams that are sent in padded chunks of equal size. on-request: those with include_obfuscation; default: all
-    except those that decline it; always: all streams, and complete answers too.
+    """Streams that are sent as padded chunks of equal size. on-request: streams of requests that set
+    include_obfuscation; default: all streams unless the request sets it to false; always: all streams, and unstreamed
+    responses too.
     """
     obfuscation_tokens: int = 16
     """Number of tokens per chunk of an obfuscated stream."""
@@ -123,7 +124,7 @@ class ToolOptions:
             ("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS),
         ):
             if name not in (AUTO, OFF, *known):
-                raise ConfigError(f"{option}: no parser {name!r}: give {AUTO}, {OFF} or one of {', '.join(known)}")
+                raise ConfigError(f"{option}: unknown parser {name!r}: use {AUTO}, {OFF} or one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +142,12 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
     keep_alive_s: float = 15.0
     """The seconds after which a stream without output sends a comment, so that proxies keep it open."""
     spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """The draft statistics in responses. A client that can see these can find out what the cache contains."""
+    """The draft statistics that responses include. They let a client find out which text the cache contains."""
     no_access_log: bool = False
     limits: Limits = field(default_factory=Limits)
     host: str = ""
     root_path: str = ""
-    """The path prefix of the server behind a reverse proxy. Requests may have it or not."""
+    """The path prefix of the server behind a reverse proxy. Requests are accepted with and without it."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -162,7 +163,7 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
         return name if name in self.adapters else None
 
     def namespace_of(self, name: str | None) -> str | None:
-        """Return the cache namespace of requests with this model name. Each LoRA adapter has its own."""
+        """Return the cache namespace of requests with this model name. Each LoRA adapter has its own cache."""
         adapter = self.adapter_of(name)
         return self.namespace if adapter is None or self.namespace is None else f"{self.namespace}.{adapter}"
 
@@ -172,7 +173,7 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
 
     @property
     def system_fingerprint(self) -> str:
-        """A fingerprint that changes with the model and the server's version; a seed may then give another output."""
+        """A fingerprint of the model and the server's version. If it changes, a seed may give another output."""
         return "ssd-" + hashlib.sha256(f"{VERSION}\0{self.model}".encode()).hexdigest()[:12]
 
 

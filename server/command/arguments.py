@@ -43,8 +43,8 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "load-format": (("auto", "hf", "safetensors"), "weights are read by transformers"),
     "model-impl": (("auto", "transformers"), "models are transformers'"),
     "kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
-    "quantization": (("auto",), "a quantised checkpoint says itself how it is quantised"),
-    "response-role": (("assistant",), "answers are the assistant's"),
+    "quantization": (("auto",), "the checkpoint itself declares its quantization"),
+    "response-role": (("assistant",), "responses always have the role assistant"),
     "chat-template-content-format": (("auto", "string"), "templates get text"),
     "swap-space": (("0",), "nothing is swapped"),
     "cpu-offload-gb": (("0",), "weights stay on the device"),
@@ -60,7 +60,7 @@ _MEANINGLESS = tuple(
 )
 """Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
 _ELSEWHERE = {
-    "hf-token": "others can read a command line: set $HF_TOKEN",
+    "hf-token": "other users can read the command line: set $HF_TOKEN",
     "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
     "block-size": "keys and values are kept in slots, one for each sequence: see --max-num-seqs and --max-model-len",
 }
@@ -81,7 +81,7 @@ def _check_vllm_options(found: object) -> None:
     for name, (values, reason) in _ONE_VALUE.items():
         value = getattr(found, name.replace("-", "_"))
         if value is not None and value not in values:
-            raise ConfigError(f"--{name} {value}: {reason}; leave the option out or say {' or '.join(values)}")
+            raise ConfigError(f"--{name} {value}: {reason}; omit the option, or set it to {' or '.join(values)}")
     for name, advice in _ELSEWHERE.items():
         if getattr(found, name.replace("-", "_")) is not None:
             raise ConfigError(f"--{name}: {advice}")
@@ -121,21 +121,21 @@ class Options:
     def check(self) -> None:
         model, streams = self.model, self.streams
         if model.model is not None and not model.model.strip():
-            raise ConfigError("MODEL is empty: give a directory or an id, or leave it out for the bundled model")
+            raise ConfigError("MODEL is empty: give a model directory or id, or omit it to serve the bundled model")
         names = self.service.model_names or (model.name,)
         read_adapters(model.lora_modules, model_names=names)
         self.network.check()
         check_tls(self.network)
         if self.cors.allow_credentials and "*" in self.cors.allowed_origins:
             raise ConfigError(
-                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name them"
+                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name the origins"
             )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
         check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
         check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":
-            raise ConfigError("--per-request-spec-decode-metrics tells what --obfuscation always hides: leave one out")
+            raise ConfigError("--per-request-spec-decode-metrics reveals what --obfuscation always hides: omit one")
 
 
 _GENERAL = Group("options", sort_key=0)
@@ -149,7 +149,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
         version=f"ssd-serve {VERSION}",
         usage="Usage: ssd-serve [doctor] [MODEL] [--option VALUE ...]",
         help="OpenAI-compatible server that gets faster the more it is used and never changes the output.\n\n"
-        "Names and meanings of options are those of `vllm serve` where it has them.",
+        "Options that `vllm serve` has too have the same name and meaning here.",
         help_epilogue=_EXAMPLES,
         help_format="plaintext",
         help_formatter=show_help,
@@ -171,7 +171,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
     ) -> Options:
         model, cache = found.model, found.cache
         if given is not None and model.model is not None:
-            raise ConfigError(f"MODEL is given twice, {given} and --model {model.model}: leave one out")
+            raise ConfigError(f"MODEL is given twice, {given} and --model {model.model}: omit one of them")
         template = None if model.chat_template is None else read_template(model.chat_template)
         checked = replace(
             found,
@@ -187,7 +187,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
 
 
 _MODEL_HELP = "Hugging Face model directory or id (default: the bundled model)"
-_CONFIG_HELP = "YAML or TOML file with options by name; the command line has priority"
+_CONFIG_HELP = "YAML or TOML file with options; options on the command line take precedence"
 _EXAMPLES = """\
 examples:
   ssd-serve    # serves the bundled model on http://127.0.0.1:8000
@@ -221,4 +221,4 @@ def read_template(text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--chat-template {text[:200]} is no template, and as a file: {reason}") from error
+        raise ConfigError(f"--chat-template {text[:200]} is no template and no readable file: {reason}") from error

@@ -66,12 +66,12 @@ def read_config(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} is no JSON object: {_ADVICE}")
+        raise ModelError(f"{path} is not a JSON object: {_ADVICE}")
     return content
 
 
 def read_context_length(config: Mapping[str, Any]) -> int | None:
-    """Return the maximum context length in tokens from a model's config.json; None if it has no known field for it."""
+    """Return the maximum context length in tokens from a model's config.json; None if no known field contains it."""
     text = config.get("text_config")
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = (text if isinstance(text, dict) else config).get(name)
@@ -92,7 +92,7 @@ def _require_no_pointer(path: Path) -> None:
 
 
 def _other_kind(directory: Path) -> str:
-    """Describe a directory that has no config.json (e.g. GGUF files) and tell what to do; "" if its kind is unknown."""
+    """Return an error text with a remedy for a directory without config.json, e.g. with GGUF files; "" if unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
@@ -135,8 +135,8 @@ def check_weights_are_there(model: str) -> None:
                 raise ModelError(f"{path} cannot be read: {first_line(error)}") from error
             if missing:
                 raise ModelError(
-                    f"{model} lacks {len(missing)} of the {len(named)} files that {path.name} names, {missing[0]} "
-                    "among them: copy or download it again"
+                    f"{model} lacks {len(missing)} of the {len(named)} files that {path.name} names, e.g. "
+                    f"{missing[0]}: copy or download the model again"
                 )
             return
     if not any(path.suffix in _WEIGHT_SUFFIXES for path in directory.iterdir()):
@@ -153,30 +153,30 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
         found = try_to_load_from_cache(model, name, **arguments)
         if isinstance(found, str) and is_offline():
             if failure is not None:
-                log.warning("%s: using %s as it is in the hub's cache here", failure, model)
+                log.warning("%s: using %s from the local hub cache", failure, model)
             return Path(found)
         if is_offline():
             raise ModelError(
-                f"{model!r} is neither a directory here nor in the hub's cache, and "
-                f"{failure or '$HF_HUB_OFFLINE forbids to ask the hub'}: {_ADVICE}"
+                f"{model!r} is neither a local directory nor in the local hub cache, and "
+                f"{failure or '$HF_HUB_OFFLINE prevents downloads'}: {_ADVICE}"
             )
         return Path(hf_hub_download(model, name, **arguments))
     except HFValidationError as error:
-        raise ModelError(f"{model!r} is neither a directory here nor a model's id: {_ADVICE}") from error
+        raise ModelError(f"{model!r} is neither a local directory nor a model id: {_ADVICE}") from error
     except ModelError:
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
         if isinstance(found, str):
-            log.warning("the hub did not say whether %s has changed (%s): using what is here", model, first_line(error))
+            log.warning("the hub did not say if %s has changed (%s): using the local copy", model, first_line(error))
             return Path(found)
         raise ModelError(
-            f"{model!r} is not a directory here, and the hub does not give it: {first_line(error)[:300]}; "
-            f"{_ADVICE}. Models behind a gate need $HF_TOKEN"
+            f"{model!r} is not a local directory, and it cannot be downloaded from the hub: {first_line(error)[:300]}; "
+            f"{_ADVICE}. Gated models need $HF_TOKEN"
         ) from error
 
 
 _CUDA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvmap")
-"""Device files, one of which exists if torch can find a GPU: of NVIDIA, AMD, WSL and Jetson boards."""
+"""Device files of NVIDIA, AMD, WSL and Jetson GPUs. If none of these files exists, torch cannot find a GPU."""
 _BYTES_PER_CACHED_TOKEN = 9
 """The minimum size of a cached token in bytes: four for the token id, five or more for the suffix array."""
 
@@ -190,7 +190,7 @@ def check_before_loading(options: Options) -> None:
     _check_model(options)
     _check_template(options.model)
     if options.model.device == "cuda" and not any(Path(name).exists() for name in _CUDA_DEVICES):
-        raise ModelError("--device cuda was asked for, but this machine shows no such device: use --device cpu")
+        raise ModelError("--device cuda is set, but this machine has no CUDA device: use --device cpu")
     cache, drafting = options.cache, options.speculation
     if drafting.draft.num_speculative_tokens:
         _check_cache(cache)
@@ -203,7 +203,7 @@ def check_before_loading(options: Options) -> None:
         "--draft-head": drafting.draft_head,
     }
     if unused := [option for option, value in asked.items() if value]:
-        log.warning("without speculation nothing is drafted or learned: %s of no use", " and ".join(unused))
+        log.warning("speculation is off, so these options have no effect: %s", " and ".join(unused))
 
 
 def _check_model(options: Options) -> None:
@@ -253,7 +253,7 @@ def check_own_templates(codec: TextCodec) -> None:
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
                 f"the model's chat template, line {error.lineno}: {error.message}. Repair its chat_template.jinja or "
-                "tokenizer_config.json, or give another one (--chat-template FILE)"
+                "tokenizer_config.json, or use another template (--chat-template FILE)"
             ) from error
 
 
@@ -269,7 +269,7 @@ def _check_cache(cache: CacheOptions) -> None:
         if manifest is None:
             inside = sorted(path.parent.name for path in directory.glob("*/manifest.json"))
             hint = f"it has caches in {', '.join(inside[:5])}" if inside else "make one with `ssd-cache build`"
-            raise ConfigError(f"--warm {directory} holds no cache (no manifest.json): {hint}")
+            raise ConfigError(f"--warm {directory} contains no cache (no manifest.json): {hint}")
     _check_size(cache)
     if cache.config.directory is not None and (directory := cache.config.directory / cache.namespace).is_dir():
         with contextlib.suppress(OSError):  # CacheLocked now and not after the tokenizer was read
@@ -286,13 +286,13 @@ def check_directory(directory: Path) -> str:
             free = shutil.disk_usage(nearest).free
     except OSError as error:
         raise ConfigError(
-            f"--cache-dir {directory} cannot be written ({nearest}: {error.strerror}): give a directory that can"
+            f"--cache-dir {directory} cannot be written ({nearest}: {error.strerror}): give a writable directory"
         ) from error
     return f"{directory} can be written, {free / 1e9:.1f} GB are free"
 
 
 def _check_size(cache: CacheOptions) -> None:
-    """Check that the cache fits on the disk of its directory, or in memory if it has none."""
+    """Check that the cache fits on the disk of its directory, or without directory into memory."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
     directory = cache.config.directory
     if directory is None:
@@ -303,8 +303,8 @@ def _check_size(cache: CacheOptions) -> None:
         there, what = shutil.disk_usage(nearest).total, f"on the disk of {directory}"
     if needed > there:
         raise ConfigError(
-            f"--cache-tokens {cache.config.index.capacity_tokens} take {needed / 1e9:.0f} GB, and there are "
-            f"{there / 1e9:.0f} GB {what}: lower it"
+            f"--cache-tokens {cache.config.index.capacity_tokens} take {needed / 1e9:.0f} GB, but there are "
+            f"{there / 1e9:.0f} GB {what}: lower --cache-tokens"
         )
 
 
@@ -318,7 +318,7 @@ def _check_redis(url: str) -> None:
         log.info("Redis at %s answers", redacted_address(url))
     except Exception as error:  # of the client, of the system, of the server's own words
         log.warning(
-            "Redis at %s does not answer (%s): going on without, and trying again all the time",
+            "Redis at %s does not answer (%s): continuing without it and retrying",
             redacted_address(url),
             redact_password(first_line(error), url),
         )

@@ -61,7 +61,7 @@ def main(options: Options) -> int:
     report.line("CPU", _cpu())
     report.check("options", lambda: check_before_loading(options) or "consistent")  # type: ignore[func-returns-value]
     if directory is None:
-        report.line("cache dir", "none: what is learned is kept until the server ends (--cache-dir keeps it)")
+        report.line("cache dir", "none: the cache is lost when the server ends (--cache-dir stores it)")
     else:
         report.check("cache dir", lambda: check_directory(directory))
     if redis_url is not None:
@@ -129,7 +129,7 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
     from ssd.engine.pass_timing import timed_passes
 
     counts, invariance, speculation = kernel_counts(), engine.target.batch_invariance, engine.speculation
-    report.line("threads", f"{torch.get_num_threads()} for the passes of this model")
+    report.line("threads", f"{torch.get_num_threads()} for forward passes of this model")
     report.line(
         "kernels",
         f"{counts.prebuilt} prebuilt, {counts.cached} cached, {counts.compiled} compiled in "

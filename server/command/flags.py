@@ -38,7 +38,7 @@ def shown_default(value: object) -> str | None:
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
-"""The cyclopts settings of all options: no ``--no-`` forms, and the last of repeated options counts."""
+"""The cyclopts settings of all options: no ``--no-`` forms, and the last value of a repeated option is used."""
 
 
 def group(title: str, *, show: bool = True) -> Parameter:
@@ -52,11 +52,11 @@ def check_range(option: str, value: float, least: int, most: int, unit: str = ""
 
 
 def run_app(app: App, words: Sequence[str]) -> Any:
-    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError that names the option."""
+    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError naming the option."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
-        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: there is one MODEL") from error
+        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: use only one MODEL") from error
     except CycloptsError as error:
         raise ConfigError(" ".join(str(error).split()).rstrip(".")) from error
 
@@ -107,7 +107,7 @@ def _warn_of_readers(path: Path, content: dict[str, Any]) -> None:
     secrets = {key.replace("-", "_"): str(value) for key, value in content.items()}
     has_secret = "api_key" in secrets or re.search("@|password=", secrets.get("redis", ""))
     if has_secret and path.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s holds a secret and may be read by other users: chmod 600 it", CONFIG_OPTION, path)
+        log.warning("%s %s contains a secret and may be read by other users: run chmod 600 on it", CONFIG_OPTION, path)
 
 
 def _content(path: Path) -> dict[Any, Any]:
@@ -125,5 +125,5 @@ def _content(path: Path) -> dict[Any, Any]:
         reason = " ".join(str(error).split())[:300] or first_line(error)
         raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {reason}") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{CONFIG_OPTION} {path} must hold names of options and their values")
+        raise ConfigError(f"{CONFIG_OPTION} {path} must contain options as names and values")
     return content or {}

@@ -92,15 +92,15 @@ def check_tls(options: NetworkOptions) -> None:
     except (ssl.SSLError, OSError) as error:
         files = " and ".join(f"{option} {path}" for option, path in named.items() if path is not None)
         raise ConfigError(
-            f"{files} cannot be used for TLS: {(*reasons, error.strerror or error)[0]}; give a certificate and the key "
-            "it was made with, in PEM form and without a password"
+            f"{files} cannot be used for TLS: {(*reasons, error.strerror or error)[0]}; give a certificate and its "
+            "private key, in PEM form and without a password"
         ) from error
     if (fault := _fault_for_clients(context, options.ssl_certfile)) is not None:
-        log.warning("--ssl-certfile %s: clients will refuse it, %s", options.ssl_certfile, fault)
+        log.warning("--ssl-certfile %s: clients will reject the certificate, %s", options.ssl_certfile, fault)
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
-    """Return why clients would reject a TLS certificate, e.g. because it expired, found by a handshake in memory."""
+    """Return why clients would reject a TLS certificate (e.g. expired), from a test handshake in memory, or None."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -178,7 +178,7 @@ def fit_open_files(settings: ServerSettings) -> ServerSettings:
     most = allowed - min(_OWN_FILES, allowed // 2)
     if allowed == resource.RLIM_INFINITY or settings.limits.max_connections <= most:
         return settings
-    log.warning("%d open files are allowed: at most %d connections are taken (ulimit -n)", allowed, most)
+    log.warning("the limit of %d open files (ulimit -n) allows at most %d connections", allowed, most)
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 
@@ -217,10 +217,10 @@ class HttpServer(uvicorn.Server):
         self._gc_thresholds = gc.get_threshold()
         gc.set_threshold(_LOADING_GC_THRESHOLD)
         self.drained: Drained | None = None
-        """How the requests in flight ended at shutdown; None before that."""
+        """The numbers of requests that ended or were cut off during the shutdown; None before the shutdown."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets with our own backlog; asyncio would use the number of connections accepted at once."""
+        """Listen on the sockets with a long backlog; asyncio would use the number of connections it accepts at once."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
@@ -250,7 +250,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests finish for ``--shutdown-timeout`` while new ones get 503, then cancel the others and close."""
+        """Let requests finish for ``--shutdown-timeout`` while new requests get 503, then cancel the rest and close."""
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:

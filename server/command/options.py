@@ -51,21 +51,21 @@ class ModelOptions:
     revision: str | None = None
     """Branch, tag or commit of a model from the Hugging Face hub (default: main)."""
     tokenizer: str | None = None
-    """Directory, tokenizer.json or hub id of the tokenizer (default: that of the model)."""
+    """Directory, tokenizer.json or hub id of the tokenizer (default: the model's tokenizer)."""
     tokenizer_revision: str | None = None
-    """Branch, tag or commit of the tokenizer (default: as --revision)."""
+    """Branch, tag or commit of the tokenizer (default: --revision, unless --tokenizer is set)."""
     chat_template: str | None = None
-    """Chat template, as a file or as text, that replaces the tokenizer's own."""
+    """File with a chat template, or the template itself. It replaces the tokenizer's chat template."""
     download_dir: Path | None = None
     """Directory for models downloaded from the hub (default: the hub's cache). Gated models need $HF_TOKEN."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a model. Its author can then do on this machine whatever you can."""
+    """Run Python code that comes with a model. Its author can then do everything on this machine that you can do."""
     lora_modules: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-    """LoRA adapters as NAME=PATH, or as JSON as for vLLM. Each adapter is a model name for requests and has its own
-    cache namespace.
+    """LoRA adapters as NAME=PATH, or in the JSON form that vLLM accepts. Each adapter is a model name for requests and
+    has its own cache namespace.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] = "auto"
-    """Data type of weights and activations. auto: the checkpoint's; on a CPU float32 if it is as fast."""
+    """Data type of weights and activations. auto: the checkpoint's data type; on a CPU float32 if that is as fast."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that runs the model. auto: cuda if there is a GPU, else cpu."""
     generation_config: str = "auto"
@@ -113,7 +113,7 @@ def _root_path(_type: object, tokens: Sequence[Token]) -> str:
     text = tokens[0].value
     path = text.rstrip("/")
     if path and (not path.startswith("/") or "//" in path or any(character in path for character in "?#% ")):
-        raise ConfigError(f"--root-path: a path begins with / and is written as the proxy gets it, got {text!r}")
+        raise ConfigError(f"--root-path must begin with / and contain no spaces, ?, #, % or //, got {text!r}")
     return path
 
 
@@ -128,26 +128,26 @@ class NetworkOptions:
     uds: Path | None = None
     """Path of a Unix domain socket to listen on instead of --host and --port."""
     root_path: Annotated[str, Parameter(converter=_root_path)] = ""
-    """Path under which a proxy serves this server, e.g. /llm. Requests are answered with and without this prefix."""
+    """Path prefix under which a proxy serves this server, e.g. /llm. Requests may contain or omit the prefix."""
     ssl_certfile: Path | None = None
     """TLS certificate in PEM form; the server then answers only https."""
     ssl_keyfile: Path | None = None
     """TLS private key in PEM form (default: read from --ssl-certfile)."""
     ssl_ca_certs: Path | None = None
-    """Certificates of the authorities that must have signed the clients' certificates."""
+    """File with the certificates of the authorities that must have signed the clients' certificates."""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """Clients' certificates: 0: not requested; 1: verified if sent; 2: required."""
+    """Whether clients must send certificates. 0: none is requested; 1: it is verified if sent; 2: it is required."""
     shutdown_timeout_s: Annotated[float, Parameter(name="--shutdown-timeout")] = 30.0
-    """Seconds that requests in flight have to finish after SIGTERM. A second signal ends them at once."""
+    """Seconds that requests in flight have to finish after SIGTERM. A second signal ends the requests at once."""
 
     def check(self) -> None:
         check_range("--port: a port", self.port, 0, 65535)
         check_range("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("--ssl-cert-reqs needs --ssl-ca-certs, the authorities that sign client certificates")
+            raise ConfigError("--ssl-cert-reqs requires --ssl-ca-certs, the authorities that sign client certificates")
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
             if path is not None and self.ssl_certfile is None:
-                raise ConfigError(f"{option} needs --ssl-certfile, the server's own certificate")
+                raise ConfigError(f"{option} requires --ssl-certfile, the server's own certificate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,23 +159,23 @@ class ServiceOptions:
     api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
     """File with API keys, one per line. docs/guides/tenants.md lists the paths that need no key."""
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """One API key; repeatable. It is visible in the process list for a moment at the start; $SSD_API_KEY and
-    --api-key-file are not.
+    """An API key; can be repeated. The process list shows it for a moment at the start; keys in $SSD_API_KEY and
+    --api-key-file are never shown.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
-    """File with tenants, their keys and quotas, and the operators, see docs/guides/tenants.md. It is read again when it
-    changes.
+    """File with tenants, their API keys and quotas, and the operators, see docs/guides/tenants.md. The server reads the
+    file again when it changes.
     """
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """File with the secret from which the names of tenants' caches and shared noise are derived. All servers of one
-    --redis need the same secret (also: $SSD_SECRET; default: created once and kept in --cache-dir).
+    """File with the secret from which the names of tenants' caches and the noise of coupled sampling are derived. It
+    must be the same for servers that share a --redis (also: $SSD_SECRET; default: created and stored in --cache-dir).
     """
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
     def with_environment(self, environment: Mapping[str, str]) -> ServiceOptions:
         """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
-            raise ConfigError("--served-model-name must not be empty: requests could not name the model")
+            raise ConfigError("--served-model-name must not be empty, because requests must name the model")
         keys = checked_keys(self.api_keys, KEY_OPTION)
         if environment.get(KEY_VARIABLE):
             keys += checked_keys(environment[KEY_VARIABLE].split("\n"), f"${KEY_VARIABLE}")
@@ -208,30 +208,30 @@ class EngineOptions:
     max_num_batched_tokens: int = _ENGINE.prefill_chunk_tokens
     """Maximum number of prompt tokens that are computed in one step alongside running requests."""
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache, e.g. 4GiB. The number of slots is reduced if they do not fit (default: half of the free
+    """Memory for the KV cache, e.g. 4GiB. If the slots do not fit, their number is reduced (default: half of the free
     memory).
     """
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory (on a CPU: main memory) that may be in use including the KV cache; an alternative to
-    --kv-cache-memory-bytes.
+    """Share of the device's memory (on a CPU: of main memory) that may be in use in total, with the KV cache. It is an
+    alternative to --kv-cache-memory-bytes.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
-    """Order of waiting requests. fcfs: first come, first served; priority: by the request's field `priority`, lower
-    first.
+    """Order of waiting requests. fcfs: first come, first served; priority: requests with lower values of the field
+    `priority` first.
     """
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
     """Keep the KV cache of finished requests for requests with the same prefix."""
     batch_invariant: BatchInvariant = _ENGINE.batch_invariant
-    """Bit-identical outputs with and without drafts. auto: if the model allows it; on: refuse to serve the model
-    otherwise; off: not required.
+    """Make outputs with and without drafts bit-identical. auto: if the model allows it; on: refuse to start if the
+    model does not allow it; off: do not require it.
     """
     enforce_eager: bool = False
-    """Do not record CUDA graphs: slower steps, less memory (default: graphs are recorded on a GPU)."""
+    """Do not record CUDA graphs, which saves memory but makes steps slower (default: graphs are recorded on a GPU)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """First of the seeds of requests that set none, which makes a run repeatable (default: drawn at random)."""
+    """Seed for drawing the seeds of requests that have none, so that a run can be repeated (default: random)."""
     coupled_sampling: int = _ENGINE.coupled_streams
-    """Number of noise streams that sampled requests without a seed share, so that earlier answers recur and can be
-    drafted; 0 disables sharing.
+    """Number of random noise streams that sampled requests without a seed share, so that earlier answers recur and can
+    be drafted; 0 disables coupled sampling.
     """
 
     @property
@@ -268,11 +268,11 @@ class CacheOptions:
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
     rebuild_interval: float = _INDEX.rebuild_interval_s
-    """Maximum time in seconds until new text is in the index."""
+    """Maximum time in seconds until new text is in the index and can be drafted."""
     cache_dir: Path | None = None
-    """Directory in which the cache is stored (default: the cache is lost when the process ends)."""
+    """Directory in which the cache is stored (default: none, the cache is lost when the process ends)."""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
-    """Prebuilt cache directory from `ssd-cache build` to draft from; repeatable."""
+    """Prebuilt cache directory from `ssd-cache build` to draft from; can be repeated."""
     redis: str | None = field(default=None, repr=False)
     """URL of the Redis server through which replicas share their caches (default: $SSD_REDIS_URL, which the process
     list does not show).
@@ -293,18 +293,19 @@ class ObserveOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum level of log messages."""
     log_format: LogFormat = "text"
-    """Format of log messages: text, or one JSON object per line. Neither contains text of requests."""
+    """Format of log messages: text, or one JSON object per line. Log messages never contain text of requests."""
     no_access_log: Annotated[bool, Parameter(name=("--no-access-log", "--disable-log-requests"))] = False
-    """Disable the access log (default: one line per request; probes, metrics and the web UI's counters at --log-level
-    debug).
+    """Disable the access log (default: one line per request; health checks, /metrics and the web UI's counters are only
+    logged with --log-level debug).
     """
     otlp_traces_endpoint: str | None = None
-    """URL of an OpenTelemetry collector that receives a span of each generation by HTTP. Needs the extra "telemetry".
+    """URL of an OpenTelemetry collector that receives a span of each generation by HTTP. It requires the package extra
+    "telemetry".
     """
     spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"], Parameter(name="--per-request-spec-decode-metrics")
     ] = "none"
-    """Include draft statistics in answers with one choice; detailed: for each draft."""
+    """Include draft statistics in responses with one choice. detailed: include the counts of each draft too."""
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:
@@ -314,7 +315,7 @@ def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) 
         for name, path in _adapters(word):
             if not _ADAPTER_NAME.fullmatch(name):
                 raise ConfigError(
-                    f"--lora-modules: {name[:80]!r} cannot be a name: take 1 to 31 characters of A-Z a-z 0-9 _ -"
+                    f"--lora-modules: {name[:80]!r} is not a valid name: use 1 to 31 characters of A-Z a-z 0-9 _ -"
                 )
             if name in found or name in model_names:
                 raise ConfigError(f"--lora-modules: the name {name} is given twice")

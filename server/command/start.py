@@ -62,7 +62,7 @@ class OpenNoise(NamedTuple):
 
     Attributes:
         root: The secret. None: sampling is not coupled.
-        shared: Keeps the secret equal to that of the replicas. None: it does not depend on them.
+        shared: Keeps the secret equal to that of the replicas. None: the secret does not depend on replicas.
     """
 
     root: NoiseSecret | None = None
@@ -119,7 +119,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
     has_own_caches = has_keys and not options.requests.share_cache_across_keys
     if redis_url is not None and has_own_caches and secret is None:
         raise ConfigError(
-            f"--redis with API keys needs one secret for all servers, or none would find another's caches: give "
+            f"--redis with API keys requires one secret for all servers, from which cache names are derived: give "
             f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
         )
     if secret is None:
@@ -378,14 +378,14 @@ def serve(
         log.info("stopped while loading")
     elif (drained := server.drained) is not None:
         log.info(
-            "stopped: %d requests in flight ended, %d were cut after %.1f s; the cache is %s",
-            drained.num_ended, drained.num_cut, drained.seconds, "flushed" if stopped else "still being flushed",
+            "stopped: %d requests in flight ended, %d were aborted after %.1f s; the cache is %s",
+            drained.num_ended, drained.num_cut, drained.seconds, "flushed" if stopped else "not completely flushed",
         )  # fmt: skip
     if not stopped or any(thread.name == "ssd-compile" for thread in threading.enumerate()):
         # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
         # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.
         if not stopped and not is_loading:
-            log.warning("left before the engine had stopped")
+            log.warning("the process ends before the engine has stopped")
         logging.shutdown()
         os._exit(status)
     return status

@@ -100,7 +100,7 @@ def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Aw
 async def _nothing_stored(_request: Request) -> Response:
     raise ApiError(
         404,
-        "this server stores no responses and no chat completions: send the whole conversation with each request",
+        "this server does not store responses or chat completions: send the whole conversation with each request",
         code="not_stored",
     )
 
@@ -207,7 +207,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
     def require_operator(request: Request) -> None:
         account_of(request.scope).enter()
         if not account_of(request.scope).tenant.is_operator:
-            raise ApiError(403, "this needs the key of an operator: see --tenants", code="not_an_operator")
+            raise ApiError(403, "this endpoint requires an operator's API key: see --tenants", code="not_an_operator")
 
     @app.get("/admin/tenants", include_in_schema=False)
     async def list_tenants(request: Request) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
         try:
             return {"object": "reload", "tenants": await lane.run(tenants.reload)}
         except ConfigError as error:
-            raise ApiError(409, f"all stays as it was: {error}", code="not_reloaded") from error
+            raise ApiError(409, f"nothing was changed: {error}", code="not_reloaded") from error
 
     @app.delete("/v1/cache")
     async def delete_own_cache(request: Request) -> dict[str, Any]:

@@ -106,7 +106,7 @@ _FIELDS = {
     "prompt": "The text.",
     "tokens": "Token ids.",
 }
-"""Descriptions of fields by name, for schemas that do not describe them; the field means the same in all APIs."""
+"""Descriptions of request fields in /openapi.json by field name. A field means the same in all APIs."""
 _PLACE = "#/components/schemas/{model}"
 
 

@@ -55,7 +55,7 @@ _TOKENS_A_CHOICE = 256
 
 
 class Service:
-    """Functions of several endpoints: reading request bodies, tokenizing on other threads, starting generations."""
+    """Functions that several endpoints use: read request bodies, tokenize on other threads, and start generations."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
@@ -194,7 +194,7 @@ class Service:
                 return found
 
             def streams() -> Sequence[int | None]:
-                """Return different noise streams for the choices of one prompt (see coupled sampling)."""
+                """Return a noise stream for each choice of a prompt (see coupled sampling), so that choices differ."""
                 is_shared = body.n > 1 and engine.config.coupled_streams
                 return engine.draw_streams(body.n) if is_shared else [None] * body.n
 
@@ -243,7 +243,7 @@ class Service:
         why = "started the server with --no-web-ui"
         if not self.settings.no_web_ui:
             why = "obfuscates all streams (--obfuscation always)"
-        message = f"include_drafts is not allowed here: the operator {why}"
+        message = f"include_drafts is not allowed: the operator {why}"
         raise RequestError(message, param="stream_options.include_drafts")
 
     async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Service:
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Set ``max_tokens``, if the request does not, so that the response has at most ``_MOST_LOGPROBS``."""
+    """Limit the default of ``max_tokens`` so that the response has at most ``_MOST_LOGPROBS`` log-probabilities."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)
@@ -283,7 +283,7 @@ def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_cho
         entries += (context - room) * (1 + sampling.prompt_logprobs)
     if entries * num_choices > _MOST_LOGPROBS:
         raise RequestError(
-            f"the response would have {entries * num_choices} log-probabilities, above the limit of {_MOST_LOGPROBS}: "
+            f"the response would have {entries * num_choices} log-probabilities, but the limit is {_MOST_LOGPROBS}: "
             "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

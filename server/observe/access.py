@@ -23,14 +23,15 @@ PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/ui/stats"})
 """URL paths that health checks, Prometheus and the web UI request every few seconds; logged at level DEBUG only."""
 
 _PROBED = frozenset({200, 503})
-"""The expected status codes of health checks: ready and not ready."""
+"""The status codes that health checks normally get: 200 if the server is ready, 503 if it is not."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _CLIENT_LEFT = 499
 _ELSEWHERE = re.compile(
     r"/(?:v1/|api/)?(?:audio|batches|chat|classify|embed|embeddings|files|fine_tuning|generate|images|infill|invocations|"
     r"load|moderations|pooling|props|rerank|score|slots|tags|threads)(?=/|$)"
 )
-"""Matches URL paths of other inference servers, which may be logged. Other unknown paths may contain private text."""
+"""Matches URL paths in the APIs of other inference servers, which may be logged. Other paths may contain private text.
+"""
 
 
 class HttpCounts:
@@ -42,7 +43,7 @@ class HttpCounts:
         response.
         """
         self.refused: Counter[str] = Counter()
-        """The number of rejected requests by reason (see `rejection_reason`), without server errors."""
+        """The number of rejected requests by reason (see `rejection_reason`). Server errors are not counted."""
         self.num_under_way = 0
 
 

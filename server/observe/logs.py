@@ -20,14 +20,14 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 OURS = ("ssd", "server", "cache_builder")
-"""The names of our own loggers, to which the configured level applies. Other libraries log from WARNING on."""
+"""The names of our loggers, to which the configured level applies. Other libraries log warnings and errors only."""
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
 _PATIENCE_S = 2.0
 """The seconds that the process waits at exit until queued log lines are written."""
 _NO_FILES = (
-    "no file descriptor is free: connections wait until others end. Allow more (ulimit -n, LimitNOFILE) or lower "
+    "no file descriptor is free: connections wait until others close. Allow more (ulimit -n, LimitNOFILE) or lower "
     "--max-connections"
 )
 _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")

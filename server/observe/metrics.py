@@ -69,8 +69,7 @@ class Families:
 MOST_NAMED = 64
 """The maximum number of cache namespaces with labels of their own, because each label adds a time series per metric."""
 OTHERS = "(others)"
-"""The metric label for all cache namespaces after the first ``MOST_NAMED`` together; no namespace can have this name.
-"""
+"""The metric label under which all cache namespaces after the first ``MOST_NAMED`` are added up."""
 
 _SIZES = frozenset({
     "num_tokens", "num_prebuilt_tokens", "num_shared_tokens", "num_retained_tokens", "num_memtable_tokens",
@@ -82,8 +81,8 @@ _SIZES = frozenset({
 class NamespaceFamilies:
     """Creates metric families from the statistics of cache namespaces. ``texts`` maps statistics to help texts.
 
-    The first 64 namespaces have labels of their own. All others are summed, in such a way that counters never decrease
-    when a namespace is deleted. Not thread-safe.
+    The first 64 namespaces have labels of their own. All other namespaces are added up, so that the counters do not
+    decrease when a namespace is deleted. Not thread-safe.
     """
 
     def __init__(self, prefix: str, texts: Mapping[str, str], families: Families) -> None:
@@ -124,7 +123,7 @@ LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
 """Reasons of rejections that are exported as 0 from the start, so that the first rejection shows as an increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
-"""Maps the engine's finish reasons to those of vLLM's metrics."""
+"""Maps the engine's finish reasons to the finish reasons in vLLM's metrics."""
 
 _ENGINE_NUMBERS = {
     "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Non-empty drafts."),

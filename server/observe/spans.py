@@ -31,7 +31,7 @@ _OPERATIONS = {"/v1/completions": "text_completion"}
 
 
 class Spans:
-    """Creates a trace span for each generation, with OpenTelemetry's attributes and vLLM's for times, but no text.
+    """Creates a trace span for each generation, with OpenTelemetry's and vLLM's attributes, but without any text.
 
     ``exporter`` sends the spans on its own thread.
     """
@@ -95,7 +95,7 @@ def make_spans(endpoint: str) -> Spans:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     except ImportError as error:
-        raise ConfigError(f"{OPTION} needs more libraries: pip install 'ssd-serving[telemetry]' ({error})") from error
+        raise ConfigError(f"{OPTION} needs more packages: pip install 'ssd-serving[telemetry]' ({error})") from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=_DEFAULT_PATH).geturl()
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # `_log_once` logs once instead
@@ -116,11 +116,11 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
             result = SpanExportResult.FAILURE
         if result is SpanExportResult.SUCCESS:
             if num_lost:
-                log.info("spans reach %s again; %d were lost", name, num_lost)
+                log.info("trace spans reach %s again; %d spans were lost", name, num_lost)
             num_lost = 0
         else:
             if not num_lost:
-                log.warning("spans do not reach %s; requests are served without", name)
+                log.warning("trace spans do not reach %s; requests are served without tracing", name)
             num_lost += len(spans)
         return result
 

@@ -41,8 +41,8 @@ class MessageFormat:
     """How a model's chat template writes tool calls and reasoning.
 
     Attributes:
-        tool_call: The name of the tool call parser. None: there is none.
-        reasoning: The name of the reasoning parser. None: there is none.
+        tool_call: The name of the tool call parser. None: the output is not searched for tool calls.
+        reasoning: The name of the reasoning parser. None: the output is not searched for reasoning.
         in_words: Whether the prompt describes tools in words, because the chat template ignores them.
         several: Whether a message may contain several tool calls.
     """
@@ -153,15 +153,15 @@ def _calls(
             if len(grammar) > limits.max_grammar_characters:
                 raise RequestError(
                     f"the grammar of these functions has {len(grammar)} characters, at most "
-                    f"{limits.max_grammar_characters} are compiled: name fewer of them in tool_choice",
+                    f"{limits.max_grammar_characters} are accepted: name fewer functions in tool_choice",
                     param="tools",
                 )
             return name, StructuredOutput("grammar", grammar, "tools")
         if use.mode != "required":  # the prompt then mentions no other format
             break
     raise RequestError(
-        "response_format together with tools that may be called is not possible in this model's format of calls: "
-        "leave out one of them",
+        "response_format together with tools that may be called is not possible with this model's tool call format: "
+        "omit one of them",
         param="response_format",
     )
 
@@ -171,7 +171,7 @@ def _output(
 ) -> StructuredOutput | None:
     """Combine the grammars for reasoning, for tool calls, and for the requested form of the text."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
-        raise RequestError(f"{asked.param} with tools must be a schema: leave out one of them", param=asked.param)
+        raise RequestError(f"{asked.param} with tools must be a JSON schema: omit one of the two", param=asked.param)
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
     if not parts:
         return None
@@ -184,7 +184,7 @@ def _output(
 
 
 def _writing(form: MessageFormat) -> dict[str, Any]:
-    """Return the arguments of `TextCodec.encode_chat` that determine how tools and tool calls are written."""
+    """Return the arguments of `TextCodec.encode_chat` that determine how the prompt presents tools and tool calls."""
     return {"tools_in_words": form.in_words, "write_calls": partial(write_calls, form.tool_call)}
 
 
@@ -194,7 +194,7 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
     "mistral": with_short_call_ids,
     "kimi_k2": with_numbered_call_ids,
 }
-"""Converts tool call ids, by tool call format, for chat templates that accept only one form of ids."""
+"""Maps tool call formats to functions that convert tool call ids, if the chat template accepts only one form of ids."""
 
 
 class ChatPreparer:
@@ -217,14 +217,14 @@ class ChatPreparer:
         return await self._texts.tokenize(engine, body, **_writing(form))
 
     def _adapt_to_template(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
-        """Return the request with the tools as the chat template expects them, and the format of its messages."""
+        """Return the request with its tools in the form that the chat template expects, and the message format."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
             body, use = body.without_tools(), None
         codec = codec_of(engine)
         if body.documents and "documents" not in (codec.chat_template() or "documents"):
             raise RequestError(
-                "the chat template of this model does not read documents: put them into a message", param="documents"
+                "this model's chat template ignores documents: put them into a message", param="documents"
             )
         template = codec.template(with_tools=use is not None)
         form = message_format(template, self._settings.tool_call_parser, self._settings.reasoning_parser)

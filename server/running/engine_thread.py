@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # importing the engine imports torch, which the thread does a
 log = logging.getLogger(__name__)
 
 _COMPILING_S = 5.0
-"""The seconds that a start waits for the drafting kernels to compile before it serves without drafts."""
+"""The seconds that the server waits at its start for the drafting kernels to compile before it serves without drafts.
+"""
 _IDLE_WAIT_S = 0.25
 """The interval in seconds at which the engine's thread, while it is idle, checks whether it has to stop."""
 _DRAIN_LOOK_S = 0.02
@@ -63,7 +64,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """Return the next output, or None after ``wait_s`` seconds. Faster than ``asyncio.Queue`` with a timeout."""
+        """Return the next output, or None after ``wait_s`` seconds."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -101,7 +102,7 @@ class Worker:
         self._stop = threading.Event()
         self._num_inside = 0
         self.hurries = False
-        """Whether the grace period of the shutdown is over, so that nothing may be waited for any more."""
+        """Whether the grace period of the shutdown is over, so that waiting tasks must return at once."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None
@@ -115,7 +116,7 @@ class Worker:
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
             raise ServerNotReady(_SHUTTING_DOWN)
         if self.state is WorkerState.FAILED or self.loaded_engine is None:
-            raise EngineFailed("the engine has failed; the server must be restarted, its log says why")
+            raise EngineFailed("the engine has failed: see the server's log, and restart the server")
         return self.loaded_engine
 
     @property
@@ -136,7 +137,7 @@ class Worker:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. No further output of it arrives. Unknown and finished requests are ignored."""
+        """Cancel a request, which then produces no further output. Unknown and finished requests are ignored."""
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
@@ -149,12 +150,12 @@ class Worker:
         self._num_inside -= 1
 
     def stop_admission(self) -> None:
-        """Reject new requests while those in flight continue. Can be called from a signal handler."""
+        """Reject new requests while requests in flight continue. Can be called from a signal handler."""
         if self.state is not WorkerState.FAILED:
             self.state = WorkerState.STOPPING
 
     async def drain(self, grace_s: float, hurries: Callable[[], bool] = lambda: False) -> Drained:
-        """Reject new requests, let those in flight finish for ``grace_s`` seconds, then cancel the others.
+        """Reject new requests, let running requests finish for ``grace_s`` seconds, then cancel the remaining ones.
 
         ``hurries`` is polled and returns whether to end the grace period early.
         """
@@ -205,7 +206,7 @@ class Worker:
             except BaseException as error:  # any error ends this thread
                 self.state = WorkerState.FAILED
                 log.critical("the engine failed with %d requests in flight", self.num_requests, exc_info=error)
-                failure = EngineFailed("the engine failed while it worked on this request; the server's log says why")
+                failure = EngineFailed("the engine failed during this request: see the server's log")
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:

@@ -67,7 +67,7 @@ class ChoiceState:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     refusal: RequestError | None = None
-    """The error that ended this choice although other choices of the request could continue."""
+    """The error that ended this choice, while other choices of the request may continue."""
     stats: RequestStats | None = None
     """The engine's statistics of this choice, which the engine keeps updating. None before the first output."""
 
@@ -110,8 +110,8 @@ class Usage:
 class Generation:
     """Submits one engine request per choice of an HTTP request and collects the outputs.
 
-    ``close`` must be called in any case. With ``only_scores``, only the prompts' log-probabilities are wanted, so that
-    the one generated token is dropped. ``aside`` is the thread pool for slow functions.
+    ``close`` must be called in any case. With ``only_scores``, the client wants only the log-probabilities of its
+    prompts, so the one generated token is dropped. ``aside`` is the thread pool for slow functions.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Generation:
         self._num_reasoning: int | None = None
 
     def submit(self, requests: list[Request]) -> None:
-        """Submit all choices to the engine. If an exception is raised, ``close`` cancels those already submitted."""
+        """Submit all choices to the engine. After an exception, ``close`` cancels the choices already submitted."""
         record, first = self._record, requests[0]
         record.sampling, record.namespace, record.num_choices = first.sampling, first.namespace, len(requests)
         for request in requests:
@@ -202,7 +202,7 @@ class Generation:
 
     @property
     def has_more_now(self) -> bool:
-        """Whether another output has already arrived, so that it can be sent together with the last one."""
+        """Whether another output has already arrived, so that it can be sent together with the previous output."""
         return bool(self._running) and len(self._inbox) > 0
 
     async def outputs(self, wait_s: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
@@ -273,7 +273,7 @@ class Generation:
             raise output.refusal
         choice.refusal = output.refusal
         if output.finish_reason == "error" and output.refusal is None:
-            raise RequestFailed(f"this request failed: {output.error}; the server's log says why")
+            raise RequestFailed(f"this request failed: {output.error}; see the server's log")
         if output.finish_reason == "cancelled":
             raise EngineStopped("the request was cancelled by the server")
         choice.finish_reason = "length" if self._only_scores else str(output.finish_reason)

@@ -23,14 +23,14 @@ _MAX_CHARACTERS_PER_TOKEN = 512
 """The maximum number of characters of a token in known tokenizers; the longest tokens are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
-"""The maximum number of token ids in a /detokenize request, because the tokenizer blocks all threads meanwhile."""
+"""The maximum number of token ids in a /detokenize request, because decoding them blocks all other threads."""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""The number of tokens that splitting a text into chunks may add to its token count, per chunk."""
+"""If a text is split into chunks, its token count may increase by up to this number per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
-"""The estimated peak memory of tokenization in bytes per token and per UTF-8 byte; 330 and 16 were measured."""
+"""Upper estimates of the peak memory of tokenization, in bytes per token and per UTF-8 byte (measured: 330 and 16)."""
 _CHARACTERS_A_TEXT = 64
-"""The estimated cost of tokenizing one more text, in addition to its length, in characters."""
+"""The estimated fixed cost of tokenizing a text, expressed as a number of additional characters."""
 
 
 class Tokenization:
@@ -178,17 +178,17 @@ class Tokenization:
         most = self._limits.max_body_values
         if len(text) > most and num_values(text.encode(errors="replace")) > most:
             raise RequestError(
-                f"the arguments of all tool calls have more than {most} values: leave some out", param="messages"
+                f"the arguments of all tool calls have more than {most} JSON values: shorten them", param="messages"
             )
 
     def _too_many(self, most: int) -> RequestError:
         return RequestError(
-            f"the prompts of a request may have {most} tokens together: send several requests", param="prompt"
+            f"the prompts of a request may have {most} tokens in total: send several requests", param="prompt"
         )
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory to tokenize it is short.
+    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenization is short.
 
     A long text is tokenized in chunks first, because a tokenizer that runs out of memory aborts the process.
     """
@@ -205,11 +205,11 @@ def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str)
                 f"{param} has more than {most_tokens} tokens, which is the maximum: shorten it", param=param
             )
     if not _is_free(num_tokens * _BYTES_A_TOKEN + num_bytes * _BYTES_A_BYTE):
-        raise QueueFull(f"too little memory is free to tokenise {len(text)} characters: try again later, or send less")
+        raise QueueFull(f"too little memory is free to tokenize {len(text)} characters: try later, or send less text")
 
 
 def _is_free(num_bytes: int) -> bool:
-    """Return whether the process can allocate this much memory within the limits of its cgroup and the system."""
+    """Return whether ``num_bytes`` of memory can be allocated within the limits of the cgroup and the system."""
     import torch  # by now loaded with the engine
 
     from ssd.model.loading.memory import free_bytes
@@ -237,7 +237,7 @@ def _require_plausible_length(engine: Engine, num_characters: int, param: str) -
     limit = engine.max_model_len * _MAX_CHARACTERS_PER_TOKEN
     if num_characters > limit:
         raise ContextTooLong(
-            f"{param} has {num_characters} characters, which cannot fit this model's maximum context length of "
+            f"{param} has {num_characters} characters, which exceeds this model's maximum context length of "
             f"{engine.max_model_len} tokens: shorten it",
             param=param,
         )

@@ -31,18 +31,18 @@ _IGNORED: Mapping[str, str] = {
     "cache_control": IGNORED["prompt_cache_key"] + " (in content blocks and tools too)",
     "user_profile_id": IGNORED["user"],
     "workspace_id": IGNORED["user"],
-    "diagnostics": "the server keeps no earlier requests to compare with",
+    "diagnostics": "the server does not store earlier requests for comparison",
     "speed": "the server has only one speed",
 }
 """Request fields that are ignored because they do not change the output, with the reason."""
 
-_NO_TOOLS = "the server runs no tools and reaches no network. Give the model tools, and run them yourself"
+_NO_TOOLS = "the server does not run tools or access the network. Define tools, and run them in the client"
 
 _REFUSED: UnsupportedFields = {
     "container": ((), _NO_TOOLS),
     "mcp_servers": (([],), _NO_TOOLS),
-    "thread": ((), "no conversation is kept here. Send the whole of it with each request"),
-    "inference_geo": (("global",), "the server does not know where it stands"),
+    "thread": ((), "the server stores no conversations. Send the whole conversation with each request"),
+    "inference_geo": (("global",), "the server does not know its own location"),
 }
 """Unsupported request fields that would change the output, with their accepted values and the reason."""
 
@@ -149,7 +149,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 def continues_last_message(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the output continues the last message, because it is the assistant's and has no tool call."""
+    """Return whether the output continues the last message, which must be the assistant's and have no tool call."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
@@ -178,7 +178,7 @@ class ToolChoice(RequestObject):
             choice = "required" if self.type == "any" else self.type
             return {"tool_choice": choice, "parallel_tool_calls": parallel}
         if self.name is None:
-            raise RequestError('tool_choice of type "tool" needs the name of one', param="tool_choice")
+            raise RequestError('tool_choice of type "tool" requires the name of a tool', param="tool_choice")
         return {"tool_choice": function_choice(self.name), "parallel_tool_calls": parallel}
 
 
@@ -255,7 +255,7 @@ class ContextManagement(RequestObject):
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
 
     def edit(self, messages: list[dict[str, Any]]) -> None:
-        """Remove the reasoning of earlier turns from the messages, as the edits demand."""
+        """Remove the reasoning of earlier turns from the messages, as the request's field ``edits`` demands."""
         for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
             for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
                 del message["reasoning_content"]
@@ -293,7 +293,7 @@ class AnthropicChat(Body):
         if self.context_management is not None:
             self.context_management.edit(messages)
         if not messages:
-            raise RequestError("messages say nothing: give at least one text", param="messages")
+            raise RequestError("messages contain no text: give at least one text", param="messages")
         template: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in _THINKS:
             template["enable_thinking"] = _THINKS[self.thinking.type]

@@ -24,7 +24,7 @@ UNKNOWN_FIELD = "unknown_field"
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known field name that an unknown name may be a misspelling of; None if none is similar."""
+    """Return the known field name that is most similar to an unknown name; None if no known name is similar."""
     return next(iter(get_close_matches(name[:64], known, n=1, cutoff=0.75)), None)
 
 
@@ -36,7 +36,7 @@ class RequestObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, content: Any) -> Any:
-        """Raise one error for all unknown fields, because pydantic would create one for each of very many."""
+        """Raise a single error for all unknown fields; pydantic would create one for each of possibly thousands."""
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -76,15 +76,15 @@ UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
 """Unsupported request fields that would change the output, with their accepted values and the reason."""
 
 REFUSED: UnsupportedFields = {
-    "suffix": (("",), "text is continued here, not filled in"),
+    "suffix": (("",), "the server continues text, it does not fill in the middle"),
     "use_beam_search": ((False,), "drafts are verified against one continuation, not several at a time"),
-    "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, and there is none"),
-    "modalities": ((["text"],), "the model reads and writes text alone"),
-    "audio": ((), "the model reads and writes text alone"),
-    "web_search_options": ((), "the server reaches no network. Give the model a tool that does"),
-    "truncate_prompt_tokens": ((), "a prompt is never shortened. Send the part that counts"),
-    "chat_template": ((), "a template is a program. The operator gives one with --chat-template"),
-    "best_of": ((), "choices are returned, not ranked. Send it equal to n, or leave it out"),
+    "length_penalty": ((1.0, 1), "it ranks the beams of a beam search, which is not supported"),
+    "modalities": ((["text"],), "the model reads and writes only text"),
+    "audio": ((), "the model reads and writes only text"),
+    "web_search_options": ((), "the server does not access the network. Give the model a tool that does"),
+    "truncate_prompt_tokens": ((), "a prompt is never shortened. Send a shorter prompt"),
+    "chat_template": ((), "a template is a program, so only the operator can set it, by --chat-template"),
+    "best_of": ((), "choices are not ranked. Send best_of equal to n, or omit it"),
     **dict.fromkeys(("functions", "function_call"), ((), "OpenAI deprecated it. Send tools and tool_choice")),
     **dict.fromkeys(
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -109,7 +109,7 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("tools", _written, 1 << 18, "characters"),
     ):
         if (found := count(body.get(name))) > most:
-            raise RequestError(f"{name} has {found} {unit}, at most {most} are taken: leave some out", param=name)
+            raise RequestError(f"{name} has {found} {unit}, but at most {most} are accepted: omit some", param=name)
 
 
 def _require_choices(body: dict[str, Any], limits: Limits) -> None:
@@ -121,7 +121,7 @@ def _require_choices(body: dict[str, Any], limits: Limits) -> None:
     if choices > limits.max_choices:
         param = "prompt" if prompts > limits.max_choices else "n"
         raise RequestError(
-            f"prompt and n ask for {choices} choices, at most {limits.max_choices} are made: send several requests",
+            f"prompt and n request {choices} choices, at most {limits.max_choices} are allowed: send several requests",
             param=param,
         )
 
@@ -147,7 +147,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors raised in this context call fields of chat completions by their names in the client's API."""
+    """Make errors raised in this context name fields as the client's API does, not as chat completions do."""
     try:
         yield
     except RequestError as error:
@@ -155,7 +155,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return an error in which fields of chat completions have their names in the client's API."""
+    """Return the error with the names that the client's API has for the fields of chat completions."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
@@ -199,7 +199,7 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Remove fields that have no effect, and raise RequestError for unsupported fields that would have one."""
+        """Remove fields without effect. Raises RequestError for unsupported fields that would change the output."""
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):

@@ -37,7 +37,7 @@ class Function(RequestObject):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; if the client sent none, one that allows any object."""
+        """Return the JSON schema of the arguments; if the client sent no schema, one that allows any object."""
         return self.parameters or {"type": "object"}
 
 
@@ -45,7 +45,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """A request object whose content is nested in ``function``. Errors point out that other APIs do not nest it."""
+    """A JSON object with the nested object ``function``. If a client leaves the nesting out, the error shows it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +66,7 @@ class Tool(_NestedFunction):
     def _only_functions(cls, content: Any) -> Any:
         kind = content.get("type") if isinstance(content, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(f'only tools of type "function" can be called here, got {kind!r:.80}: leave it out')
+            raise ValueError(f'only tools of type "function" are supported, got {kind!r:.80}: omit this tool')
         return content
 
 
@@ -114,7 +114,7 @@ def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -
     """Return the functions with the given names, in their original order. Raises RequestError for unknown names."""
     wanted = set(names)
     if unknown := wanted - {function.name for function in functions}:
-        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is none of the functions given", param=param)
+        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is no function of the request", param=param)
     return tuple(function for function in functions if function.name in wanted)
 
 
@@ -150,7 +150,7 @@ class ChatTemplateFields(BaseModel):
         choice = self.tool_choice
         if not functions:
             if choice not in (None, "none", "auto"):
-                raise RequestError("tool_choice needs tools: give the functions it speaks of", param="tool_choice")
+                raise RequestError("tool_choice requires tools: define the functions in tools", param="tool_choice")
             return None
         parallel = self.parallel_tool_calls
         if isinstance(choice, NamedTool):
@@ -169,7 +169,7 @@ class ChatTemplateFields(BaseModel):
         """Return the keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields conflict."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other: leave one out",
+                "continue_final_message and add_generation_prompt exclude each other: omit one of them",
                 param="continue_final_message",
             )
         if self.add_special_tokens:
@@ -206,7 +206,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     def num_logprobs(self) -> int | None:
         """Return ``top_logprobs``. Raises RequestError if it is set without ``logprobs``."""
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     def template_arguments(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_call
 
 
 class Conversation:
-    """Builds messages for /v1/chat/completions from the finer parts of other APIs.
+    """Builds messages for /v1/chat/completions from the smaller items of the Messages and Responses APIs.
 
     Consecutive reasoning, text and tool calls of the assistant become one message.
     """
@@ -278,21 +278,21 @@ class Conversation:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._said = -1
-        """The index in `_ORDER` of the last part of the last message; -1 if that is not an assistant message."""
+        """The index in `_ORDER` of the last part of the last message; -1 if the last message is not the assistant's."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
         self.messages.append({"role": role, "content": content, **others})
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """Append a text to the conversation; text of the assistant continues its last message if possible."""
+        """Append a text to the conversation. Text of the assistant continues the last assistant message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the assistant message to add a part (content, reasoning or tool calls) to: the last or a new one."""
+        """Return the assistant message to which the part ``says`` is to be added: the last message, or a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")
@@ -322,7 +322,7 @@ class ChatForm(Body):
 
     @property
     def chat(self) -> ChatBody:
-        """The equivalent chat completion, without ``stream_options``, which have another meaning in the other API."""
+        """The equivalent chat completion, without ``stream_options``, whose meaning differs between the APIs."""
         return self._chat
 
     @property

@@ -63,7 +63,7 @@ class JsonSchemaFormat(RequestObject):
 
 
 class ResponseFormat(RequestObject):
-    """The form of the output: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
+    """The format of the output: text, any JSON object, or JSON of a schema, which is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -114,13 +114,13 @@ class OutputFields(BaseModel):
     prediction: Prediction | None = None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the constraint of the output. Raises RequestError if several fields set one, or if it is empty."""
+        """Return the constraint of the output. Raises RequestError for several constraints or an empty constraint."""
         form, outputs = self.response_format, self.structured_outputs
         found: list[StructuredOutput] = []
         if form is not None and form.type != "text":
             if form.type == "json_schema" and form.json_schema is None:
                 raise RequestError(
-                    'response_format of type "json_schema" needs the field json_schema', param="response_format"
+                    'response_format of type "json_schema" requires the field json_schema', param="response_format"
                 )
             schema = "" if form.json_schema is None else json.dumps(form.json_schema.schema_)
             source = schema if form.type == "json_schema" else ""
@@ -128,7 +128,7 @@ class OutputFields(BaseModel):
         if outputs is not None:
             if not (given := outputs.given()):
                 raise RequestError(
-                    "structured_outputs needs one of json, regex, choice, grammar, json_object",
+                    "structured_outputs requires one of json, regex, choice, grammar, json_object",
                     param="structured_outputs",
                 )
             if len(given) > 1:
@@ -173,14 +173,14 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     skip_special_tokens: bool = Field(default=True, description="false: the output text contains special tokens.")
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError for several constraints of the output, or for one that takes too long to compile."""
+        """Raise RequestError if the output has several constraints, or a constraint that takes too long to compile."""
         output = self.structured_output()
         if output is None:
             return
         most = _MOST_REGEX if output.kind == "regex" else limits.max_grammar_characters
         if len(output.source) > most:
             raise RequestError(
-                f"{output.param} has {len(output.source)} characters, at most {most} are taken: shorten it",
+                f"{output.param} has {len(output.source)} characters, but at most {most} are accepted: shorten it",
                 param=output.param,
             )
 
@@ -200,11 +200,11 @@ class GenerateBody(SamplingFields, OutputFields, Body):
 
     @property
     def continues_prompt(self) -> bool:
-        """Whether the output continues the prompt's text within a message."""
+        """Whether the output continues the text at the end of the prompt, instead of beginning a new message."""
         return True
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternative tokens with log-probabilities; None if none are requested."""
+        """Return the number of alternative tokens whose log-probabilities are requested; None without them."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
@@ -219,7 +219,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         options = self.stream_options or StreamOptions()
         if options.include_drafts and options.include_obfuscation:
             raise RequestError(
-                "include_drafts tells what include_obfuscation hides: leave one of them out", param="stream_options"
+                "include_drafts reveals what include_obfuscation hides: omit one of them", param="stream_options"
             )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
@@ -271,7 +271,7 @@ def _token_id(text: str) -> int:
     # Ten digits are enough for any id. Leading zeros are rejected, so that each token has one name.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
-            f"logit_bias must map token ids, written as usual, to numbers, got the key {quote_value(text)}",
+            f"logit_bias must map decimal token ids to numbers, got the key {quote_value(text)}",
             param="logit_bias",
         )
     return int(text)
@@ -296,7 +296,7 @@ class CompletionBody(GenerateBody):
 
     @property
     def only_scores(self) -> bool:
-        """Whether ``echo`` with ``max_tokens`` 0 requests only the prompt's log-probabilities, for evaluations."""
+        """Whether the request (``echo`` with ``max_tokens`` 0) wants only log-probabilities of the prompt."""
         return self.echo and self.output_limit()[1] == 0
 
     def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
@@ -317,7 +317,7 @@ class CompletionBody(GenerateBody):
         if prompt and all(isinstance(entry, list) and entry and _is_token_ids(entry) for entry in prompt):
             return list(prompt)
         raise RequestError(
-            "prompt must be a string, strings, token ids or lists of token ids, and not empty", param="prompt"
+            "prompt must be a string, a list of strings, token ids or lists of token ids, and not empty", param="prompt"
         )
 
 

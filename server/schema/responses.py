@@ -22,19 +22,19 @@ _IGNORED: Mapping[str, str] = {
 } | {
     "max_tool_calls": "it limits the calls of tools that a server runs, but here clients run the tools",
     "background_options": "no request runs in the background",
-    "access_programs": "they belong to OpenAI accounts",
+    "access_programs": "they are objects of OpenAI accounts",
     "client_metadata": IGNORED["metadata"],
 }
 _NOT_STORED = "this server stores no responses. Send the whole conversation as input, with the output of earlier ones"
-_NOT_HERE = "nothing here does that"
+_NOT_HERE = "the server has no such feature"
 
 _REFUSED: UnsupportedFields = {
     "previous_response_id": ((), _NOT_STORED),
     "conversation": ((), _NOT_STORED),
-    "background": ((False,), "a response that is made in the background is fetched later, but " + _NOT_STORED),
-    "prompt": ((), "prompt templates are stored, and nothing is stored here. Send the text as instructions and input"),
-    "truncation": (("disabled",), "the input is never shortened. Leave the oldest items out"),
-    "context_management": (([],), "the input is never shortened. Leave the oldest items out"),
+    "background": ((False,), "background responses would be fetched later, but " + _NOT_STORED),
+    "prompt": ((), "the server stores no prompt templates. Send the text as instructions and input"),
+    "truncation": (("disabled",), "the input is never shortened. Omit the oldest items"),
+    "context_management": (([],), "the input is never shortened. Omit the oldest items"),
     "moderation": ((), _NOT_HERE),
     "image": ((), _NOT_HERE),
 }
@@ -130,7 +130,7 @@ def _spread(tools: list[Any]) -> Iterator[tuple[str, str | None, Any]]:
         if kind == "namespace":
             name, inner = tool.get("name"), tool.get("tools")
             if not isinstance(name, str) or not isinstance(inner, list):
-                raise RequestError(f"tools[{number}] of type 'namespace' needs a name and tools", param="tools")
+                raise RequestError(f"tools[{number}] of type 'namespace' requires a name and tools", param="tools")
             yield from ((f"tools[{number}].tools[{place}]", name, each) for place, each in enumerate(inner))
         elif kind not in _LEFT_OUT:
             yield f"tools[{number}]", None, tool
@@ -152,14 +152,14 @@ def chat_tool_choice(choice: Any) -> Any:
             raise RequestError(f"tool_choice.mode must be 'auto' or 'required', got {given}", param="tool_choice")
         tools = [_named(tool) for tool in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    said = "say none, auto, required, or name a function or allowed_tools"
+    said = "use none, auto or required, or name a function or allowed_tools"
     raise RequestError(f"tool_choice is of type {quote_value(kind)}: {said}", param="tool_choice")
 
 
 def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        why = f"{where} is of type {quote_value(kind)}: this server runs no tools itself, give functions"
+        why = f"{where} is of type {quote_value(kind)}: the server does not run tools, so give functions"
         raise RequestError(why, param="tools")
     said: dict[str, Any] = {name: tool[name] for name in _OF_A_FUNCTION if tool.get(name) is not None}
     validate_field(FUNCTION, said, "tools", where)
@@ -184,7 +184,7 @@ _CHAT_NAMES = {
 
 
 class TextFormat(RequestObject):
-    """The form of the output. A JSON schema is always enforced strictly."""
+    """The format of the output. A JSON schema is always enforced strictly."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str = ""
@@ -194,7 +194,7 @@ class TextFormat(RequestObject):
 
 
 class TextConfig(RequestObject):
-    """The form of the output. ``verbosity`` has no effect."""
+    """The format of the output. ``verbosity`` has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = Field(default=None, max_length=64)
@@ -294,5 +294,5 @@ class ResponsesBody(SamplingFields, ChatForm):
         if asked.type != "json_schema":
             return {"type": asked.type}
         if asked.schema_ is None:
-            raise RequestError('text.format of type "json_schema" needs the field schema', param="text")
+            raise RequestError('text.format of type "json_schema" requires the field schema', param="text")
         return {"type": "json_schema", "json_schema": {"name": asked.name, "schema": asked.schema_}}

@@ -21,7 +21,7 @@ from server.tools.values import Functions
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
 AUTO, OFF = "auto", "none"
-"""Values of the options for tool call and reasoning formats other than names of formats."""
+"""Values of the options for tool call and reasoning formats that detect the format, or disable parsing."""
 
 FORMAT_IN_WORDS = "hermes"
 """The tool call format that is described to models whose chat template does not support tools."""
@@ -446,9 +446,8 @@ _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
     """Return the names of the tool call format and the reasoning format of a chat template; None for an unknown format.
 
-    ``sample`` is a tool call as the template renders it. The tool call format is the first that can parse it, among the
-    formats that the template mentions and then all others. Without it, the first format that the template mentions is
-    used.
+    ``sample`` is a tool call as the template renders it. The first format that can parse ``sample`` is used; formats
+    that the template mentions are tried first. Without ``sample``, the first format that the template mentions is used.
     """
     mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentions, chat_template)]
     reasoning = next(

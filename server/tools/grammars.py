@@ -23,7 +23,7 @@ _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum
 """JSON schema keywords that a grammar can enforce for a string that is written without quotation marks."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
-"""The number of output tokens among which the marker that begins reasoning must occur."""
+"""The marker that begins reasoning must occur among this number of tokens at the beginning of the output."""
 
 
 def call_grammar(
@@ -69,7 +69,7 @@ def _call(
     special: Mapping[str, int],
     rules: dict[str, str],
 ) -> str | None:
-    """Return the grammar rule for a call of one function, and add the rules that it refers to to ``rules``."""
+    """Return the grammar rule for a call of one function, and add to ``rules`` the other rules that it needs."""
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
@@ -93,7 +93,7 @@ def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules:
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """Write a text as grammar literals, in which markers that are special tokens stand for these tokens."""
+    """Write a text as grammar literals, in which markers that are special tokens become references to tokens."""
     markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
@@ -114,7 +114,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _tagged(
     form: CallTemplate, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
-    """Write grammar rules for a function's parameters in tags, in order; None if tags cannot enforce the schema."""
+    """Write grammar rules for a function's parameters, each in tags; None if such rules cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     known = {
         "type",
@@ -160,7 +160,7 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Return grammar rules in which the rule ``reasoning`` matches the reasoning before an answer; None without it."""
+    """Return grammar rules in which ``reasoning`` matches the reasoning before an answer; None without reasoning."""
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:
@@ -180,7 +180,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return the number of output tokens up to the end marker of the reasoning, or all if it is missing. O(n log n)."""
+    """Return the number of output tokens up to the end marker of the reasoning; without marker, all. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

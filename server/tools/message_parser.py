@@ -31,7 +31,7 @@ class ToolCallDelta:
 
 
 class TextDelta(NamedTuple):
-    """New text of the content or of the reasoning; ``end`` is the position in the whole output at which it ends."""
+    """New text of the content or of the reasoning. ``end`` is the position of the text's end in the whole output."""
 
     of: Literal["content", "reasoning"]
     text: str
@@ -102,7 +102,7 @@ class DeltaBuffer:
         self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
-        """End the reasoning, and drop line ends at its end unless it was truncated (not ``complete``)."""
+        """End the reasoning, and drop its trailing line ends unless the output was truncated (not ``complete``)."""
         if not complete:
             self._say("reasoning", self._space)
         self._space.clear()
@@ -142,7 +142,7 @@ Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
 
 
 class MessageParser:
-    """Parses one message of a model incrementally, with several readers in turn; all remaining text is content.
+    """Parses one message of a model incrementally, with one parser after another; the remaining text is content.
 
     The result does not depend on the division of the text into chunks. Text that is not a well-formed tool call is
     content, unless it is the beginning of a call at the end of a truncated output. Never raises. O(characters).
@@ -259,7 +259,7 @@ class Message:
 
     @property
     def ends_within_call(self) -> bool:
-        """Whether the output was truncated inside a tool call, whose arguments are not valid JSON therefore."""
+        """Whether the output was truncated inside a tool call, so that the call's arguments are not valid JSON."""
         return self.ends_with_call and not self.tool_calls[-1].is_json
 
 

@@ -168,7 +168,7 @@ class _Channels:
         return "reasoning" if private and (self._form is not None or recipient is None) else "content"
 
     def _read_call(self, name: str) -> Steps[str]:
-        """Read a tool call and return the header of the next message if it follows at once."""
+        """Read a tool call, and return the header of the next message if that header follows at once."""
         scanner, pieces, form = self._scanner, self._pieces, self._form
         yield from scanner.space()
         if form is not None and form.arguments == "tags":

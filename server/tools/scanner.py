@@ -42,8 +42,8 @@ class Markers:
 class Scanner:
     """Reads a text that arrives in chunks, for incremental parsers.
 
-    Text that was read without a sink is collected in the trail until it is known whether it is content, for instance
-    the beginning of a tool call. O(characters).
+    Text that may be content or the beginning of a tool call is read without a sink. It is collected in the trail until
+    the following text decides. O(characters).
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Scanner:
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """Discard the text that was read but not attributed yet (the trail), because it turned out to be markup."""
+        """Discard the trail (text that was read but not attributed yet), because it turned out to be markup."""
         self._trail = []
 
     def trail(self) -> str:
@@ -84,7 +84,7 @@ class Scanner:
         return text
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
-        """Read all following characters that a pattern (a repeated character class) matches; return whether any did."""
+        """Read all following characters that match a pattern (a repeated character class); return whether any match."""
         found = False
         while True:
             if match := pattern.match(self._text, self._at):
@@ -97,7 +97,7 @@ class Scanner:
     def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
         """Read and return all following characters that a pattern (a repeated character class) matches.
 
-        Without ``kept``, they are not collected as possible content.
+        Without ``kept``, the characters are not collected as possible content.
         """
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
@@ -122,7 +122,7 @@ class Scanner:
         return self._text[self._at : self._at + count]
 
     def literal(self, *options: str, sink: Sink | None = None) -> Steps[str]:
-        """Read the longest of the strings ``options`` that comes next, and return it; "" if none of them comes next."""
+        """Read the longest of the strings ``options`` that comes next, and return it; "" if no option comes next."""
         while True:
             rest = self._text[self._at : self._at + max(map(len, options))]
             longer = [option for option in options if len(option) > len(rest) and option.startswith(rest)]
@@ -158,7 +158,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Return the index from which the text may be the beginning of a marker whose rest has not arrived."""
+        """Return the index of the end of the text that may be an incomplete marker whose rest has not arrived yet."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:
@@ -252,7 +252,7 @@ def discard(_text: str) -> None: ...
 
 
 def _constant(word: str) -> str:
-    """Return a number or constant as valid JSON; a number beyond the range of floats becomes a string."""
+    """Convert a number or constant to valid JSON; a number beyond the range of floats becomes a string."""
     try:
         is_number = word.lstrip("-").isdigit() or math.isfinite(float(word))
     except ValueError:

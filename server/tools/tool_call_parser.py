@@ -30,7 +30,7 @@ _TAG_NAME = re.compile(r"""[^\s<>"'{}\[\]]+""")
 _GEMMA_NAME = re.compile(r"[^\s{}<>,]+")
 _NUMBER = re.compile(r":\d+$")
 _CLOSING = re.compile(r"[ \t\r\n}\]]*")
-"""Matches text between a tool call and its end marker; models sometimes write an extra bracket there."""
+"""Matches text between a tool call and its end marker, in which models sometimes write an extra bracket."""
 _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
@@ -47,7 +47,7 @@ CALL_ID = "[CALL_ID]"
 """A Mistral marker that is followed by the model's own id of the tool call, which is replaced."""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals in order, separated by optional white space. Each is a tuple of alternatives; "" makes it optional."""
+"""Literals in order, with optional white space between them. Each is a tuple of alternatives; "" makes it optional."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a parameter's value on lines of its own. A tag in the middle of a line is part of it."""
+        """The texts that end a parameter's value on lines of its own. A tag within a line belongs to the value."""
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
@@ -162,7 +162,7 @@ class CallFormat:
 
     @cached_property
     def in_reasoning(self) -> tuple[str, ...]:
-        """The texts that begin a tool call, on a line of its own, in reasoning that the model forgot to end."""
+        """The texts that begin a tool call, on a line of its own, in reasoning whose end marker the model forgot."""
         if self.arguments not in ("object", "tags"):
             return ()
         after = "" if self.arguments == "tags" and not self.section else "\n"
@@ -362,7 +362,7 @@ class ToolCallParser:
         return True
 
     def _held_arguments(self) -> Steps[str | None]:
-        """Read the arguments of a tool call and return them as a JSON object; None if they are no object.
+        """Read the arguments of a tool call and return them as a JSON object; None if they are not an object.
 
         A string that contains an object is accepted too, and null becomes "{}".
         """

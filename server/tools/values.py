@@ -66,7 +66,7 @@ def is_json(text: str) -> bool:
 
 def _finite(number: str) -> float:
     if not math.isfinite(found := float(number)):
-        raise ValueError(f"{number} is beyond all numbers")
+        raise ValueError(f"{number} is beyond the range of numbers")
     return found
 
 
@@ -75,7 +75,7 @@ def is_object(text: str) -> bool:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert an argument value without quotes to JSON of one of ``types``; by default a list, object or string."""
+    """Convert an unquoted argument value to JSON of one of ``types``; if empty, to a list, object or string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):
@@ -131,7 +131,7 @@ class Dialect(NamedTuple):
     """The notation of literals in a language, for the conversion of tool call arguments to JSON.
 
     ``read_string`` returns None if no string comes next, else whether the string is complete. ``word`` matches a number
-    or a constant, and ``key`` the same before a colon.
+    or a constant, and ``key`` a number or a constant before a colon.
     """
 
     brackets: Mapping[str, tuple[str, str]]
@@ -142,7 +142,7 @@ class Dialect(NamedTuple):
 
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
-    """Read a literal of another language, e.g. Python, and pass it on as JSON; return whether it is complete."""
+    """Read a literal of another language, e.g. Python, write it to ``sink`` as JSON, and return if it is complete."""
     closes: list[str] = []  # the closing brackets of open lists and mappings, the innermost last
     comma = after_item = is_key = False
     while True:
@@ -201,7 +201,7 @@ def _json_of_python(word: str) -> str:
 
 
 def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
-    """Read a Python string literal, in which line ends are accepted too, and pass it on as JSON."""
+    """Read a Python string literal, in which line ends are accepted too, and write it to ``sink`` as JSON."""
     quote = yield from scanner.literal('"', "'", '"""', "'''", sink=discard)
     if not quote:
         return None

@@ -26,7 +26,7 @@ _POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'; "
     "require-trusted-types-for 'script'"
 )
-"""The Content-Security-Policy: only scripts, styles and requests of this origin, and nothing inline."""
+"""The Content-Security-Policy header: scripts, styles and requests only from this origin, and no inline code."""
 
 SECURITY_HEADERS: Mapping[str, str] = {
     "content-security-policy": _POLICY,
@@ -54,7 +54,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Return counters, the numbers of running and waiting requests, and cache sizes; a tenant sees its own cache."""
+    """Return counters, numbers of running and waiting requests, and cache sizes; for a tenant, of its own cache."""
     found: dict[str, Any] = {
         "state": worker.state.value,
         "model": settings.model_name,
@@ -128,7 +128,7 @@ def add_ui(
     tenants: Tenants,
     aside: FairExecutor,
 ) -> None:
-    """Serve the web UI, and its counters, which need an API key if the server has keys."""
+    """Serve the web UI and its counters. The counters need an API key if the server has keys."""
     add_files(app, files)
 
     @app.get("/ui/stats", include_in_schema=False)

@@ -61,7 +61,7 @@ class AcceptanceModel:
             return cls() if learned.stored is None else cls.from_bytes(learned.stored)
         except ValueError as error:
             log.warning(
-                "the stored acceptance model of a namespace cannot be used, and a new one is learned: %s", error
+                "the stored acceptance model of a namespace cannot be used, so a new model is trained: %s", error
             )
             return cls()
 

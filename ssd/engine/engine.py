@@ -597,8 +597,8 @@ def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
     """Log a warning if the tokenizer does not fit the model, or if there is no end-of-text token."""
     if codec.vocab_size > num_logits:
         log.warning(
-            "the tokenizer has %d token ids but the model only %d, so they do not belong together. Prompts with larger "
-            "ids are refused. Check --tokenizer and the files of the model",
+            "the tokenizer has %d token ids but the model only %d, so the two do not match. Prompts with larger token "
+            "ids are rejected. Check --tokenizer and the files of the model",
             codec.vocab_size,
             num_logits,
         )

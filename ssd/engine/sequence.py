@@ -320,7 +320,7 @@ def open_sequence(
         RequestError: The request is invalid; the message names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
-        raise RequestError(f"there is no LoRA adapter {quote_value(request.adapter)} here", param="model")
+        raise RequestError(f"there is no adapter {quote_value(request.adapter)}", param="model")
     _check(
         request,
         vocab_size=vocab_size,
@@ -384,7 +384,7 @@ def _check(
         )
     if request.priority and not allows_priority:
         raise RequestError(
-            'priorities are disabled here: leave priority out, or enable them by the scheduling policy "priority"',
+            'priorities are disabled: omit priority, or set the scheduling policy to "priority"',
             param="priority",
         )
     limit = request.num_speculative_tokens

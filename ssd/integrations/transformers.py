@@ -145,7 +145,7 @@ def generate(
         sample: SampleToken = _sample_multinomial if config.do_sample else _argmax
         if coupled is not None:
             if not config.do_sample:
-                raise RequestError("coupled applies to sampling: pass do_sample=True too", param="coupled")
+                raise RequestError("coupled requires sampling: pass do_sample=True too", param="coupled")
             noise = coupled.noise(input_ids.shape[1])
             proposer.sampling = SamplingRow(params=_sampling_params_of(config), noise=noise)
             sample = partial(_sample_with_noise, noise)
@@ -384,7 +384,7 @@ def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Ma
         )
     for name in _OTHER_ASSISTANTS:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise RequestError(f"{name} drafts by itself: leave it out, or call model.generate", param=name)
+            raise RequestError(f"{name} makes drafts of its own: omit it, or call model.generate", param=name)
     config = kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:

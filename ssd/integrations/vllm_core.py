@@ -232,12 +232,12 @@ def should_draft(vllm_config: Any) -> bool:
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         raise ConfigError(
-            f"{model.model} keeps a running state (Mamba, linear attention), which vLLM {version} corrupts in a step "
-            "without a draft after an accepted one (its issue 39273, no release has a fix): serve it without drafts"
+            f"{model.model} keeps a running state (Mamba, linear attention), which vLLM {version} corrupts if a step "
+            "without draft follows an accepted draft (vLLM issue 39273, not fixed yet): serve the model without drafts"
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "this is vLLM %s, but SSD was tested with %s. If this version's interface differs, SSD makes no drafts",
+            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, drafts may stop",
             version,
             ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
@@ -274,5 +274,5 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
                 f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
                 'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
             ) from error
-        log.warning("the end-of-text token is unknown, because the tokenizer cannot be loaded: %s", error)
+        log.warning("the tokenizer cannot be loaded, so the end-of-text token is unknown: %s", error)
         return None

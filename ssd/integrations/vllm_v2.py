@@ -322,7 +322,7 @@ class Speculator(VllmDrafter):
             None,
         )
         if missing:
-            log.warning("drafting stopped for %d requests, whose output tokens did not all arrive", len(missing))
+            log.warning("drafting stopped for %d requests: some output tokens did not arrive", len(missing))
 
     def _finish_arrived(self, core: DrafterCore) -> None:
         """Add the finished requests whose tokens have all arrived from the device to the cache."""

@@ -77,7 +77,7 @@ class NoiseSecret:
                 raise ConfigError(f"{path} is not a regular file: remove it") from error
             except OSError as error:
                 log.warning(
-                    "%s cannot be stored (%s): after a restart, requests with shared noise get other noise, and drafts "
+                    "%s cannot be stored (%s): after a restart, coupled sampling uses other noise, and drafts "
                     "from earlier answers are accepted less often",
                     path,
                     error.strerror,
@@ -87,7 +87,7 @@ class NoiseSecret:
     def adopt(self, secret: bytes) -> None:
         """Replace the noise secret by the secret that all replicas share, and store it. Waits for the disk."""
         if secret != self._secret:
-            log.info("requests with shared noise use the noise secret of all replicas from now on")
+            log.info("coupled sampling uses the noise secret of all replicas from now on")
             self._secret = secret
             if self._path is not None:
                 try:

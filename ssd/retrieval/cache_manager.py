@@ -197,7 +197,7 @@ class CacheManager:
             remove_directory(path)
         except (OSError, CacheError) as error:
             raise StoreUnavailable(
-                f"namespace {name} is not used any more, but its files in {path} could not be removed: {error}. "
+                f"namespace {name} is no longer used, but its files in {path} could not be removed: {error}. "
                 "Remove them by hand"
             ) from error
 
@@ -426,7 +426,7 @@ class CacheManager:
         if kind not in self._logged:
             self._logged.add(kind)
             log.error(
-                "namespace=%.80s was not opened, its requests run without drafts from it (logged once): %s", name, error
+                "namespace=%.80s was not opened, so its requests get no drafts from it (logged once): %s", name, error
             )
 
     def _run(self) -> None:

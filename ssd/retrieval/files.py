@@ -202,7 +202,7 @@ class DirectoryLock:
         """
         assert self._directory is not None, "closed"
         if not os.path.samestat(os.fstat(self._directory), self._path.stat()):
-            raise CacheLocked(f"{self._path} was replaced by another directory: restart this process")
+            raise CacheLocked(f"{self._path} was replaced by another directory: restart the server")
         with contextlib.suppress(FileNotFoundError):
             lock = (self._path / LOCK_NAME).lstat()
             if self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), lock):

@@ -203,7 +203,7 @@ class NamespaceCache:
                 if source is not None:
                     self._set_source(source)
         except Exception as error:
-            self.report_failure("a replicated piece was not stored", error)
+            self.report_failure("text of a replica was not stored", error)
             return
         self._wake_if_due()
 

@@ -339,7 +339,7 @@ def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> l
 def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
     named = ", ".join(map(str, losses[:5])) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
     return RequestError(
-        f"the chat template has no place for {named}: leave this part out, send it as a message of the user, or give "
+        f"the chat template has no place for {named}: omit this part, send it as a message of the user, or give "
         "another chat template (--chat-template FILE)",
         param=param,
     )
@@ -351,7 +351,7 @@ def _without_object(messages: Sequence[Message]) -> str:
         for place, call in enumerate(message.get("tool_calls", ())):
             function = call.get("function")
             if isinstance(function, Mapping) and not has_object_arguments(function):
-                return f" ({Loss(number, place)} has arguments that are no JSON object)"
+                return f" ({Loss(number, place)} has arguments that are not a JSON object)"
     return ""
 
 
@@ -438,11 +438,11 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which has no token: omit it", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which has no tokens: give words", param="bad_words")
         found[alone] = None
         # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
             found[spaced] = None
     if len(found) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words has {len(found)} spellings, more than {MAX_BAD_WORDS}", param="bad_words")
+        raise RequestError(f"bad_words has {len(found)} spellings, the maximum is {MAX_BAD_WORDS}", param="bad_words")
     return tuple(found)

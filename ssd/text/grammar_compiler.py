@@ -148,7 +148,7 @@ class GrammarCompiler:
             from llguidance import LLTokenizer
         except ImportError:
             raise RequestError(
-                f"{output.param} needs llguidance, which is not installed here: {INSTALL}, or leave the field out",
+                f"{output.param} needs llguidance, which is not installed: {INSTALL}, or omit the field",
                 param=output.param,
             ) from None
         if not self._eos_token_ids:

@@ -112,7 +112,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     path = Path(name_or_path)
     lone_file = path if path.is_file() else path / "tokenizer.json"
     if path.is_dir() and not any((path / name).exists() for name in ("tokenizer.json", *_CONFIGS)):
-        raise ModelError(f"{name_or_path} holds no tokenizer: it needs a tokenizer.json or a tokenizer_config.json")
+        raise ModelError(f"{name_or_path} contains no tokenizer: it needs a tokenizer.json or a tokenizer_config.json")
     unreachable = None if path.exists() else go_offline_without_a_hub()
     try:
         if path.is_file() or (lone_file.exists() and not any((path / name).exists() for name in _CONFIGS)):
@@ -124,7 +124,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     except Exception as error:  # the libraries' errors have no narrower common base
         if not path.exists():
             raise ModelError(
-                f"no tokenizer for {name_or_path!r}: it is neither a directory here nor a model id that can be "
+                f"no tokenizer for {name_or_path!r}: it is neither a local directory nor a model id that can be "
                 f"downloaded ({unreachable or first_line(error)[:300]})"
             ) from error
         raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error

@@ -81,7 +81,7 @@ def test_a_certificate_that_has_expired_is_one_warning(directory: Path, caplog: 
         return [record.getMessage() for record in caplog.records]
 
     (warning,) = start("expired.pem")
-    assert "expired.pem: clients will refuse it, certificate has expired" in warning
+    assert "expired.pem: clients will reject the certificate, certificate has expired" in warning
     assert start("a.pem") == []
 
 
@@ -142,7 +142,7 @@ def test_a_signal_under_load_cuts_no_answer_and_loses_no_text(number: signal.Sig
                 each.result()
         assert process.returncode == 0
         ended = stopped_line(log.decode())
-        assert " 0 were cut after " in ended and ended.endswith("the cache is flushed"), ended
+        assert " 0 were aborted after " in ended and ended.endswith("the cache is flushed"), ended
         assert "Traceback" not in log.decode() and " ERROR " not in log.decode()
     num_tokens = sum(tokens for _, tokens in came_to)
     with running(*arguments) as (process, port):

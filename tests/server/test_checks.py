@@ -40,7 +40,7 @@ def test_a_servers_whole_cache_directory_given_as_warm_up_is_answered_with_the_c
     for name in ("support", "default"):
         with PrebuiltWriter(tmp_path / name, fingerprint="0" * 32) as writer:
             writer.append([1, 2, 3])
-    with pytest.raises(ConfigError, match=r"holds no cache .*: it has caches in default, support$"):
+    with pytest.raises(ConfigError, match=r"contains no cache .*: it has caches in default, support$"):
         check("--warm", str(tmp_path))
 
 
@@ -71,7 +71,7 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         (("pyproject.toml",), "is a file"),
         (("--cache-dir", "/proc/cache"), "--cache-dir /proc/cache cannot be written (/proc: "),
         (("--cache-dir", "pyproject.toml/cache"), "cannot be written"),
-        (("nonsense model",), "neither a directory here nor a model's id"),
+        (("nonsense model",), "neither a local directory nor a model id"),
         (("a/b/c",), "there is no directory a/b/c"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_models_own_template_is_compiled_at_the_start(model: Path) -> None:
 
 def test_the_cache_of_a_server_that_does_not_draft_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
     check("--no-speculation", "--redis", "redis://127.0.0.1:1", "--draft-model", str(MODEL_PATH))
-    assert "--redis and --draft-model of no use" in caplog.text
+    assert "these options have no effect: --redis and --draft-model" in caplog.text
 
 
 def test_a_redis_that_may_come_later_is_a_warning(caplog: pytest.LogCaptureFixture, redis_server: RedisServer) -> None:
@@ -192,7 +192,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def test_an_id_without_a_network_is_refused_without_a_wait(no_hub: None, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ModelError, match=r"nor in the hub's cache, and .* cannot be reached"):
+    with pytest.raises(ModelError, match=r"nor in the local hub cache, and .* cannot be reached"):
         check("owner/name")
     assert not caplog.records
 

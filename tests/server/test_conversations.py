@@ -95,7 +95,7 @@ def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() 
     assert [accepts(found, text) for text in (CALL, '"yes"', '<think>x</think>"yes"', "yes", CALL + '"yes"')] == [
         True, True, True, False, False,
     ]  # fmt: skip
-    with pytest.raises(RequestError, match="not possible in this model's format"):
+    with pytest.raises(RequestError, match="not possible with this model's tool call format"):
         plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
 
 

@@ -79,8 +79,8 @@ def test_what_one_learns_no_other_drafts_from(server: RunningServer) -> None:
     [
         (["one"], "NAME=PATH"),
         (["one="], "NAME=PATH"),
-        (["a.b=x"], "cannot be a name"),
-        (["=x"], "cannot be a name"),
+        (["a.b=x"], "is not a valid name"),
+        (["=x"], "is not a valid name"),
         (["one=x", "one=y"], "given twice"),
         (["base=x"], "given twice"),
         (['{"name": "one"}'], "JSON"),

@@ -151,7 +151,7 @@ def test_sigterm_lets_requests_in_flight_end_and_keeps_what_was_learned(tmp_path
         ended = time.monotonic()
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0 and time.monotonic() - ended < 10
-        assert stopped_line(log.decode()).startswith("2 requests in flight ended, 0 were cut after ")
+        assert stopped_line(log.decode()).startswith("2 requests in flight ended, 0 were aborted after ")
         assert stopped_line(log.decode()).endswith("the cache is flushed")
 
     # What was learned is there again after a restart.
@@ -205,7 +205,7 @@ def test_requests_are_cut_after_the_timeout_or_at_a_second_signal(arguments: tup
         assert streamed.result().events[-1]["error"]["code"] == "not_ready"
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
-        assert stopped_line(log.decode()).startswith("0 requests in flight ended, 2 were cut after ")
+        assert stopped_line(log.decode()).startswith("0 requests in flight ended, 2 were aborted after ")
         assert "ERROR" not in log.decode() and "Traceback" not in log.decode()
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
         assert answer.error["code"] in ("request_failed", "engine_failed")
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
-        assert "the model computes nothing any more: the device is gone" in log
+        assert "the model cannot compute any more: the device is gone" in log
     finally:
         process.kill()
         process.communicate()

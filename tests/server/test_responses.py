@@ -158,7 +158,7 @@ def test_what_would_have_to_be_stored_answers_404_with_the_reason(
 ) -> None:
     answer = ask(server.port, method, path)
     assert (answer.status, answer.error["code"]) == (404, "not_stored")
-    assert "stores no responses" in answer.error["message"]
+    assert "does not store responses" in answer.error["message"]
 
 
 def test_more_items_than_a_conversation_may_have_are_refused() -> None:

@@ -97,9 +97,9 @@ def test_a_file_says_who_there_is_and_what_each_may(rules: Path) -> None:
         ("[tenants.a]\nkeys = ['k']\nmax_runing = 1", "tenants.a.max_runing: "),
         ("[tenants.a]\nkeys = ['k']\noperator = 1", "tenants.a.operator: .* valid boolean"),
         ("[tenants.a]\nkeys = ['k']\ncache_tokens = 5", "cache_tokens: .* greater than or equal to 8192"),
-        ("[tenants.a]\nkeys = ['sha256:12']", "keys: entry 1 must be sha256: and 64"),
+        ("[tenants.a]\nkeys = ['sha256:12']", "keys: entry 1 must be sha256: followed by 64"),
         ('[tenants.a]\nkeys = ["good", "secr\\u00e9t"]', "entry 2 must be printable"),
-        ("[tenants.a]\nkeys = ['secret']\n[tenants.b]\nkeys = ['secret']", "tenants.b: keys: one of them already"),
+        ("[tenants.a]\nkeys = ['secret']\n[tenants.b]\nkeys = ['secret']", "tenants.b: one of its keys already"),
         ("[tenants.'a b']\nkeys = ['k']", "tenants.a b: its name must have 1 to 64"),
         ("[tenant.a]\nkeys = ['k']", "tenant: "),
         ("[defaults]\noperator = true", "defaults.operator: "),
@@ -164,7 +164,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
         assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 2  # one a change
         assert tenants.find("alices-new-key") is alice and tenants.find("bobs-key") is not None
         rules.write_text("[defaults]\nmax_running = 1\n")
-        wait_until(lambda: "no API key any more" in caplog.text)
+        wait_until(lambda: "no longer contain an API key" in caplog.text)
         rules.write_text(RULES.replace("tenants.alice", "tenants.carol"))
         wait_until(lambda: tenants.find("bobs-key") is not None and tenants.find("alices-new-key") is None)
         ticket.end(5)  # of a tenant that is gone
@@ -237,7 +237,7 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     with pytest.raises(ApiError) as limit:
         tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)
     assert limit.value.headers["retry-after"] == "31"
-    with pytest.raises(RequestError, match="60 a minute"):
+    with pytest.raises(RequestError, match="60 per minute"):
         tenant.admit(num_choices=1, num_prompt_tokens=61, num_slots=2)
     assert tenant.use.num_refused == {"requests": 1, "tokens": 1}
 

@@ -353,10 +353,10 @@ class CapturedMoves:
             replay()
             copies = (stored[0, :, self._scratch : self._scratch + 2] for stored in self._kv_cache.tensors())
             if not all(torch.equal(each[:, 0], each[:, 1]) for each in copies):
-                raise ValueError("the captured move did not copy the position")
+                raise ValueError("the captured CUDA graph did not copy the KV entries")
         except Exception as failure:  # moving layer by layer is right in any case
             self._has_failed = True
-            log.warning("accepted draft tokens are moved layer by layer, without a graph: %s", first_line(failure))
+            log.warning("accepted KV entries of draft trees are moved layer by layer: %s", first_line(failure))
             return False
         self._moves = replay
         return True

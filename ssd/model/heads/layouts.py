@@ -221,7 +221,7 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
     if listed is None:
         if count < 6:
             raise ModelError(
-                f"config.json does not say which layers it reads, and the model has {count}: too few for the usual "
+                f"config.json does not say which layers the head reads, and {count} layers are too few for the usual "
                 "choice. Use the head that was trained for this model"
             )
         return 2, count // 2, count - 3

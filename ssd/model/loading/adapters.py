@@ -35,7 +35,7 @@ _UNSUPPORTED = (
 )
 
 
-MERGE = "merge it into the model's weights (peft's merge_and_unload) and serve the merged model"
+MERGE = "merge the adapter into the weights (peft's merge_and_unload) and serve the result"
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def _load_with_peft(model: PreTrainedModel, paths: Mapping[str, str]) -> Any:
 def _require_lora(name: str, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise ModelError(f"adapter {name!r} is of kind {kind}: only LoRA adapters are served")
+        raise ModelError(f"adapter {name!r} is of kind {kind}: only LoRA adapters are supported")
     used = [setting for setting in _UNSUPPORTED if getattr(config, setting, None)]
     if used or getattr(config, "bias", "none") != "none":
         raise ModelError(f"adapter {name!r} changes more than linear layers ({', '.join(used) or 'bias'}): {MERGE}")
@@ -142,7 +142,7 @@ def _require_lora(name: str, config: Any) -> None:
 def _lora_weights(path: str, layer: Any) -> dict[str, LoraWeights]:
     if type(layer.get_base_layer()) is not torch.nn.Linear or layer.lora_embedding_A:
         kind = type(layer.get_base_layer()).__name__
-        raise ModelError(f"an adapter changes {path}, a {kind}: only adapters of linear layers are served")
+        raise ModelError(f"an adapter changes {path}, a {kind}: only adapters of linear layers are supported")
     return {
         name: LoraWeights(down.weight.detach(), layer.lora_B[name].weight.detach(), float(layer.scaling[name]))
         for name, down in layer.lora_A.items()

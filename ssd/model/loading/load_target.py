@@ -268,9 +268,9 @@ def open_target(
     if found.kind is not SlotRunner:
         how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
-            raise ModelError(f"{how}, in which adapters cannot be mixed: {MERGE}")
+            raise ModelError(f"{how}, which cannot mix adapters: {MERGE}")
         if tapped is not None:
-            raise ModelError(f"{how}, in which a draft head cannot read hidden states: leave the draft head out")
+            raise ModelError(f"{how}, whose hidden states a draft head cannot read: omit the draft head")
         log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         verify_batch_invariance(other, batch_invariant)

@@ -201,8 +201,8 @@ def require_complete(name: str, info: Mapping[str, Any]) -> None:
     if mismatched:
         key, found, wanted = min(mismatched)
         raise ModelError(
-            f"model {name!r}: {len(mismatched)} weights have other shapes than its config.json says, {key} "
-            f"{tuple(found)} instead of {tuple(wanted)} for example: {advice}"
+            f"model {name!r}: {len(mismatched)} weights have other shapes than its config.json says, e.g. "
+            f"{key} {tuple(found)} instead of {tuple(wanted)}: {advice}"
         )
     if missing:
         raise ModelError(
