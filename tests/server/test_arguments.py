@@ -74,7 +74,7 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--max-model-len", "1.5K5"), "32k"),
         (("--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
         (("--allowed-origins", "*", "--allow-credentials"), "name the origins"),
-        (("--allowed-origins", "[1]"), "texts"),
+        (("--allowed-origins", "[1]"), "strings"),
         (("--obfuscation", "always", "--per-request-spec-decode-metrics", "summary"), "omit one"),
         (("--allowed-origins", '["a'), "JSON"),
         (("--root-path", "llm"), "must begin with /"),
