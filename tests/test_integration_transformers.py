@@ -329,7 +329,7 @@ def test_ids_that_the_model_has_not_are_not_drafted(cache: NamespaceCache) -> No
     [
         ({"num_beams": 4}, "num_beams must be 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
-        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens drafts by itself"),
+        ({"prompt_lookup_num_tokens": 5}, "prompt_lookup_num_tokens makes drafts of its own"),
         ({"coupled": CoupledSampling(1), "do_sample": False}, "pass do_sample=True"),
         ({"inputs": torch.ones(2, 3, dtype=torch.long)}, r"one prompt of shape \[1, n\], got \[2, 3\]"),
         ({"model": "Mamba"}, "cannot remove tokens from its state"),

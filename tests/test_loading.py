@@ -92,7 +92,7 @@ def test_tied_weights_are_not_missing_and_others_are(tied: bool, tmp_path: Path)
 def test_weights_of_another_shape_are_refused(checkpoint: Path) -> None:
     change(checkpoint, intermediate_size=40)
     with pytest.raises(
-        ModelError, match=r"weights have other shapes than its config\.json says, model\.layers\.0\.mlp"
+        ModelError, match=r"weights have other shapes than its config\.json says, e\.g\. model\.layers\.0\.mlp"
     ):
         load_model(checkpoint, device="cpu")
 
