@@ -156,8 +156,8 @@ def test_features_count_in_the_budget() -> None:
     ("name", "layers", "reason"),
     [
         ("Llama", (3,), "made for another model"),
-        ("Mamba", (1,), "Omit the draft head"),
-        ("GPT-J", (1,), "Omit the draft head"),
+        ("Mamba", (1,), "omit the draft head"),
+        ("GPT-J", (1,), "omit the draft head"),
     ],
 )
 def test_what_cannot_be_tapped_is_refused(name: str, layers: tuple[int, ...], reason: str) -> None:
