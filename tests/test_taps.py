@@ -156,7 +156,7 @@ def test_features_count_in_the_budget() -> None:
     ("name", "layers", "reason"),
     [
         ("Llama", (3,), "made for another model"),
-        ("Mamba", (1,), "omit the draft head"),
+        ("Mamba", (1,), "Omit the draft head"),
         ("GPT-J", (1,), "omit the draft head"),
     ],
 )
