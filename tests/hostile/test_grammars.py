@@ -119,7 +119,7 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     del states, state
     gc.collect()
     wait_until_trimmed()
-    assert made.memory.num_bytes == 0 and resident_mb() - before < 40, "all of it is given back"
+    assert made.memory.num_bytes == 0 and resident_mb() - before < used / 2, "most of it is given back"
 
 
 @pytest.mark.slow
