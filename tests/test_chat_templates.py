@@ -122,7 +122,9 @@ def test_arguments_that_are_no_object_are_one_with_the_key_arguments(arguments: 
     written = prompt("items", [USER, turn("assistant", None, tool_calls=[call(1, arguments)]), result(1)])
     assert written == f"[user USR][assistant (f1 arguments={arguments})][tool RES1][assistant "
     refusing = "{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
-    with pytest.raises(RequestError, match=r"\(messages\[1\]\.tool_calls\[0\] has arguments that are not a JSON object\)"):
+    with pytest.raises(
+        RequestError, match=r"\(messages\[1\]\.tool_calls\[0\] has arguments that are not a JSON object\)"
+    ):
         prompt(refusing, [USER, turn("assistant", None, tool_calls=[call(1, arguments)])])
 
 
