@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import takewhile
 
 from ssd import __version__
 from ssd.errors import SSDError
@@ -105,6 +106,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    words = list(takewhile(lambda word: word != "--", arguments))  # behind it are files, whatever their names
     for name, help in COMMANDS.items():
         command = commands.add_parser(
             name, help=help, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -113,10 +115,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             module = import_module(f"cache_builder.commands.{name.replace('-', '_')}")
             module.add(command)
             command.set_defaults(run=module.run)
-            for option in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        if words[:1] == [name]:
+            for option in (word.partition("=")[0] for word in words if word.startswith("--")):
                 _require_known(command, option, command._option_string_actions, "option")
-    if arguments and not arguments[0].startswith("-"):
-        _require_known(parser, arguments[0], COMMANDS, "command")
+    if words and not words[0].startswith("-"):
+        _require_known(parser, words[0], COMMANDS, "command")
     return parser.parse_args(arguments)
 
 

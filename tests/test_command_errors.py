@@ -171,6 +171,15 @@ def test_a_misspelled_command_or_option_is_named_with_the_one_that_was_meant(
     assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"did you mean {meant}?\n")
 
 
+@pytest.mark.parametrize("command", ["inspect merge --deep", "merge --out=out -- --out.bin"])
+def test_words_that_are_files_are_not_taken_for_misspelled_options(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [f"build missing.txt {BUILD}", "merge missing --out out"])
 def test_a_mount_point_is_refused_before_any_work(
     command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

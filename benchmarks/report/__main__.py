@@ -129,9 +129,9 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
 def section(program: Any, results: Sequence[Result]) -> str:
     """The rows of all results in the columns of their program, what it says of each result, and its note.
 
-    A program may declare ``is_shown``, which rows are, ``EACH``, what is said of each result, ``RUN``, what is said of
-    each behind its date, and ``WORDS``, the words for stored values by field. A result without rows is one itself.
-    ``shown_rows`` of a program returns a result's rows.
+    A program may declare ``is_shown``, a filter of rows; ``shown_rows``, which returns the rows of a result; ``WORDS``,
+    the words for stored values by field; ``EACH``, a sentence for each result; and ``RUN``, a remark after its date.
+    A result without rows is one row.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     shown_rows = getattr(program, "shown_rows", lambda result: result.get("rows", [result]))

@@ -99,7 +99,6 @@ _FIELDS = {
     "chat_template_kwargs": "Further variables of the chat template.",
     "add_generation_prompt": "End the prompt with the beginning of an assistant message.",
     "continue_final_message": "Continue the last message instead of answering it.",
-    "text": "Form of the output: text, or JSON that follows a schema.",
     "include": "Further fields of the response.",
     "context_management": "Removal of earlier thinking from the conversation.",
     "output_config": "Form of the output, and the effort of the reasoning.",

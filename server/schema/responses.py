@@ -237,7 +237,9 @@ class ResponsesBody(SamplingFields, ChatForm):
     )
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-    text: TextConfig | None = None
+    text: TextConfig | None = Field(
+        default=None, description="Form of the output: text, or JSON that follows a schema."
+    )
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Include], Field(max_length=64, fail_fast=True)] = Field(default_factory=list)
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
