@@ -265,7 +265,7 @@ def test_structured_output_fits_and_speculation_changes_no_token(target: Any, ki
         for drafter in drafters:
             found, fewer = output_of(target, drafter, prompt, sampling, 8)
             assert found == plain
-            if drafter is drafters[0] and len(plain.token_ids) > 12:
+            if drafter is drafters[0] and len(plain.token_ids) > 2:
                 assert fewer < steps
 
 
@@ -401,7 +401,7 @@ def test_requests_that_wait_hold_no_compiled_grammar(
     outputs = {name: whole(each).text for name, each in finish_all(engine).items()}
     assert outputs == {f"{i}": f"a{i}b" for i in range(40)}
     assert (len(compiled) > 40) == (most_bytes < 1 << 30)
-    wait_until(lambda: memory.num_bytes <= most_bytes)  # a thread may still hold the last state
+    wait_until(lambda: memory.num_bytes <= most_bytes // 2)  # a thread may still hold the last state
 
 
 def test_a_grammar_weighs_what_the_allocator_gave_out_for_it() -> None:

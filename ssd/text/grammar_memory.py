@@ -106,10 +106,7 @@ class GrammarMemory:
         with self._lock:
             self._compiled.add(compiled)
             self._kept.setdefault(tenant, OrderedDict())[output] = compiled
-            while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
-                self._evict_one()
-            while self._used() > self._most and self._kept:
-                self._evict_one()
+            self._evict_excess()
 
     def open(
         self, weight: GrammarCost, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
@@ -133,8 +130,7 @@ class GrammarMemory:
         """Count memory that a compiled grammar allocated while computing masks; evict cached grammars if needed."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
-            while self._used() > self._most and self._kept:
-                self._evict_one()
+            self._evict_excess()
 
     def _used(self) -> int:
         opened = list(self._opened)
@@ -143,6 +139,13 @@ class GrammarMemory:
     def _weights(self) -> Counter[str | None]:
         kept = {tenant: sum(each.num_bytes for each in of.values()) for tenant, of in self._kept.items()}
         return Counter(kept)
+
+    def _evict_excess(self) -> None:
+        """Evict cached grammars until they take at most half of the budget, and all grammars at most the budget."""
+        while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
+            self._evict_one()
+        while self._used() > self._most and self._kept:
+            self._evict_one()
 
     def _evict_one(self) -> None:
         """Evict the least recently used grammar of the tenant whose cached grammars use the most memory."""

@@ -99,6 +99,13 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     codec = TextCodec.load(str(MODEL_PATH))
     made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=200 * MB)
     made.compile(regex(0)).masks([])
+    first = made.compile(StructuredOutput("regex", "(a{900}){999}"))  # its threads and their allocator's areas stay
+    while not first.is_ready() and first.is_busy:
+        time.sleep(0.01)
+    first.release_memory()
+    del first
+    made.memory = GrammarMemory(200 * MB)
+    gc.collect()
     wait_until_trimmed()
     before = resident_mb()
     states = []
@@ -119,7 +126,7 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
     del states, state
     gc.collect()
     wait_until_trimmed()
-    assert made.memory.num_bytes == 0 and resident_mb() - before < used / 2, "most of it is given back"
+    assert made.memory.num_bytes == 0 and resident_mb() - before < 40, "all of it is given back"
 
 
 @pytest.mark.slow
