@@ -418,7 +418,7 @@ def test_a_package_with_prebuilt_kernels_starts_without_compiling_what_drafts_an
 
     run_in(built, "-m", "server.command.prebuild")
     built.rename(package)
-    before = {path: path.read_bytes() for path in (package / "ssd" / "compiled" / "prebuilt").rglob("*.nb?")}
+    before = {path: path.read_bytes() for path in (package / "ssd" / "jit" / "prebuilt").rglob("*.nb?")}
     run_in(package, "-c", STARTED, str(package))
     run_in(package, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNELS)
     assert before and all(path.read_bytes() == content for path, content in before.items())

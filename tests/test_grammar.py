@@ -24,6 +24,7 @@ from ssd.drafting.protocol import Drafter
 from ssd.engine import Engine, FinishReason
 from ssd.errors import RequestError
 from ssd.model.loading.load_target import load_model, open_target
+from ssd.text import grammar
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import GrammarState
 from ssd.text.grammar_compiler import GrammarCompiler
@@ -31,7 +32,7 @@ from ssd.text.grammar_memory import GrammarMemory
 from tests.engines import ask, make_engine
 from tests.models import tiny_model
 from tests.tokenizers_for_tests import byte_level_tokenizer, real_tokenizers, sentencepiece_like_tokenizer
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 from tests.whole_answers import Answer, finish_all, tokens_of, whole
 
 CODEC = TextCodec.load(str(MODEL_PATH))
@@ -249,8 +250,11 @@ def output_of(
 
 @pytest.mark.parametrize("kind", sorted(OUTPUTS))
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_structured_output_fits_and_speculation_changes_no_token(target: Any, kind: str, temperature: float) -> None:
+def test_structured_output_fits_and_speculation_changes_no_token(
+    target: Any, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "PATIENCE_S", PATIENCE_S)  # a late mask would cost a draft
     for seed in (0, None):  # without one: coupled
         prompt = CODEC.encode_prompt(f"def f{seed}(a):\n    return")
         sampling = SamplingParams(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,10 @@ def resident_mb() -> float:
 @pytest.mark.slow
 def test_many_large_grammars_take_what_the_budget_says() -> None:
     pytest.importorskip("llguidance")
+    in_a_new_process(open_large_grammars)
+
+
+def open_large_grammars() -> None:
     codec = TextCodec.load(str(MODEL_PATH))
     made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=200 * MB)
     made.compile(regex(0)).masks([])
@@ -133,6 +140,10 @@ def test_many_large_grammars_take_what_the_budget_says() -> None:
 def test_what_masks_add_to_grammars_that_are_kept_is_within_the_budget() -> None:
     """Sources of 20 characters, whose automata grow by 15 MB in 600 tokens."""
     pytest.importorskip("llguidance")
+    in_a_new_process(grow_kept_grammars)
+
+
+def grow_kept_grammars() -> None:
     codec = TextCodec.load(str(MODEL_PATH))
     made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=40 * MB)
     made.compile(regex(0)).masks([])
@@ -149,6 +160,12 @@ def test_what_masks_add_to_grammars_that_are_kept_is_within_the_budget() -> None
     used, grown = made.memory.num_bytes / MB, resident_mb() - before
     print(f"\n{used:.0f} MB as weighed, {grown:.0f} MB resident")
     assert 15 < used <= 40 and grown < 1.2 * 40
+
+
+def in_a_new_process(function: Callable[[], None]) -> None:
+    """Run a function in a new process, because this process may reuse memory that earlier tests have freed."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(function).result()
 
 
 def wait_until_trimmed() -> None:
