@@ -37,8 +37,8 @@ def merge(
     namespaces = sorted({cache.namespace for cache in caches})
     if namespace is None and len(namespaces) > 1:
         raise ConfigError(
-            f"the caches belong to the namespaces {', '.join(namespaces)}: choose one with --namespace. Text that "
-            "one namespace learned may then be drafted for the others"
+            f"the caches belong to different namespaces ({', '.join(namespaces)}): set the namespace of the merged "
+            "cache with --namespace. Its requests may then get drafts from the text of all of them"
         )
     named = namespaces[0] if namespace is None else namespace
     if not any(cache.num_tokens for cache in caches):

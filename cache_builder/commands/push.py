@@ -41,7 +41,7 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
-    command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the directory)")
+    command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the cache in DIR)")
     command.add_argument(
         "--max-tokens",
         type=token_count,

@@ -49,7 +49,7 @@ GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 
 MIX_2 = 0x94D049BB133111EB
-"""The second multiplier of the SplitMix64 generator, after its increment and its first multiplier."""
+"""The second multiplier of the output function of the SplitMix64 generator."""
 
 UInt64 = npt.NDArray[np.uint64]
 

@@ -83,7 +83,7 @@ class BoundedBuffer(SocketBuffer):
             self._waited_s += time.monotonic() - began if self._num_reads else 0.0
             self._num_reads += 1
             if self._waited_s > _PATIENCE_S and self._num_bytes < self._waited_s * _MIN_BYTES_PER_S:
-                raise RedisTimeoutError(f"replies arrived at less than {_MIN_BYTES_PER_S} bytes/s")
+                raise RedisTimeoutError(f"Redis replied at less than {_MIN_BYTES_PER_S} bytes/s")
         return True
 
 

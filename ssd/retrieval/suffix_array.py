@@ -160,9 +160,10 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
 
 
 def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
-    """Convert byte offsets in the reversed text to token positions in the text, in place, at the front of ``order``.
+    """Convert a suffix array of the reversed text's bytes into a suffix array of the text's tokens, in place.
 
-    Offsets inside a token are dropped. They were sorted too, because the sorting library supports only bytes.
+    The sorting library supports only bytes, so ``order`` contains offsets inside tokens too, which are dropped. The
+    ``n`` token positions are written to the beginning of ``order``.
     """
     count = 0
     for start in range(0, len(order), _BLOCK):

@@ -502,7 +502,9 @@ class _Preparation:
         """Turn ``oneOf`` into ``anyOf`` if its branches exclude each other; require OpenAPI's discriminator key."""
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
-            raise SchemaError("it has too many branches in anyOf or oneOf: at most 256 in one list, fewer in several")
+            raise SchemaError(
+                "it has too many branches in anyOf or oneOf: one list may have 256, more lists fewer each"
+            )
         if "oneOf" not in node or "anyOf" in node:
             return
         branches = list(map(self._resolved, node["oneOf"]))

@@ -40,7 +40,10 @@ def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
     for a copy of the largest layer.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
-        raise ModelError("this model has adapters, which belong to its current weights: load it without them")
+        raise ModelError(
+            "weights cannot be replaced while LoRA adapters are loaded, which belong to the current weights: "
+            "load the model without adapters"
+        )
     groups = list(_weight_groups(model))
     selected = [[_select_weight(place, weights) for place in places] for places, _put in groups]
     known = {name for places, _ in groups for place in places for name in place.names}

@@ -43,8 +43,8 @@ def compare_passes(target: Target) -> Iterator[tuple[str, int, int]]:
     """Test batch invariance: compare the logits of each kind of forward pass with one pass over the whole text.
 
     Yields for each kind its name, the number of positions compared and the number of positions that are not
-    bit-identical. The texts consist of random tokens; each text uses another adapter if there are adapters. ``target``
-    must be empty, and is left empty. About 50 passes.
+    bit-identical. The texts consist of random tokens, and each text uses a different adapter if there are adapters. All
+    slots of ``target`` must be free, and they are free afterwards. The test runs about 50 forward passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]

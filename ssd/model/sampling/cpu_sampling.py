@@ -158,11 +158,9 @@ def _noisy(score: Float, bits: UInt) -> float:
 
 @inlined
 def _left(z: UInt) -> Float:
-    """Return a lower bound, float32, of 2^31 (1 - u) for the uniform number u of 64 random bits.
-
-    It avoids most logarithms: a token beats the best score b so far if -log(u) < exp(score - b). Since -log(u) >= 1 -
-    u, no token with 1 - u >= exp(score - b) can beat it: in most cases a hash and a comparison suffice.
-    """
+    # A lower bound of 2^31 (1 - u), where u is the uniform number that 64 random bits stand for. It saves logarithms: a
+    # token beats the best score b so far if -log(u) < exp(score - b), and -log(u) >= 1 - u. So a token for which 1 - u
+    # is at least exp(score - b) cannot be the best, and for most tokens one hash and one comparison suffice.
     return np.float32(np.int32(0x7FFFFFFF) - np.int32(z >> np.uint64(33)))
 
 
