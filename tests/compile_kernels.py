@@ -20,14 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ssd.drafting.token_recycling import TOP_K
-from ssd.model.kv.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
-from ssd.model.kv.triton_write import _write
-from ssd.model.layers.triton_decoder import _place
-from ssd.model.layers.triton_layers import _BLOCK as GATE_BLOCK
-from ssd.model.layers.triton_layers import BLOCK_HEADS, _gate, _normalise, _turn_both
-from ssd.model.layers.triton_linear import FEW_ROWS, _product
-from ssd.model.layers.triton_linear import tiles_of as linear_tiles_of
-from ssd.model.sampling.triton_sampling import (
+from ssd.model.triton.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
+from ssd.model.triton.triton_decoder import _place
+from ssd.model.triton.triton_layers import _BLOCK as GATE_BLOCK
+from ssd.model.triton.triton_layers import BLOCK_HEADS, _gate, _normalise, _turn_both
+from ssd.model.triton.triton_linear import FEW_ROWS, _product
+from ssd.model.triton.triton_linear import tiles_of as linear_tiles_of
+from ssd.model.triton.triton_sampling import (
     _BLOCK,
     _MOST_SPLITS,
     _choose_split,
@@ -35,6 +34,7 @@ from ssd.model.sampling.triton_sampling import (
     _sample_split,
     _top_split,
 )
+from ssd.model.triton.triton_write import _write
 
 CAPABILITIES = (80, 90)
 """Ampere, Hopper."""

@@ -301,7 +301,7 @@ def test_inlined_kernels_are_not_prebuilt(compiled: Callable[[], Any]) -> None:
 
 
 def test_kernels_that_are_made_of_vectors_are_not_prebuilt(compiled: Callable[[], Any], tmp_path: Path) -> None:
-    (tmp_path / "twice.py").write_text(f"from ssd.jit.simd import LANES\n{TWICE}")
+    (tmp_path / "twice.py").write_text(f"from ssd.model.cpu.simd import LANES\n{TWICE}")
     assert compiled()._cache._prebuilt is None
 
 

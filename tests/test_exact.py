@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssd.errors import ModelError
-from ssd.model.layers.row_plan import find_invariant_shapes
+from ssd.model.cpu.row_plan import find_invariant_shapes
 from ssd.model.loading.load_target import open_target
 from ssd.model.target import Target, pad_rows
 from tests.architectures import ARCHITECTURES, SLOTS

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ssd.model.layers import decoder_layers, packed_linear
-from ssd.model.layers.adapted_linear import AdaptedLinear, AdapterRows
+from ssd.model.cpu import cpu_decoder, packed_linear
+from ssd.model.cpu.cpu_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
+from ssd.model.cpu.packed_embedding import PackedEmbedding, pack_embedding
+from ssd.model.cpu.packed_linear import PackedGroup, PackedLinear, PackedMember, pack_linears, packable_dtypes
 from ssd.model.layers.hidden_states import check_hidden_states
-from ssd.model.layers.packed_embedding import PackedEmbedding, pack_embedding
-from ssd.model.layers.packed_linear import PackedGroup, PackedLinear, PackedMember, pack_linears, packable_dtypes
 from ssd.model.layers.replace import reference_logits, replace_layers
-from ssd.model.layers.vector_layers import FusedNorm, FusedRotary, fuse_norms, fuse_rotary
 from ssd.model.loading import load_target
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
+from ssd.model.runners.adapted_linear import AdaptedLinear, AdapterRows
 from ssd.model.runners.select_runner import CPU_LAYERS
 from tests.models import tiny_model
 from tests.static_targets import have_same_bits
@@ -281,10 +281,10 @@ def test_flat_layers_have_the_bits_of_the_library_s(
 
     flat = opened()
     assert all("forward" in vars(layer) for layer in flat.model.model.layers)
-    monkeypatch.setattr(decoder_layers, "_LAYER_CLASSES", frozenset())
+    monkeypatch.setattr(cpu_decoder, "_LAYER_CLASSES", frozenset())
     plain = opened()
     assert not any("forward" in vars(layer) for layer in plain.model.model.layers)
-    assert decoder_layers.is_flat(flat.model) and not decoder_layers.is_flat(plain.model)
+    assert cpu_decoder.is_flat(flat.model) and not cpu_decoder.is_flat(plain.model)
     have_same_bits(flat, plain)
 
 
@@ -293,9 +293,9 @@ def test_a_layer_with_adapters_or_hooks_is_the_library_s() -> None:
     replace_layers(model, CPU_LAYERS, expected=reference_logits(model), tolerance=1e-3)
     layer = model.model.layers[0]
     flat = vars(layer)["forward"].__func__.__self__
-    assert flat.is_usable() and decoder_layers.is_flat(model)
+    assert flat.is_usable() and cpu_decoder.is_flat(model)
     hook = model.model.norm.register_forward_hook(lambda *_: None)
-    assert not decoder_layers.is_flat(model)
+    assert not cpu_decoder.is_flat(model)
     hook.remove()
     layer.self_attn.q_proj = AdaptedLinear(layer.self_attn.q_proj, {}, AdapterRows())
     assert not flat.is_usable()

@@ -14,7 +14,7 @@ from numba import njit
 
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise, UInt64, gumbel_at, key_at, request_key
-from ssd.model.sampling.cpu_sampling import MASS_OF_ONE, masses_of
+from ssd.model.cpu.cpu_sampling import MASS_OF_ONE, masses_of
 from ssd.model.sampling.sampler import gumbel_noise, host_tokens, log_min_p
 from ssd.model.sampling.target_tokens import truncated_scores
 from tests.reference import sampling as slow

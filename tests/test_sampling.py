@@ -14,7 +14,7 @@ from transformers import generation as hf
 
 from ssd.config import SamplingParams
 from ssd.errors import RequestError
-from ssd.model.sampling.cpu_sampling import DeviceRules
+from ssd.model.cpu.cpu_sampling import DeviceRules
 from ssd.model.sampling.sampler import token_logprobs
 from ssd.model.sampling.target_tokens import apply_prefix_rules, logits_with_rules, truncated_scores
 from ssd.token_rules import BadWords, TokenRules

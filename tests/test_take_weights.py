@@ -14,11 +14,11 @@ from benchmarks.exactness import RandomDrafter
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Engine
 from ssd.errors import EngineError, ModelError
-from ssd.model.layers.adapted_linear import AdaptedLinear, AdapterRows
-from ssd.model.layers.packed_embedding import PackedEmbedding
+from ssd.model.cpu.packed_embedding import PackedEmbedding
 from ssd.model.loading.load_target import load_model, open_target
 from ssd.model.loading.memory import weight_bytes
 from ssd.model.loading.replace_weights import replace_weights
+from ssd.model.runners.adapted_linear import AdaptedLinear, AdapterRows
 from ssd.model.target import Target
 from tests.engines import ask, make_engine
 from tests.models import VOCAB, tiny_model

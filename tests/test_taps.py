@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
+from ssd.model.cpu.cpu_decoder import is_flat
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
-from ssd.model.layers.decoder_layers import is_flat
 from ssd.model.layers.hidden_states import FINAL, FeatureSpec, check_hidden_states
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner

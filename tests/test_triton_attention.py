@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device, runs_loops
 
 # isort: split
-from ssd.model.kv import triton_attention as kernels
 from ssd.model.kv.attention import slot_attention
 from ssd.model.kv.kv_cache import AttentionRules, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.kv.triton_attention import exact_triton_attention, split_keys_of, triton_attention
-from ssd.model.kv.triton_write import write_by_triton
+from ssd.model.triton import triton_attention as kernels
+from ssd.model.triton.triton_attention import exact_triton_attention, split_keys_of, triton_attention
+from ssd.model.triton.triton_write import write_by_triton
 from tests.compile_kernels import variants
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets

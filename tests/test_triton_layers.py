@@ -19,18 +19,18 @@ from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device
 
 # isort: split
 
+from ssd.model.cpu.cpu_layers import FusedRotary
 from ssd.model.layers.replace import Replaced, reference_logits, replace_layers
-from ssd.model.layers.triton_layers import (
+from ssd.model.loading.replace_weights import replace_weights
+from ssd.model.runners.select_runner import device_layers
+from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.triton.triton_layers import (
     TritonNorm,
     fuse_gates_by_triton,
     fuse_norms_by_triton,
     silu_times,
     turn_by_triton,
 )
-from ssd.model.layers.vector_layers import FusedRotary
-from ssd.model.loading.replace_weights import replace_weights
-from ssd.model.runners.select_runner import device_layers
-from ssd.model.runners.slot_runner import SlotRunner
 from tests.models import tiny_model
 from tests.static_targets import have_same_bits
 

@@ -16,10 +16,10 @@ from tests.triton_here import DEVICE, HAS_GPU, caches_as_on_a_device, runs_loops
 
 # isort: split
 from ssd.model.layers.replace import Replaced, reference_logits
-from ssd.model.layers.triton_linear import FEW_ROWS, linear, own_linears, products_of
 from ssd.model.loading.replace_weights import replace_weights
 from ssd.model.runners import batch_invariance as settle
 from ssd.model.runners.slot_runner import SlotRunner
+from ssd.model.triton.triton_linear import FEW_ROWS, linear, own_linears, products_of
 from tests.models import VOCAB, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("default")

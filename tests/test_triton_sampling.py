@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.triton_here import DEVICE, HAS_GPU, runs_loops
 
 # isort: split
-from ssd.model.sampling import triton_sampling
 from ssd.model.sampling.sampler import (
     argmax_with_noise,
     check_tokens,
@@ -22,7 +21,8 @@ from ssd.model.sampling.sampler import (
     top_tokens,
     unpack_top,
 )
-from ssd.model.sampling.triton_sampling import triton_sampler, triton_top
+from ssd.model.triton import triton_sampling
+from ssd.model.triton.triton_sampling import triton_sampler, triton_top
 from tests.models import tiny_model
 from tests.static_targets import pair_of_targets
 from tests.test_pass_noise import check_batch, row_of

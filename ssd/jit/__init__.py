@@ -1,1 +1,1 @@
-"""The tools with which numba kernels are written: records in memory, machine code stored on disk, and SIMD code."""
+"""The tools with which numba kernels are written: records in memory, and machine code stored on disk."""

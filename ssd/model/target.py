@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from ssd.jit.addresses import Int64s, TokenIds, kernel
+from ssd.model.cpu.packed_linear import prepare_linears
 from ssd.model.kv.tree import TreeShape
-from ssd.model.layers.packed_linear import prepare_linears
 from ssd.model.sampling.sampler import Noise, PassOutput
 
 if TYPE_CHECKING:

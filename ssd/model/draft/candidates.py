@@ -13,7 +13,7 @@ from ssd.cost_model.throughput import cost_at
 from ssd.drafting.noise import UInt64, gumbel_at
 from ssd.drafting.protocol import Draft, SamplingRow
 from ssd.jit.addresses import kernel
-from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE
+from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import has_rules, logits_with_rules
 
 MAX_CANDIDATES = 32

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.jit.simd import LANES
 from ssd.model.kv.tree import TreeShape
+
+KEY_ALIGNMENT: Final = 16
+"""On a CPU, the room for positions and the size of values are multiples of this number, for the lanes of SIMD code."""
 
 
 class SlotKVCache:
@@ -51,7 +52,7 @@ class SlotKVCache:
             layout = LAYOUTS.get(self.device.type, _torch_layout)
             self._layers[layer] = layout(keys, values, self.num_slots, self.max_length)
         stored_keys, stored_values = self._layers[layer]
-        write = _select_writer(self.device.type)
+        write = WRITERS.get(self.device.type)
         if write is None or keys.stride(3) != 1 or values.stride(3) != 1:
             rows.put(keys, stored_keys)
             rows.put(values, stored_values)
@@ -95,16 +96,9 @@ class SlotKVCache:
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@cache
-def _select_writer(kind: str) -> Callable[..., None] | None:
-    """Return the Triton function that writes keys and values to the KV cache; None without triton or a GPU."""
-    if kind != "cuda":
-        return None
-    try:
-        from ssd.model.kv.triton_write import write_by_triton
-    except ImportError:  # triton comes with CUDA builds of torch
-        return None
-    return write_by_triton
+# The function that writes new keys and values, for each type of device; other devices use torch. `SlotRunner` adds that
+# of `ssd.model.triton` for GPUs.
+WRITERS: Final[dict[str, Callable[..., None]]] = {}
 
 
 # Zeros, not empty: a masked key has weight 0, but 0 * NaN of uninitialised memory is NaN.
@@ -115,11 +109,12 @@ def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, leng
 
 def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
     """Allocate zeros for a layer's KV cache in `cpu_attention`'s layout: contiguous positions, padded values."""
-    room, size = -(-length // LANES) * LANES, values.shape[3]
+    room, size = -(-length // KEY_ALIGNMENT) * KEY_ALIGNMENT, values.shape[3]
     if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
-        room += LANES
+        room += KEY_ALIGNMENT
     stored = keys.new_zeros(num_slots, keys.shape[1], keys.shape[3], room)[..., :length].transpose(2, 3)
-    return stored, values.new_zeros(num_slots, values.shape[1], length, -(-size // LANES) * LANES)[..., :size]
+    padded = -(-size // KEY_ALIGNMENT) * KEY_ALIGNMENT
+    return stored, values.new_zeros(num_slots, values.shape[1], length, padded)[..., :size]
 
 
 # The function that allocates a layer's KV cache, for each type of device; `_torch_layout` for other devices.

@@ -1,1 +1,1 @@
-"""Faster layers that replace those of a Hugging Face model and compute the same."""
+"""Replacement of a Hugging Face model's layers by faster ones, and hooks that read hidden states."""

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError, first_line
-from ssd.model.layers.adapted_linear import AdaptedLinear, AdapterRows, LoraWeights
 from ssd.model.layers.replace import PROBE_LENGTH, reference_logits
+from ssd.model.runners.adapted_linear import AdaptedLinear, AdapterRows, LoraWeights
 from ssd.model.runners.select_runner import PROBE_SLOTS, PROBE_WIDTH, measure_error
 from ssd.model.runners.slot_runner import SlotRunner
 

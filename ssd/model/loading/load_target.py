@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ssd.config import BatchInvariant
 from ssd.errors import ModelError, first_line
+from ssd.model.cpu.packed_linear import PackedLinear, packable_dtypes
+from ssd.model.cpu.row_plan import find_invariant_shapes, seconds_of
 from ssd.model.layers.hidden_states import FeatureSpec, check_hidden_states
-from ssd.model.layers.packed_linear import PackedLinear, packable_dtypes
 from ssd.model.layers.replace import is_plain
-from ssd.model.layers.row_plan import find_invariant_shapes, seconds_of
 from ssd.model.loading.adapters import MERGE, Adapters
 from ssd.model.loading.memory import (
     ADVICE,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.layers.packed_linear import packed_linears
+from ssd.model.cpu.packed_linear import packed_linears
 
 MEMORY_SHARE = 0.5
 """The share of free memory that the KV cache uses; the rest is left for activations and the retrieval cache."""

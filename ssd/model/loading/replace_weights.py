@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ssd.errors import ModelError
-from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.packed_embedding import PackedEmbedding
-from ssd.model.layers.packed_linear import PackedLinear, PackedMember
-from ssd.model.layers.vector_layers import FusedNorm
+from ssd.model.cpu.cpu_layers import FusedNorm
+from ssd.model.cpu.packed_embedding import PackedEmbedding
+from ssd.model.cpu.packed_linear import PackedLinear, PackedMember
 from ssd.model.loading.threads import one_thread_if_small
+from ssd.model.runners.adapted_linear import AdaptedLinear
 
 
 class StoredWeight(NamedTuple):

@@ -123,7 +123,7 @@ def measure_graph_error(target: SlotRunner) -> float:
 def _list_variants(device: torch.device, enforce_eager: bool) -> Iterator[GraphVariant]:
     kernel: AttentionKernel | None = None
     with suppress(ImportError):  # triton comes with CUDA builds of torch; without it, torch computes attention
-        from ssd.model.kv.triton_attention import triton_attention as kernel
+        from ssd.model.triton.triton_attention import triton_attention as kernel
     sampler = select_sampler(device)
     if not enforce_eager:
         if kernel is not None:

@@ -26,9 +26,9 @@ import xxhash
 from ssd.config import BatchInvariant
 from ssd.errors import ModelError, first_line
 from ssd.jit.code_cache import machine_code_directory, source_stamp
-from ssd.model.layers.adapted_linear import AdaptedLinear
-from ssd.model.layers.packed_linear import PackedLinear, packed_linears
-from ssd.model.layers.row_plan import UNPADDED, RowPlan, find_invariant_shapes
+from ssd.model.cpu.packed_linear import PackedLinear, packed_linears
+from ssd.model.cpu.row_plan import UNPADDED, RowPlan, find_invariant_shapes
+from ssd.model.runners.adapted_linear import AdaptedLinear
 from ssd.model.runners.probe import Pairs, score_alone, score_as_trees, score_batched, score_tokens
 from ssd.model.runners.slot_runner import SlotRunner
 from ssd.model.target import BatchInvariance, Target

@@ -14,10 +14,11 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ssd.errors import first_line
+from ssd.model.cpu.cpu_decoder import flatten_layers
+from ssd.model.cpu.cpu_layers import fuse_activations, fuse_norms, fuse_rotary
+from ssd.model.cpu.exact_matmul import redirect_matmuls
+from ssd.model.cpu.packed_linear import pack_linears
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.layers.decoder_layers import flatten_layers
-from ssd.model.layers.exact_matmul import redirect_matmuls
-from ssd.model.layers.packed_linear import pack_linears
 from ssd.model.layers.replace import (
     MOST_CHANGE,
     MOST_CHANGE_LOW_PRECISION,
@@ -28,7 +29,6 @@ from ssd.model.layers.replace import (
     reference_logits,
     replace_layers,
 )
-from ssd.model.layers.vector_layers import fuse_activations, fuse_norms, fuse_rotary
 from ssd.model.runners.probe import relative_error, score_alone, score_as_trees, score_batched
 from ssd.model.runners.sequential_runner import CheckpointRunner, FullContextRunner, RecurrentRunner, SequentialRunner
 from ssd.model.runners.slot_runner import SlotRunner
@@ -224,9 +224,9 @@ CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
     """Return the functions that replace a model's layers by Triton kernels on a GPU; empty without triton."""
     try:
-        from ssd.model.layers.triton_decoder import flatten_by_triton
-        from ssd.model.layers.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
-        from ssd.model.layers.triton_linear import own_linears
+        from ssd.model.triton.triton_decoder import flatten_by_triton
+        from ssd.model.triton.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
+        from ssd.model.triton.triton_linear import own_linears
     except ImportError:  # triton comes with CUDA builds of torch
         return ()
     if dtype not in MOST_ERROR:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ssd.jit.addresses import Int64s
+from ssd.model.cpu.cpu_decoder import FlatModel, is_flat
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner
 from ssd.model.kv.attention import ATTENTION_NAME
-from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
+from ssd.model.kv.kv_cache import WRITERS, SlotKVCache, SlotRows
 from ssd.model.kv.tree import TreeShape
-from ssd.model.layers.adapted_linear import AdapterRows
-from ssd.model.layers.decoder_layers import FlatModel, is_flat
 from ssd.model.layers.hidden_states import FeatureSpec, HiddenStateTap
+from ssd.model.runners.adapted_linear import AdapterRows
 from ssd.model.sampling.sampler import Noise, PassOutput
 from ssd.model.target import Integers, Target, TokenMatrix
 
@@ -36,6 +36,11 @@ class SlotRunner(Target):
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int, max_width: int) -> None:
         super().__init__(model, num_slots, max_length)
         model.set_attn_implementation(ATTENTION_NAME)
+        if self.device.type == "cuda":
+            with suppress(ImportError):  # triton comes with CUDA builds of torch
+                from ssd.model.triton.triton_write import write_by_triton
+
+                WRITERS["cuda"] = write_by_triton
         self.max_width = max_width
         self.kv_cache = SlotKVCache(num_slots, max_length + max_width, self.device)
         self.graph_runner: CudaGraphRunner | None = None
@@ -74,8 +79,8 @@ class SlotRunner(Target):
         """
         if wanted == (self.kv_cache.kernel is not None):
             return
-        from ssd.model.kv.triton_attention import exact_triton_attention
-        from ssd.model.layers.triton_linear import own_linears, products_of, sums_whole
+        from ssd.model.triton.triton_attention import exact_triton_attention
+        from ssd.model.triton.triton_linear import own_linears, products_of, sums_whole
 
         if wanted:
             self.kv_cache.kernel = exact_triton_attention

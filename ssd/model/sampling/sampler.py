@@ -17,7 +17,7 @@ from ssd.drafting.noise import GAMMA, MIX_1, MIX_2, UInt64
 from ssd.drafting.token_recycling import TOP_K
 from ssd.errors import first_line
 from ssd.jit.addresses import Int64s, TokenIds, inlined, kernel
-from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE, choose_rows
+from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE, choose_rows
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def select_sampler(device: torch.device) -> Sampler | None:
     if device.type != "cuda":
         return None
     try:
-        from ssd.model.sampling.triton_sampling import triton_sampler
+        from ssd.model.triton.triton_sampling import triton_sampler
     except ImportError:  # triton comes with CUDA builds of torch
         return None
     return triton_sampler if is_sampler_correct(triton_sampler, device) else None
@@ -197,7 +197,7 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
     """Return SSD's Triton kernel for the most probable tokens, if SSD's sampling kernel works on this device."""
     if select_sampler(device) is None:
         return None
-    from ssd.model.sampling.triton_sampling import triton_top
+    from ssd.model.triton.triton_sampling import triton_top
 
     return triton_top
 

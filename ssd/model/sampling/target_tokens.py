@@ -15,8 +15,8 @@ import torch
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingRow
+from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE, MASS_OF_ONE, DeviceRules, masses_of, rule_out
 from ssd.model.kv.tree import Parents, path_to
-from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE, MASS_OF_ONE, DeviceRules, masses_of, rule_out
 from ssd.model.sampling.sampler import Noise, PassOutput, argmax_with_noise, host_tokens, log_min_p
 from ssd.token_rules import BadWords
 

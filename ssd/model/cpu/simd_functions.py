@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ssd.jit.simd import (
+from ssd.model.cpu.simd import (
     INTS,
     ITEMSIZES,
     LANES,

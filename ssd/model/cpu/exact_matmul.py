@@ -16,9 +16,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ssd.model.cpu.cpu_layers import Activation
+from ssd.model.cpu.row_plan import RowPlan, find_invariant_shapes
 from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks, swap_forward
-from ssd.model.layers.row_plan import RowPlan, find_invariant_shapes
-from ssd.model.layers.vector_layers import Activation
 
 # The row plans by kind of product, sizes, dtype and number of threads.
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.kv.triton_launch import early, take_turn
+from ssd.model.cpu.cpu_layers import fuse_norms
 from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, is_function, swap_forward
-from ssd.model.layers.vector_layers import fuse_norms
+from ssd.model.triton.triton_launch import early, take_turn
 
 _BLOCK = 1024
 

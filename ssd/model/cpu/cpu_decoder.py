@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint16_array
-from ssd.jit.simd import KINDS
-from ssd.model.kv.attention import cpu_attention
+from ssd.model.cpu.cpu_attention import cpu_attention
+from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, turn_rows
+from ssd.model.cpu.packed_linear import PackedMember
+from ssd.model.cpu.simd import KINDS
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.hidden_states import FINAL
-from ssd.model.layers.packed_linear import PackedMember
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
-from ssd.model.layers.vector_layers import Activation, FusedNorm, normalise, turn_rows
 
 _KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)

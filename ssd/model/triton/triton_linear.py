@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.kv.triton_launch import early, take_turn
 from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, siblings, swap_forward
+from ssd.model.triton.triton_launch import early, take_turn
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ssd.model.layers.exact_matmul import exact_linear
+from ssd.model.cpu.exact_matmul import exact_linear
 
 
 class LoraWeights(NamedTuple):

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ssd.model.kv.kv_cache import AttentionRules, SlotRows
-from ssd.model.kv.triton_launch import early, take_turn
+from ssd.model.triton.triton_launch import early, take_turn
+
+if TYPE_CHECKING:
+    from ssd.model.kv.kv_cache import AttentionRules, SlotRows
 
 _MOST_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ssd.jit.addresses import kernel
-from ssd.jit.simd import KINDS
-from ssd.jit.simd_functions import (
+from ssd.model.cpu.simd import KINDS
+from ssd.model.cpu.simd_functions import (
     FUNCTIONS,
     apply_function,
     rotate_pairs,

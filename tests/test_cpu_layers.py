@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from ssd.jit.simd_functions import FUNCTIONS
-from ssd.model.layers.vector_layers import Activation, FusedNorm, FusedRotary, fuse_activations, fuse_norms, fuse_rotary
+from ssd.model.cpu.cpu_layers import Activation, FusedNorm, FusedRotary, fuse_activations, fuse_norms, fuse_rotary
+from ssd.model.cpu.simd_functions import FUNCTIONS
 
 EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ssd.drafting.noise import GAMMA, MIX_1, MIX_2
 from ssd.drafting.token_recycling import TOP_K
-from ssd.model.kv.triton_attention import num_splits
-from ssd.model.sampling.cpu_sampling import LOWEST_TEMPERATURE
+from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE
+from ssd.model.triton.triton_attention import num_splits
 
 _BLOCK = 1024
 _MOST_SPLITS = 128

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssd.model.layers.packed_embedding import pack_embedding
+from ssd.model.cpu.packed_embedding import pack_embedding
+from ssd.model.cpu.row_plan import EXACT_ROWS, RowPlan, row_counts
 from ssd.model.layers.replace import Joint, Replaced, is_plain, parents, siblings
-from ssd.model.layers.row_plan import EXACT_ROWS, RowPlan, row_counts
 
 _PREPARED_ROWS = 64
 _LONG = 1 << 22

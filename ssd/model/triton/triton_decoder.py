@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from ssd.model.cpu.cpu_decoder import FlatLayer, known_layers
 from ssd.model.kv.attention import attended
 from ssd.model.kv.kv_cache import Pair, SlotRows
-from ssd.model.kv.triton_launch import early, take_turn
-from ssd.model.layers.decoder_layers import FlatLayer, known_layers
 from ssd.model.layers.replace import Replaced, swap_forward
-from ssd.model.layers.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
-from ssd.model.layers.triton_linear import Product
+from ssd.model.triton.triton_launch import early, take_turn
+from ssd.model.triton.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
+from ssd.model.triton.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:

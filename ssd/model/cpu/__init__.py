@@ -1,0 +1,1 @@
+"""Layers, attention and sampling on a CPU, with the SIMD code that they are made of."""

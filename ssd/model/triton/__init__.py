@@ -1,0 +1,1 @@
+"""Triton kernels for GPUs: layers, attention over the KV cache, and sampling. They require triton."""
