@@ -14,6 +14,7 @@ from ssd.errors import RequestError, SSDError
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request, RequestOutput
     from ssd.engine.llm import LLM, Choice, Completion
+    from ssd.integrations.retrieval_cache import RetrievalCache
     from ssd.retrieval.cache_manager import CacheManager
     from ssd.text.codec import TextCodec
 
@@ -32,6 +33,7 @@ __all__ = [
     "Request",
     "RequestError",
     "RequestOutput",
+    "RetrievalCache",
     "SSDError",
     "SamplingParams",
     "StructuredOutput",
@@ -43,6 +45,7 @@ _FROM = {
     **dict.fromkeys(("Engine", "Request", "RequestOutput"), "ssd.engine"),
     **dict.fromkeys(("LLM", "Choice", "Completion"), "ssd.engine.llm"),
     "CacheManager": "ssd.retrieval.cache_manager",
+    "RetrievalCache": "ssd.integrations.retrieval_cache",
     "TextCodec": "ssd.text.codec",
 }
 

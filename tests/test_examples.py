@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import engine, openai_client, shared_cache, steps, transformers_generate, warm_start
+from examples import engine, openai_client, own_engine, shared_cache, steps, transformers_generate, warm_start
 from ssd.bundled import MODEL_PATH
 from ssd.engine import Engine
 from tests.redis_server import RedisServer, redis_server
@@ -34,6 +34,13 @@ def test_engine_needs_fewer_passes_the_second_time(capsys: pytest.CaptureFixture
     engine.main()
     first, second = numbers(capsys.readouterr().out, r"in (\d+) passes")
     assert second < first / 2
+
+
+def test_an_engine_that_verifies_drafts_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    own_engine.main()
+    shown = capsys.readouterr().out
+    first, second = numbers(shown, r"(\d+) passes")
+    assert second < first / 2 and "equal outputs: True" in shown
 
 
 def test_every_pass_yields_its_accepted_tokens_and_one_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -239,7 +239,7 @@ def test_the_plugin_tells_of_steps_and_of_the_end(watched: type[FakeRunner]) -> 
     runner.shutdown()
     assert runner.calls[-1] == "shutdown"
     assert proposers[1].propose([[1]], batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]], "closed"
-    assert proposers[1].stats().num_learned == 1
+    assert proposers[1].stats().num_stored == 1
     proposers[0].close()
 
 

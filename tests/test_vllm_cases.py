@@ -123,7 +123,7 @@ def test_outputs_are_those_without(name: str, tmp_path: Path) -> None:
         told = [prompt + output for ask in case.asks for prompt, output in zip(prompts(), got[ask], strict=True)]
         # The beginning of a text may have been known.
         assert learned and all(any(whole[-len(text) :] == text for whole in told) for text in learned)
-        assert proposer["num_learned"] >= len(told) - BATCH and last["num_accepted_tokens"] > 0
+        assert proposer["num_stored"] >= len(told) - BATCH and last["num_accepted_tokens"] > 0
         assert last["num_preemptions"] > 0 or name != "preemption"
 
 

@@ -147,7 +147,7 @@ def test_each_request_is_learned_once_as_its_client_got_it(lag: int) -> None:
     assert len(learned) >= len(truth) - (lag > 0), "what has arrived is learned"
     speculator.close()
     assert Counter(learned) == Counter(truth)
-    assert speculator.stats().num_learned == 5
+    assert speculator.stats().num_stored == 5
     assert speculator.stats().num_failures == 0
 
 
@@ -174,7 +174,7 @@ def test_a_request_that_was_told_nothing_teaches_nothing() -> None:
     text = client_text(runner.requests["a"])
     speculator.close()
     assert learned == [text]
-    assert speculator.stats().num_learned == 1
+    assert speculator.stats().num_stored == 1
 
 
 def test_a_stop_string_ends_what_is_learned() -> None:
@@ -288,7 +288,7 @@ def test_steps_that_are_none_and_requests_that_were_never_seen_are_taken() -> No
     assert dummy.shape == (2, WIDTH)
     runner.begin({"a": scripted(1)})
     assert speculator._core is not None
-    speculator._core.pop_requests(["a"])
+    speculator._core.pop("a")
     runner.step(["a"])
     assert speculator.stats().num_failures == 0
     speculator.close()
@@ -360,6 +360,6 @@ needs_vllm = pytest.mark.skipif(
 @needs_vllm
 def test_the_installed_vllm_has_every_hook() -> None:
     code = "from ssd.integrations import vllm_hooks as p; "
-    code += "print(p.missing(p.V2_HOOKS + p.V1_HOOKS))"
+    code += "print(p.missing_hooks(p.V2_HOOKS + p.V1_HOOKS))"
     looked = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert looked.stdout.strip() == "[]", looked.stderr[-2000:]

@@ -146,6 +146,23 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 
 @kernel
+def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int, num_rows: int) -> None:
+    """Append tokens to texts; the arguments are addresses of the arrays of `BatchDrafter.extend`."""
+    texts, sizes = int64_array(texts_at, num_rows), int64_array(sizes_at, num_rows)
+    lengths, end = int64_array(lengths_at, num_rows), 0
+    for row in range(num_rows):
+        size, begin = sizes[row], end
+        end += size
+        if texts[row] == 0:
+            continue
+        text = _text_at(texts[row])
+        if 0 < size <= text.room - text.length:
+            int32_array(text.tokens, text.room)[text.length : text.length + size] = int32_array(tokens_at, end)[begin:]
+            text.length, text.num_new = text.length + size, size
+        lengths[row] = text.length
+
+
+@kernel
 def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
     """Return the length to which to cut a draft: up to its first end-of-text token; 0 if an id is out of vocabulary."""
     ends, usable = int32_array(batch.ends, batch.num_ends), size
@@ -350,6 +367,18 @@ class BatchDrafter:
         self._batch.num_new += int(words[:count, 1].sum())
         found = _append_tokens(address(addresses), address(words), address(lost), count, words.shape[1])
         return np.flatnonzero(lost).tolist() if found else []
+
+    def extend(self, tokens: Tokens, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Append tokens to the texts of the assigned rows, and return the length of each text, int64[rows].
+
+        ``tokens`` are the new tokens of all rows, one row after another, and ``sizes`` (int64[rows]) their numbers. A
+        row without text has length 0, and a text without room for its tokens is not extended.
+        """
+        assert len(sizes) == self._num_rows
+        lengths = np.zeros(len(sizes), np.int64)
+        self._batch.num_new += len(tokens)
+        _extend_texts(self._batch.texts, address(tokens), address(sizes), address(lengths), len(sizes))
+        return lengths
 
     def draft(
         self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0

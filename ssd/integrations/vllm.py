@@ -20,7 +20,6 @@ all in that step. A vLLM server that is told to stop kills its workers at once u
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -28,12 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, Tokens
 from ssd.drafting.draft_records import MAX_DRAFT
 from ssd.integrations import vllm_plugin
-from ssd.integrations.vllm_core import DrafterCore, VllmDrafter, VllmRequest, stop_rules_of
+from ssd.integrations.vllm_core import VllmCache, VllmDrafter, VllmRequest, stop_rules_of
 from ssd.integrations.vllm_hooks import finished_lengths
-from ssd.jit.addresses import address, int32_array, int64_array, kernel
 
 
 class SuffixProposer(VllmDrafter):
@@ -46,16 +43,12 @@ class SuffixProposer(VllmDrafter):
 
     def __init__(self, vllm_config: Any) -> None:
         self._runner: weakref.ref[Any] | None = None  # weak: the runner holds this proposer
-        self._row_ids: list[str] | None = None  # request ids of the drafter's rows
-        self._row_requests: list[VllmRequest | None] = []
-        self._last_call_ended = 0.0  # the time at which the last call ended
+        self._row_ids: list[str] | None = None  # the requests of the last step
         self._longest: int = min(MAX_DRAFT, vllm_config.speculative_config.num_speculative_tokens)
         self._limit = self._longest  # the draft limit of this step
         super().__init__(vllm_config, longest=self._longest)
-        if self._core is not None:
-            self._allocate_buffers(16)
-            if not vllm_plugin.wrap_v1_runner():
-                self.close()
+        if self._core is not None and not vllm_plugin.wrap_v1_runner():
+            self.close()
 
     def load_model(self, target_model: object) -> None:
         """Do nothing: there is no model to load."""
@@ -96,94 +89,47 @@ class SuffixProposer(VllmDrafter):
             names, core = list(scheduler_output.finished_req_ids), self._core
             if names and core is not None:
                 states, lengths = getattr(runner, "requests", {}), finished_lengths(scheduler_output)
+                self._row_ids = None
                 for name in names:
-                    request, state = core.requests.get(name), states.get(name)
+                    request, state = core.texts.get(name), states.get(name)
                     if request is not None:
                         _append_missing(request, state)
-                        request.num_sent = lengths.get(name)
                         request.stop_rules = stop_rules_of(getattr(state, "sampling_params", None))
-                self._row_ids = None
-                core.finish_requests(core.pop_requests(names))
+                        core.finish(name, lengths.get(name))
         except Exception:
             self._record_failure("adding text to the cache")
 
-    # -- parts of a step ---------------------------------------------------------------------------------------------
-
-    def _allocate_buffers(self, count: int) -> None:
-        assert self._core is not None
-        self._draft_words = self._core.drafter.new_words(count)
-        self._new_words = np.zeros((count, NUM_HEADER_WORDS + self._longest + 1), np.int32)
-
     def _draft(
-        self, core: DrafterCore, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
+        self, core: VllmCache, batch: Any, sampled: Sequence[Sequence[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
-        matrix: Tokens = batch.token_ids_cpu
-        count = min(len(sampled), len(batch.req_ids), len(lengths), len(matrix))
-        seconds = time.perf_counter() - self._last_call_ended
-        sizes = np.fromiter(map(len, sampled), np.int64, len(sampled))[:count]
-        lengths = lengths[:count]
-        if self._row_ids != batch.req_ids or count != len(self._row_requests):
-            self._assign_rows(core, batch, lengths - sizes)
-        if count > len(self._draft_words):
-            self._allocate_buffers(2 * count)
-        needs_draft = sizes > 0 if self._limit > 0 else np.zeros(count, bool)
-        if inconsistent := self._append_new_tokens(core, matrix, lengths, sizes):
-            needs_draft[inconsistent] = False
-        core.drafter.draft(needs_draft, core.cache.snapshot(), self._draft_words, self._limit, seconds)
-        drafted = self._draft_words[:count, 1].tolist()
-        tokens = self._draft_words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(drafted, default=0)].tolist()
-        self._last_call_ended = time.perf_counter()
-        return [row[:size] for row, size in zip(tokens, drafted, strict=True)]
+        count = min(len(sampled), len(batch.req_ids), len(lengths), len(batch.token_ids_cpu))
+        names, new = batch.req_ids[:count], sampled[:count]
+        if names != self._row_ids:
+            self._start_requests(core, batch, names, [int(lengths[row]) - len(new[row]) for row in range(count)])
+        needs_draft = np.fromiter((len(each) > 0 for each in new), np.bool_, count)
+        for row in np.flatnonzero(core.extend(names, new) != lengths[:count]).tolist():
+            needs_draft[row] &= self._read_text(core, batch, row, int(lengths[row]), len(new[row]))
+        return core.speculate(names, self._limit, needs_draft if self._limit > 0 else np.zeros(count, np.bool_))
 
-    def _assign_rows(self, core: DrafterCore, batch: Any, previous_lengths: npt.NDArray[np.int64]) -> None:
-        """Assign vLLM's requests to the drafter's rows; new requests start with the tokens before this step."""
-        self._row_requests, width = [], batch.token_ids_cpu.shape[1]
-        for row, (name, length) in enumerate(zip(batch.req_ids, previous_lengths.tolist(), strict=False)):
-            request = core.requests.get(name)
+    def _start_requests(self, core: VllmCache, batch: Any, names: list[str], lengths: Sequence[int]) -> None:
+        """Start the new requests of vLLM's batch with the ``lengths[row]`` tokens that they had before this step."""
+        for row, (name, length) in enumerate(zip(names, lengths, strict=True)):
             # A prompt of embeddings has no token ids.
-            if request is None and 0 <= length <= width and row not in batch.req_prompt_embeds:
-                tokens, prompt_length = batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row])
-                request = core.start_request(name, tokens, prompt_length)
-            self._row_requests.append(request)
-        core.drafter.assign(self._row_requests)
-        self._row_ids = list(batch.req_ids)
+            if (
+                name not in core.texts
+                and 0 <= length <= batch.token_ids_cpu.shape[1]
+                and row not in batch.req_prompt_embeds
+            ):
+                core.start(name, batch.token_ids_cpu[row, :length], int(batch.num_prompt_tokens[row]))
+        self._row_ids = names
 
-    def _append_new_tokens(
-        self, core: DrafterCore, matrix: Tokens, lengths: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]
-    ) -> list[int]:
-        """Append the tokens generated in this step to the requests; return the rows whose lengths are inconsistent."""
-        assert matrix.dtype == lengths.dtype == np.int32 and matrix.flags.c_contiguous and lengths.flags.c_contiguous
-        inconsistent, width, words = [], matrix.shape[1], self._new_words
-        _gather_new_tokens(
-            address(matrix), width, address(lengths), address(sizes), len(sizes), address(words), words.shape[1]
-        )
-        for row in core.drafter.append(self._row_requests, words):
-            request, length, size = self._row_requests[row], int(lengths[row]), int(sizes[row])
-            if request is not None and size <= length <= width:  # vLLM did not call this in some steps
-                request.replace(matrix[row, :length], size)
-            else:
-                inconsistent.append(row)
-        return inconsistent
-
-
-@kernel
-def _gather_new_tokens(
-    matrix_at: int, width: int, lengths_at: int, sizes_at: int, num_rows: int, words_at: int, num_words: int
-) -> None:
-    """Write each sequence's length, number of new tokens and new tokens in the form that `BatchDrafter.append` reads.
-
-    The tokens are left out if the lengths are implausible. The arguments are the addresses of the tokens,
-    int32[num_rows, width], the lengths, int32[num_rows], the numbers of new tokens, int64[num_rows], and the output,
-    int32[num_rows, num_words].
-    """
-    matrix, words = int32_array(matrix_at, num_rows * width), int32_array(words_at, num_rows * num_words)
-    lengths, sizes = int32_array(lengths_at, num_rows), int64_array(sizes_at, num_rows)
-    for row in range(num_rows):
-        length, size, at = lengths[row], sizes[row], row * num_words
-        words[at], words[at + 1] = length, size
-        if 0 <= size <= min(length, num_words - NUM_HEADER_WORDS) and length <= width:
-            for i in range(size):
-                words[at + NUM_HEADER_WORDS + i] = matrix[row * width + length - size + i]
+    def _read_text(self, core: VllmCache, batch: Any, row: int, length: int, num_new: int) -> bool:
+        """Read a whole text from vLLM's batch, because vLLM did not call this in some steps; return whether it fits."""
+        text = core.texts.get(batch.req_ids[row])
+        if text is None or not num_new <= length <= batch.token_ids_cpu.shape[1]:
+            return False
+        text.replace(batch.token_ids_cpu[row, :length], num_new)
+        return True
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:

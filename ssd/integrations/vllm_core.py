@@ -6,19 +6,17 @@ import bisect
 import importlib
 import multiprocessing.util
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
 from ssd.config import DraftConfig
-from ssd.drafting.batch_drafter import BatchDrafter, RowText
+from ssd.drafting.batch_drafter import RowText
 from ssd.errors import ConfigError, ModelError
+from ssd.integrations.retrieval_cache import RetrievalCache, RetrievalStats
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
-from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.segment import Tokens
 
 if TYPE_CHECKING:
@@ -53,22 +51,21 @@ class VllmRequest(RowText):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProposerStats:
-    """Counters of SSD's drafter inside vLLM, which begin at 0 when vLLM starts."""
+class ProposerStats(RetrievalStats):
+    """The counters of SSD's drafter inside vLLM."""
 
-    num_proposals: int = 0  # the number of drafts that were requested
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_learned: int = 0  # finished requests that were added to the cache
-    num_failures: int = 0  # exceptions in the drafter; requests continue without drafts
+    num_failures: int = 0
+    """The number of exceptions in the drafter; requests continue without drafts."""
 
 
-class DrafterCore:
-    """The cache, the drafter and the running requests of SSD inside one vLLM engine.
+class VllmCache(RetrievalCache):
+    """The retrieval cache inside one vLLM engine, opened as ``ssd-serve`` opens it with the same settings.
 
-    The cache is opened as ``ssd-serve`` opens it with the same settings (files, warm-up directories, Redis). This
-    object owns everything that must be closed, and keeps no reference to vLLM's engine.
+    This object owns everything that must be closed, and keeps no reference to vLLM's engine.
     """
+
+    text_type = VllmRequest
+    texts: dict[str, VllmRequest]  # type: ignore[assignment]
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
         """Open the cache and the drafter; ``drafting`` are further arguments of `BatchDrafter`.
@@ -79,86 +76,37 @@ class DrafterCore:
             ModelError: The settings share text with other processes, but the tokenizer cannot be loaded.
         """
         model, settings = vllm_config.model_config, read_settings(vllm_config)
-        draft = DraftConfig(
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            max_match_length=settings.max_match_length,
-        )
-        vocab_size = int(model.get_vocab_size())
-        self._max_length = int(model.max_model_len)
-        self.requests: dict[str, VllmRequest] = {}  # the requests that have not ended, by vLLM's ids
-        self.num_learned = 0
+        num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self._codec = codec = _load_codec(model, settings)
-        self.end_of_text_ids = frozenset(codec.eos_token_ids if codec else ())
-        fingerprint = codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode())
-        config = settings.cache_config()
-        with ExitStack() as opening:
-            share = None
-            if settings.redis_url is not None:
-                from ssd.replication.replication_log import ReplicationLog  # requires redis-py, which is optional
-
-                known = codec.vocab_size if codec else vocab_size
-                replication_log = ReplicationLog(settings.redis_url, fingerprint=fingerprint, vocab_size=known)
-                share = opening.enter_context(replication_log).attach
-            caches = opening.enter_context(
-                CacheManager(config, fingerprint, namespace=settings.namespace, on_open=share)
-            )
-            self.cache: NamespaceCache = caches.get()
-            for directory in settings.warm_dirs:
-                self.cache.add_prebuilt_directory(directory)
-            self.drafter = BatchDrafter(
-                longest=longest,
-                max_length=self._max_length,
-                vocab_size=vocab_size,
-                end_of_text_ids=self.end_of_text_ids,
-                max_match_length=draft.max_match_length,
-                min_match_length=draft.min_match_length,
-                learned=self.cache.learned,
-                **drafting,
-            )
-            self.drafter.warm_up()
-            self._resources = opening.pop_all()
+        super().__init__(
+            settings.cache_config(),
+            vocab_size=int(model.get_vocab_size()),
+            max_length=int(model.max_model_len),
+            fingerprint=codec.fingerprint if codec else xxhash.xxh3_128_hexdigest(str(model.model).encode()),
+            namespace=settings.namespace,
+            warm_dirs=settings.warm_dirs,
+            end_of_text_ids=codec.eos_token_ids if codec else (),
+            draft=DraftConfig(num_speculative_tokens=num_tokens, max_match_length=settings.max_match_length),
+            shared_vocab_size=codec.vocab_size if codec else None,
+            longest=longest,
+            **drafting,
+        )
         log.info(
             "SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s",
-            draft.num_speculative_tokens,
+            num_tokens,
             settings.namespace,
             settings.cache_dir,
             settings.redis_url is not None,
         )
 
-    def start_request(self, name: str, tokens: Tokens, prompt_length: int) -> VllmRequest:
-        """Register a vLLM request under its id; a request with the same id is replaced."""
-        request = self.requests[name] = VllmRequest(tokens, min(prompt_length, len(tokens)), self._max_length)
-        return request
-
-    def pop_requests(self, names: Iterable[str]) -> list[VllmRequest]:
-        return [request for name in names if (request := self.requests.pop(name, None)) is not None]
-
-    def finish_requests(self, ended: list[VllmRequest]) -> None:
-        if ended:
-            self.drafter.clear()
-            self._append_to_cache(ended)
-
-    def close(self) -> None:
-        """Add the text of running requests to the cache and close all resources. May be called twice."""
-        self.drafter.publish()
-        self._append_to_cache(self.pop_requests(list(self.requests)))
-        self._resources.close()
-
-    def _append_to_cache(self, ended: Iterable[VllmRequest]) -> None:
-        """Add the text of each ended request to the cache, up to the last token that the client received. O(text)."""
-        for request in ended:
-            tokens = request.tokens if request.num_sent is None else request.tokens[: request.num_sent]
-            # A draft may continue after an accepted end of text; the client does not get that part.
-            start = min(len(tokens), request.length - request.num_new)
-            last = tokens[start:].tolist()
-            end = start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
-            if request.stop_rules is not None and self._codec is not None:
-                output_ids = tokens[request.prompt_length : end].tolist()
-                end = request.prompt_length + length_before_stop(self._codec, output_ids, request.stop_rules)
-            if end <= request.prompt_length:
-                continue  # nothing was generated
-            self.cache.append(tokens[:end], prompt_length=request.prompt_length)
-            self.num_learned += 1
+    def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
+        """Return how many tokens of an ended request to store: those sent to the client, up to its stop string."""
+        assert isinstance(text, VllmRequest)
+        end = super().length_to_store(text, text.num_sent if num_tokens is None else num_tokens)
+        if text.stop_rules is None or self._codec is None:
+            return end
+        output_ids = text.tokens[text.prompt_length : end].tolist()
+        return text.prompt_length + length_before_stop(self._codec, output_ids, text.stop_rules)
 
 
 class VllmDrafter:
@@ -168,28 +116,21 @@ class VllmDrafter:
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
-        """Open the cache and the drafter, see `DrafterCore`.
+        """Open the cache and the drafter, see `VllmCache`.
 
         Raises ConfigError if drafting would make vLLM corrupt the model's state (Mamba, linear attention).
         """
         self._num_failures = 0
         self._last_stats = ProposerStats()
-        self._core = DrafterCore(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
+        self._core = VllmCache(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
         if self._core is not None:
             # Closed when vLLM drops its runner, and at exit; a forked worker runs only the first kind of finalizer.
             at_exit = multiprocessing.util.Finalize(None, self._core.close, exitpriority=10)
             self._close_core = weakref.finalize(self, at_exit)
 
     def stats(self) -> ProposerStats:
-        if (core := self._core) is not None:
-            proposals, drafts, draft_tokens = core.drafter.counts
-            self._last_stats = ProposerStats(
-                num_proposals=proposals,
-                num_drafts=drafts,
-                num_draft_tokens=draft_tokens,
-                num_learned=core.num_learned,
-                num_failures=self._num_failures,
-            )
+        if self._core is not None:
+            self._last_stats = ProposerStats(**asdict(self._core.stats()), num_failures=self._num_failures)
         return self._last_stats
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.integrations.vllm_core import DrafterCore, VllmDrafter, VllmRequest, stop_rules_of, tensor_rank
+from ssd.integrations.vllm_core import VllmCache, VllmDrafter, VllmRequest, stop_rules_of, tensor_rank
 from ssd.integrations.vllm_hooks import METHOD, finished_lengths, log
 
 REJOINED_TRUST: Final = 0.5  # lowers the probability of a draft token after the chain was left and found again
@@ -93,7 +93,7 @@ class Speculator(VllmDrafter):
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, make_event: Callable[[], Event] | None = None
     ) -> None:
-        """Open the cache and the drafter, see `DrafterCore`.
+        """Open the cache and the drafter, see `VllmCache`.
 
         ``req_states`` are the request states of vLLM's runner. Without ``make_event``, CUDA events are used on CUDA; on
         other devices, copies are synchronous.
@@ -206,9 +206,10 @@ class Speculator(VllmDrafter):
                 ):
                     continue
                 tokens = np.array(new.prefill_token_ids, np.int32)
-                if new.req_id in core.requests:
+                if new.req_id in core.texts:
                     core.drafter.clear()
-                core.start_request(new.req_id, tokens, new.prompt_len).stop_rules = stop_rules_of(new.sampling_params)
+                core.start(new.req_id, tokens, new.prompt_len)
+                core.texts[new.req_id].stop_rules = stop_rules_of(new.sampling_params)
         except Exception:
             self._record_failure("registering requests")
 
@@ -223,7 +224,7 @@ class Speculator(VllmDrafter):
         try:
             self._row_ids, lengths = None, finished_lengths(scheduler_output)
             for name in names:
-                for request in core.pop_requests([name]):
+                if (request := core.pop(name)) is not None:
                     request.num_sent = lengths.get(name)
                     self._finished_requests.append(request)
             self._process_arrived(core)
@@ -248,7 +249,7 @@ class Speculator(VllmDrafter):
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _draft(
-        self, core: DrafterCore, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
+        self, core: VllmCache, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
     ) -> Tensor | None:
         """Draft a chain for each sequence of a batch, and return the chains on the device, see `BatchDrafter.draft`.
 
@@ -258,7 +259,7 @@ class Speculator(VllmDrafter):
         """
         count = len(slots)
         if self._row_ids != batch.req_ids:
-            self._row_requests, self._row_ids = [core.requests.get(name) for name in batch.req_ids], None
+            self._row_requests, self._row_ids = [core.texts.get(name) for name in batch.req_ids], None
         step = self._free_steps.pop() if self._free_steps else self._new_step()
         step.requests = self._row_requests
         self._copy_outputs_to_host(step, slots.unsqueeze(1), lengths, num_sampled)
@@ -299,7 +300,7 @@ class Speculator(VllmDrafter):
         if step.event is not None:
             step.event.record(self._stream)
 
-    def _process_arrived(self, core: DrafterCore) -> None:
+    def _process_arrived(self, core: VllmCache) -> None:
         """Append output tokens that have arrived from the device to their requests."""
         while self._pending_steps and self._pending_steps[0].has_arrived():
             step = self._pending_steps.popleft()
@@ -311,10 +312,11 @@ class Speculator(VllmDrafter):
                 self._free_steps.append(self._last_arrived)
             self._last_arrived = step
 
-    def _drop_requests(self, core: DrafterCore, requests: Sequence[VllmRequest]) -> None:
+    def _drop_requests(self, core: VllmCache, requests: Sequence[VllmRequest]) -> None:
         """Stop drafting for requests whose output did not arrive completely, and do not add them to the cache."""
-        missing = [name for name, request in core.requests.items() if request in requests]
-        core.pop_requests(missing)
+        missing = [name for name, request in core.texts.items() if request in requests]
+        for name in missing:
+            core.pop(name)
         core.drafter.clear()
         self._finished_requests = [request for request in self._finished_requests if request not in requests]
         self._row_requests, self._row_ids = (
@@ -324,7 +326,7 @@ class Speculator(VllmDrafter):
         if missing:
             log.warning("drafting stopped for %d requests: some output tokens did not arrive", len(missing))
 
-    def _finish_arrived(self, core: DrafterCore) -> None:
+    def _finish_arrived(self, core: VllmCache) -> None:
         """Add the finished requests whose tokens have all arrived from the device to the cache."""
         if self._finished_requests:
             awaited = {id(request) for step in self._pending_steps for request in step.requests}
@@ -336,7 +338,8 @@ class Speculator(VllmDrafter):
             if done:
                 self._finished_requests = [request for request in self._finished_requests if request not in done]
                 self._row_ids = None
-                core.finish_requests(done)
+                core.drafter.clear()
+                core.store(done)
 
     def _select_drafts(
         self,

@@ -1,0 +1,244 @@
+"""The retrieval cache as a library for other inference engines, in five verbs.
+
+::
+
+    with RetrievalCache(vocab_size=32000, max_length=4096, end_of_text_ids=[2]) as cache:
+        cache.start("a", prompt_ids)                     # a request arrives
+        while not finished:
+            (draft,) = cache.speculate(["a"])            # draft the next tokens
+            new = verify(draft)                          # the engine: accepted tokens and one token of its own
+            cache.extend(["a"], [new])
+        cache.finish("a")                                # later requests draft from this text
+        print(cache.stats())
+
+All running requests are drafted for in one kernel call. Text is searchable as soon as its request has finished. With a
+directory it survives a restart, and with Redis other replicas draft from it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.config import CacheConfig, DraftConfig
+from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
+from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.errors import ConfigError
+from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE, CacheManager, NamespaceCache
+
+_ANY_TOKENIZER = "0" * 32  # the fingerprint of a cache that stays in this process
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalStats:
+    """Counters of a `RetrievalCache` since it was opened, and the size of its cache now."""
+
+    num_proposals: int = 0
+    """The number of drafts that were requested."""
+
+    num_drafts: int = 0
+    """The number of drafts that had tokens."""
+
+    num_draft_tokens: int = 0
+    num_stored: int = 0
+    """The number of finished requests whose text was stored in the cache."""
+
+    num_running: int = 0
+    num_cached_tokens: int = 0
+
+
+class RetrievalCache:
+    """Drafts from the text of finished requests, for an engine that verifies drafts itself. Not thread-safe."""
+
+    text_type: type[RowText] = RowText
+
+    def __init__(
+        self,
+        config: CacheConfig | None = None,
+        *,
+        vocab_size: int,
+        max_length: int,
+        fingerprint: str = "",
+        namespace: str = DEFAULT_NAMESPACE,
+        warm_dirs: Sequence[Path] = (),
+        end_of_text_ids: Iterable[int] = (),
+        draft: DraftConfig | None = None,
+        shared_vocab_size: int | None = None,
+        **drafting: Any,
+    ) -> None:
+        """Open the cache, and compile the kernels at the first use on a machine, which takes a minute.
+
+        Args:
+            config: The size of the cache, its directory and its Redis server. None keeps the cache in memory.
+            vocab_size: The size of the target's vocabulary. Drafts never contain other token ids.
+            max_length: The maximum number of tokens of a request, with its prompt.
+            fingerprint: The fingerprint of the tokenizer, ``TextCodec.load(MODEL).fingerprint``. It is required if the
+                cache is stored or shared, because token ids of another tokenizer mean other text.
+            namespace: The name of the cache within its directory and in Redis.
+            warm_dirs: Directories written by ``ssd-cache build``, which are searched too.
+            end_of_text_ids: The tokens that end a text. A draft ends with the first of them.
+            draft: The limits of drafts: their number of tokens and the length of matches.
+            shared_vocab_size: The number of token ids that text from Redis may contain (default: ``vocab_size``).
+            **drafting: Further arguments of `BatchDrafter`.
+
+        Raises:
+            ConfigError: An argument is invalid, or ``fingerprint`` is missing.
+            CacheError: The cache cannot be opened.
+        """
+        config, draft = config or CacheConfig(), draft or DraftConfig()
+        if not fingerprint and (config.directory or config.redis_url or warm_dirs):
+            raise ConfigError("a stored or shared cache requires fingerprint: ssd.TextCodec.load(MODEL).fingerprint")
+        fingerprint = fingerprint or _ANY_TOKENIZER
+        self.max_length, self.end_of_text_ids = max_length, frozenset(end_of_text_ids)
+        self.texts: dict[str, RowText] = {}
+        self.num_stored = 0
+        self._assigned: list[str] | None = None  # the ids of the drafter's rows
+        self._step_began_s = self._step_s = 0.0
+        with ExitStack() as opening:
+            attach = None
+            if config.redis_url is not None:
+                from ssd.replication.replication_log import ReplicationLog  # requires redis-py, which is optional
+
+                replication_log = ReplicationLog(
+                    config.redis_url, fingerprint=fingerprint, vocab_size=shared_vocab_size or vocab_size
+                )
+                attach = opening.enter_context(replication_log).attach
+            caches = opening.enter_context(CacheManager(config, fingerprint, namespace=namespace, on_open=attach))
+            self.cache: NamespaceCache = caches.get()
+            for directory in warm_dirs:
+                self.cache.add_prebuilt_directory(directory)
+            self.drafter = BatchDrafter(
+                max_length=max_length,
+                vocab_size=vocab_size,
+                end_of_text_ids=self.end_of_text_ids,
+                max_match_length=draft.max_match_length,
+                min_match_length=draft.min_match_length,
+                learned=self.cache.learned,
+                **{"longest": min(MAX_DRAFT, draft.num_speculative_tokens)} | drafting,
+            )
+            self.drafter.warm_up()
+            self._allocate(16)
+            self._resources = opening.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, request_id: str, token_ids: TokenIds, prompt_length: int | None = None) -> None:
+        """Register a request with its prompt, or with its text so far if it continues; O(tokens).
+
+        A running request with the same id is replaced. ``prompt_length`` is the length of the prompt in ``token_ids``,
+        if they contain generated tokens too.
+        """
+        tokens = np.array(token_ids, np.int32)
+        length = len(tokens) if prompt_length is None else min(prompt_length, len(tokens))
+        self.texts[request_id] = self.text_type(tokens, length, self.max_length)
+        self._assigned = None
+
+    def extend(self, request_ids: Sequence[str], token_ids: Sequence[TokenIds]) -> npt.NDArray[np.int64]:
+        """Append newly generated tokens to the texts of requests, and return the length of each text, int64[n].
+
+        A request that was not started has length 0. A text that would exceed ``max_length`` is not extended.
+        """
+        self._step_s = time.perf_counter() - self._step_began_s
+        self._assign(request_ids)
+        sizes = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+        tokens = np.fromiter(chain.from_iterable(token_ids), np.int32, int(sizes.sum()))
+        return self.drafter.extend(tokens, sizes)
+
+    def speculate(
+        self, request_ids: Sequence[str], limit: int | None = None, needs_draft: npt.NDArray[np.bool_] | None = None
+    ) -> list[list[int]]:
+        """Draft the next tokens of each request; an empty draft means that none is worth its verification.
+
+        The draft lengths of all requests are chosen together, for the greatest number of output tokens per second. The
+        time from a call to the next ``extend`` counts as the time of a decoding step.
+
+        Args:
+            request_ids: The requests of the next decoding step. Requests that were not started get empty drafts.
+            limit: The maximum number of tokens per draft (default: ``draft.num_speculative_tokens``).
+            needs_draft: Whether to draft for each request, bool[n] (default: for all).
+        """
+        self._assign(request_ids)
+        count, longest = len(request_ids), self.drafter.longest
+        wanted = np.ones(count, np.bool_) if needs_draft is None else needs_draft
+        words = self._words
+        self.drafter.draft(
+            wanted, self.cache.snapshot(), words, longest if limit is None else min(limit, longest), self._step_s
+        )
+        sizes = words[:count, 1].tolist()
+        tokens = words[:count, NUM_HEADER_WORDS : NUM_HEADER_WORDS + max(sizes, default=0)].tolist()
+        self._step_s, self._step_began_s = 0.0, time.perf_counter()
+        return [row[:size] for row, size in zip(tokens, sizes, strict=True)]
+
+    def finish(self, request_id: str, num_tokens: int | None = None) -> None:
+        """End a request and store its text in the cache. O(tokens); does nothing if the request was not started.
+
+        ``num_tokens`` is the number of tokens that the client received, with the prompt (default: all). Text after an
+        end-of-text token, and a prompt without output, are not stored.
+        """
+        if (text := self.pop(request_id)) is not None:
+            self.drafter.clear()
+            self.store([text], num_tokens)
+
+    def stats(self) -> RetrievalStats:
+        proposals, drafts, draft_tokens = self.drafter.counts
+        return RetrievalStats(
+            num_proposals=proposals,
+            num_drafts=drafts,
+            num_draft_tokens=draft_tokens,
+            num_stored=self.num_stored,
+            num_running=len(self.texts),
+            num_cached_tokens=self.cache.snapshot().num_tokens,
+        )
+
+    def close(self) -> None:
+        """Store the text of running requests and close the cache. May be called twice."""
+        self.drafter.publish()
+        self.store([text for name in list(self.texts) if (text := self.pop(name)) is not None])
+        self._resources.close()
+
+    # -- for engines that keep the texts themselves -------------------------------------------------------------------
+
+    def pop(self, request_id: str) -> Any:
+        """Remove a request without storing its text; return its text, or None if it was not started."""
+        self._assigned = None
+        return self.texts.pop(request_id, None)
+
+    def store(self, texts: Iterable[RowText], num_tokens: int | None = None) -> None:
+        """Store texts of requests that have ended in the cache, see ``finish``."""
+        for text in texts:
+            end = self.length_to_store(text, num_tokens)
+            if end > text.prompt_length:
+                self.cache.append(text.tokens[:end], prompt_length=text.prompt_length)
+                self.num_stored += 1
+
+    def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
+        """Return how many tokens of an ended request's text to store: at most ``num_tokens``, up to an end of text."""
+        length = text.length if num_tokens is None else min(num_tokens, text.length)
+        # Only the last step can contain tokens after an end of text, because a draft may continue after it.
+        start = min(length, text.length - text.num_new)
+        last = text.tokens[start:length].tolist()
+        return start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
+
+    def _assign(self, request_ids: Sequence[str]) -> None:
+        """Make the requests the rows of the drafter."""
+        if self._assigned != request_ids:
+            self._assigned = list(request_ids)
+            self.drafter.assign([self.texts.get(name) for name in request_ids])
+            if len(request_ids) > len(self._words):
+                self._allocate(2 * len(request_ids))
+
+    def _allocate(self, num_rows: int) -> None:
+        self._words = self.drafter.new_words(num_rows)
