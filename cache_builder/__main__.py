@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from itertools import takewhile
 
+from cache_builder import Terminated
 from ssd import __version__
 from ssd.errors import SSDError
 from ssd.text.load_tokenizer import hide_torch
@@ -23,6 +24,7 @@ examples:
   ssd-cache build calls.jsonl --field prompt=call.in --field completion=call.out --tokenizer ./my-model --out warm/
   ssd-cache inspect warm/
   ssd-cache evaluate logs.jsonl --tokenizer ./my-model --warm warm/
+  ssd-cache follow tcp://engine:5557 --replay-port 5558 --tokenizer ./my-model --redis redis://localhost:6379/0
   ssd-cache inspect warm/ --deep --tokenizer ./my-model
   ssd-cache merge warm/ more/ cache/support --out merged/ --namespace support
   ssd-cache inspect warm/ --sequences | gzip > warm.jsonl.gz
@@ -38,6 +40,7 @@ COMMANDS = {
     "build": "build a cache directory from logs and documents",
     "evaluate": "estimate the speed-up from your own logs",
     "inspect": "show and check the contents of a cache directory",
+    "follow": "learn from the KV events of running vLLM or SGLang engines",
     "merge": "merge several caches into one",
     "explain": "show the draft that follows a text, and its sources",
     "push": "copy a cache directory to the Redis stream that servers share",
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SSDError, OSError) as error:
         print(f"ssd-cache: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except _Terminated:
+    except Terminated:
         print("ssd-cache: terminated", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
@@ -74,22 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Terminated(BaseException):
-    """The process received SIGTERM. While this exception propagates, partial results are removed."""
-
-
 def _terminated(_number: int, _frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # further signals are ignored, because the exit takes a moment only
-    raise _Terminated
+    raise Terminated
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
     """Make sure that SIGTERM ends the process even if it arrives in a finalizer; used as ``sys.unraisablehook``.
 
-    Python drops exceptions in finalizers, and so the `_Terminated` that the signal handler raised. A timer then raises
-    `_Terminated` again 10 ms later.
+    Python drops exceptions in finalizers, and so the `Terminated` that the signal handler raised. A timer then raises
+    `Terminated` again 10 ms later.
     """
-    if isinstance(unraisable.exc_value, _Terminated):
+    if isinstance(unraisable.exc_value, Terminated):
         signal.signal(signal.SIGALRM, _terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else an interrupted constructor caused it

@@ -81,7 +81,7 @@ ERRORS = {
         for fields in ("other=x", "text=", "a b", "prompt=x", "text=a prompt=b")
     },
     "merge warm foreign --out out": "of one tokenizer",
-    "merge warm support --out out": "choose one with --namespace",
+    "merge warm support --out out": "set the namespace of the merged cache with --namespace",
     "merge warm torn --out out": "is damaged",
     "merge warm --out warm": "--force",
     **{

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from cache_builder.commands.follow import add_follow_arguments, follow
 from cache_builder.commands.options import add_log_arguments, progress_bar, read_logs, token_count
 from cache_builder.evaluation.costs import add_cost_arguments, costs_from_options
 from ssd.bundled import MODEL_PATH
@@ -16,6 +17,7 @@ from ssd.numbers import format_number
 
 if TYPE_CHECKING:
     from cache_builder.evaluation.log import Log
+    from ssd.text.codec import TextCodec
 
 _DESCRIPTION = """\
 Replay recorded requests with drafts, as a server with this cache would decode them, and report the speed-up.
@@ -32,7 +34,14 @@ _MEASURED_PROMPTS: Final = 16
 def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
-    command.add_argument("inputs", nargs="+", metavar="LOG", help="File of requests that `ssd-cache build` can read")
+    command.add_argument("inputs", nargs="*", metavar="LOG", help="File of requests that `ssd-cache build` can read")
+    command.add_argument(
+        "--kv-events",
+        nargs="+",
+        metavar="tcp://HOST:PORT",
+        help="Evaluate the live traffic of vLLM or SGLang engines that publish KV events, in place of logs, see "
+        "ssd-cache follow; text is kept in memory only, for the time of the evaluation",
+    )
     command.add_argument(
         "--warm",
         action="append",
@@ -72,6 +81,7 @@ def add(command: argparse.ArgumentParser) -> None:
         help="Also write the report as one HTML file, with a figure of the speed-up as the cache grows",
     )
     add_log_arguments(command)
+    add_follow_arguments(command.add_argument_group("KV events"), minutes=10.0)
     add_cost_arguments(command)
     group = command.add_argument_group("decoding", "Requests that --measure decodes, one at a time")
     group.add_argument(
@@ -115,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         require_matplotlib()
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
         options.tokenizer = options.measure
-    codec, log = read_logs(options, options.inputs, options.class_by)
+    codec, log = _listen(options) if options.kv_events else read_logs(options, options.inputs, options.class_by)
     plan = Plan(
         fingerprint=codec.fingerprint,
         cache=options.cache,
@@ -127,7 +137,10 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(count_replayed_tokens(log, plan), " tokens") as bar:
         result = evaluate(log, plan, costs, progress=bar.update)
     result["parameters"]["class_by"] = options.class_by
-    result |= {"inputs": [Path(name).name for name in options.inputs], "tokenizer": Path(options.tokenizer).name}
+    result |= {
+        "inputs": options.kv_events or [Path(name).name for name in options.inputs],
+        "tokenizer": Path(options.tokenizer).name,
+    }
     result["measured"] = measure_log(options, log, plan, costs)
     result["headline"] = headline(result)
     if options.html is not None:
@@ -136,7 +149,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
+    """Receive KV events for ``--minutes`` minutes, and return the base model's text without cache_salt as a log."""
+    from cache_builder.evaluation.log import log_of_texts
+    from cache_builder.following.block_chains import FollowedText
+    from ssd.text.codec import TextCodec
+
+    codec, texts = TextCodec.load(options.tokenizer), list[FollowedText]()
+
+    def keep(text: FollowedText) -> None:
+        if text.lora is None and text.cache_salt is None:
+            texts.append(text)
+
+    follow(options, codec, keep, options.kv_events, lead_in_tokens=1 << 30)
+    return codec, log_of_texts(texts)
+
+
 def _check(options: argparse.Namespace) -> None:
+    if bool(options.inputs) == bool(options.kv_events):
+        raise ConfigError("give either files of requests or --kv-events")
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):

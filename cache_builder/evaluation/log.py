@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from cache_builder.following.block_chains import FollowedText
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, InputRecord, Progress, get_at_path
 from cache_builder.inputs.records import encode_usable_record, fields_of, read_sources
 from cache_builder.inputs.sources import Source
@@ -144,6 +145,21 @@ def read_log(
         num_invalid,
         num_without_prompt,
         num_without_answer,
+    )
+
+
+def log_of_texts(texts: Sequence[FollowedText]) -> Log:
+    """Return the texts that a `Follower` has received as a log. Raises InputError if none of them has output."""
+    if not any(text.prompt_length < len(text.tokens) for text in texts):
+        raise InputError(
+            "no output was received. Listen longer with --minutes; a text counts once it has a full block of output"
+        )
+    lengths = np.array([len(text.tokens) for text in texts], np.int64)
+    return Log(
+        np.concatenate([text.tokens for text in texts]),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        np.array([text.prompt_length for text in texts], np.int64),
+        num_records=len(texts),
     )
 
 

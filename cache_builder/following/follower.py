@@ -1,0 +1,130 @@
+"""Follows running engines: receives their KV events, joins them to texts, and passes each text to a function."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from cache_builder.following.block_chains import LEAD_IN_TOKENS, BlockChains, FollowedText
+from cache_builder.following.kv_events import AllCleared, InvalidEvents, decode_batch
+from cache_builder.following.subscriber import EventSubscriber
+
+_TICK_S = 0.5
+
+
+@dataclass(slots=True)
+class FollowCounts:
+    """The counters of a `Follower`."""
+
+    messages: int = 0
+    """Messages received from publishers."""
+    lost_messages: int = 0
+    """Messages that were lost and could not be fetched again."""
+    replayed_messages: int = 0
+    """Messages that were fetched again from a publisher's replay endpoint."""
+    invalid_events: int = 0
+    """Events and messages that were malformed, or had token ids outside the vocabulary."""
+    repeated_blocks: int = 0
+    """Blocks that were known already."""
+    orphaned_texts: int = 0
+    """Texts whose beginning was not received."""
+    texts: int = 0
+    """Texts, or new parts of texts, that were learned."""
+    tokens: int = 0
+    """Tokens of the learned texts."""
+    pending_tokens: int = 0
+    """Tokens of blocks in memory, to which later blocks are joined."""
+
+
+class Follower:
+    """Passes the texts that engines compute to a function. One thread uses it."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        learn: Callable[[FollowedText], None],
+        *,
+        vocab_size: int,
+        topic: str = "",
+        replay_port: int | None = None,
+        idle_s: float = 10.0,
+        max_pending_tokens: int = 8 << 20,
+        lead_in_tokens: int = LEAD_IN_TOKENS,
+    ) -> None:
+        """Subscribe to publishers, see `EventSubscriber`.
+
+        Args:
+            endpoints: ``tcp://HOST:PORT`` of each publisher.
+            learn: Called with each text.
+            vocab_size: Events with other token ids are counted and dropped.
+            topic: The topic of the publishers; all topics by default.
+            replay_port: The port of the first publisher's replay endpoint.
+            idle_s: A text ends if it does not grow for this many seconds.
+            max_pending_tokens: The maximum number of tokens in memory, to which later blocks are joined.
+            lead_in_tokens: The maximum number of known tokens before the new tokens of a text.
+
+        Raises:
+            ConfigError: An endpoint is invalid, or a package is missing.
+        """
+        self._subscriber = EventSubscriber(endpoints, topic=topic, replay_port=replay_port)
+        self._chains = BlockChains(max_tokens=max_pending_tokens, idle_s=idle_s, lead_in_tokens=lead_in_tokens)
+        self._learn, self._vocab_size = learn, vocab_size
+        self._num_invalid = self._num_texts = self._num_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Learn the texts that have not ended, and close the connections."""
+        self._subscriber.close()
+        self._take(self._chains.close())
+
+    def run(self, until: float | None = None, on_tick: Callable[[FollowCounts], None] = lambda _: None) -> None:
+        """Follow until the time ``until`` of ``time.monotonic``, or for ever, and call ``on_tick`` twice a second."""
+        next_tick = time.monotonic()
+        while until is None or time.monotonic() < until:
+            for message in self._subscriber.receive(_TICK_S):
+                if message.is_restart:
+                    self._take(self._chains.close(message.publisher))
+                self._read(message.publisher, message.payload)
+            now = time.monotonic()
+            self._take(self._chains.finished(now))
+            if now >= next_tick:
+                on_tick(self.counts)
+                next_tick = now + _TICK_S
+
+    @property
+    def counts(self) -> FollowCounts:
+        subscriber, chains = self._subscriber, self._chains
+        return FollowCounts(
+            messages=subscriber.num_messages,
+            lost_messages=subscriber.num_lost,
+            replayed_messages=subscriber.num_replayed,
+            invalid_events=self._num_invalid + subscriber.num_malformed,
+            repeated_blocks=chains.num_repeated,
+            orphaned_texts=chains.num_orphans,
+            texts=self._num_texts,
+            tokens=self._num_tokens,
+            pending_tokens=chains.num_tokens,
+        )
+
+    def _read(self, publisher: str, payload: bytes) -> None:
+        try:
+            events, num_invalid = decode_batch(payload, self._vocab_size)
+        except InvalidEvents:
+            self._num_invalid += 1
+            return
+        self._num_invalid += num_invalid
+        for event in events:
+            if isinstance(event, AllCleared):
+                self._take(self._chains.close(publisher))
+            else:
+                self._take(self._chains.store(publisher, event, time.monotonic()))
+
+    def _take(self, texts: Iterable[FollowedText]) -> None:
+        for text in texts:
+            self._num_texts += 1
+            self._num_tokens += len(text.tokens)
+            self._learn(text)

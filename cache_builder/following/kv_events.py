@@ -1,0 +1,146 @@
+"""KV events: the messages in which vLLM, SGLang, TensorRT-LLM and LMCache publish the token ids of cached blocks.
+
+A message is a batch of events, packed by msgpack as a map or, by older versions, as an array (vLLM,
+``vllm/distributed/kv_events.py``). A block of the prefix cache is published when it is full, so that the last tokens of
+a request, fewer than a block, are never published. Everything in a message is checked, because it comes from the
+network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ssd.errors import SSDError
+
+_FIELDS: Final = (
+    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+    "extra_keys", "group_idx",
+)  # fmt: skip
+"""The fields of ``BlockStored`` in the order of the packed array."""
+
+_MOST_BLOCKS: Final = 1 << 16
+_MOST_CHARACTERS: Final = 256
+
+BlockHash = int | bytes
+
+
+class InvalidEvents(SSDError):
+    """A message is not a batch of KV events, or an event in it contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """Consecutive full blocks of one text.
+
+    Attributes:
+        hashes: The hashes of the blocks, each of which identifies the whole text up to the block's end.
+        parent: The hash of the block before them; None at the beginning of a text.
+        tokens: int32[len(hashes), block size].
+        lora: The name or number of the LoRA adapter; None for the base model.
+        cache_salt: The request's ``cache_salt``, which is published with the first block of a text only.
+    """
+
+    hashes: Sequence[BlockHash]
+    parent: BlockHash | None
+    tokens: npt.NDArray[np.int32]
+    lora: str | None
+    cache_salt: str | None
+
+
+class AllCleared:
+    """The publisher has emptied its prefix cache, so no later block continues an earlier one."""
+
+
+Event = StoredBlocks | AllCleared
+
+
+def decode_batch(payload: bytes, vocab_size: int) -> tuple[list[Event], int]:
+    """Decode a message, and return its events and the number of invalid events.
+
+    Events that remove blocks, blocks without token ids (copies on another medium) and blocks of further groups of a
+    hybrid KV cache (the same text again) are left out.
+
+    Raises:
+        InvalidEvents: The message is not a batch of events.
+    """
+    import msgspec
+
+    try:
+        batch = msgspec.msgpack.decode(payload)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise InvalidEvents(f"not msgpack: {error}") from None
+    events = (
+        batch.get("events") if isinstance(batch, dict) else batch[1] if _is_list(batch) and len(batch) > 1 else None
+    )
+    if not isinstance(events, list):
+        raise InvalidEvents("not a batch of KV events")
+    found, num_invalid = list[Event](), 0
+    for event in events:
+        try:
+            decoded = _decode(event, vocab_size)
+        except InvalidEvents:
+            num_invalid += 1
+            continue
+        if decoded is not None:
+            found.append(decoded)
+    return found, num_invalid
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _decode(event: Any, vocab_size: int) -> Event | None:
+    if isinstance(event, list):
+        event = dict(zip(_FIELDS, event, strict=False))
+    kind = event.get("type") if isinstance(event, dict) else None
+    if kind == "AllBlocksCleared":
+        return AllCleared()
+    if kind != "BlockStored":
+        if not isinstance(kind, str):
+            raise InvalidEvents("an event without type")
+        return None
+    hashes, parent, token_ids = event.get("block_hashes"), event.get("parent_block_hash"), event.get("token_ids")
+    if not (_is_list(hashes) and _is_list(token_ids) and len(hashes) <= _MOST_BLOCKS):
+        raise InvalidEvents("block_hashes and token_ids must be lists")
+    if not token_ids or event.get("group_idx"):
+        return None
+    size = len(token_ids) // max(1, len(hashes))
+    if not hashes or size * len(hashes) != len(token_ids) or event.get("block_size") != size:
+        raise InvalidEvents("the number of tokens is not that of whole blocks")
+    for each in (*hashes, *([] if parent is None else [parent])):
+        if isinstance(each, bool) or not isinstance(each, (int, bytes)) or (isinstance(each, bytes) and len(each) > 64):
+            raise InvalidEvents("a block hash is neither a number nor bytes")
+    if not all(type(token) is int and 0 <= token < vocab_size for token in token_ids):
+        raise InvalidEvents("a token id is not in the vocabulary")
+    lora = event.get("lora_name") or event.get("lora_id")
+    return StoredBlocks(
+        hashes,
+        parent,
+        np.array(token_ids, np.int32).reshape(len(hashes), size),
+        None if lora is None else _text(lora),
+        _salt(event.get("extra_keys"), lora),
+    )
+
+
+def _salt(extra_keys: Any, lora: Any) -> str | None:
+    """Return the cache salt among the keys of the first block: the text that is not the adapter's name.
+
+    A digest of prompt embeddings is a text too. It separates texts just as well.
+    """
+    first = extra_keys[0] if _is_list(extra_keys) and extra_keys else None
+    texts = [each for each in first if isinstance(each, str)] if isinstance(first, list) else []
+    if isinstance(lora, str) and lora in texts:
+        texts.remove(lora)
+    return _text("\n".join(texts)) if texts else None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, (str, int)) or len(str(value)) > _MOST_CHARACTERS:
+        raise InvalidEvents("the name of an adapter or a salt is too long or not a text")
+    return str(value)
