@@ -17,7 +17,6 @@ from cache_builder.commands.redis_status import as_text, read_status
 from ssd.errors import StoreUnavailable
 from ssd.replication.connection import connect
 from ssd.replication.entry import stream_key
-from ssd.replication.noise_secret import KEY as NOISE
 from ssd.replication.redis_stream import FIELD
 from tests.cache_files import write_cache
 from tests.redis_server import RedisServer, redis_server
@@ -36,7 +35,6 @@ def test_it_says_what_is_there_and_changes_nothing(
             one.append([7, number])
         eventually(lambda: client.xlen(KEY) == 200)
         client.set(KEY + ":head", b"of a former version")
-        client.set(NOISE, b"secret" * 6)
         client.hset("ssd:1:generations", "a", 3)
         before = {key: client.dump(key) for key in client.scan_iter()}
         assert main(["redis-status", "--redis", redis_server.url, "--json"]) == 0
@@ -50,11 +48,10 @@ def test_it_says_what_is_there_and_changes_nothing(
         "oldest_age_s"
     ] < 60
     assert default["bytes"] > 200 and spaces["pushed"]["writers"] == ["ssd-cache push"]
-    assert said["generations"] == 1 and said["has_noise_root"] is True
-    assert "secret" not in json.dumps(said)
+    assert said["generations"] == 1
     assert said["servers"][0]["role"] == "master" and said["warnings"] == []
     text = as_text(said)
-    assert "200 entries, about 400 tokens" in text and "secret" not in text
+    assert "200 entries, about 400 tokens" in text
 
 
 def test_what_a_user_may_not_ask_is_unknown(redis_server: RedisServer) -> None:
@@ -82,13 +79,12 @@ def test_hostile_keys_and_contents_are_shown_escaped_or_left_out(redis_server: R
         client.xadd(stream_key(FINGERPRINT, "large"), {FIELD: bytes(20 << 20)})
         client.xadd(KEY, {FIELD: entry(1)}, id=b"18446744073709551615-1")
         client.set("ssd:1:generations", "no hash")
-        client.hset(NOISE, "a", "b")
     status = read_status(redis_server.url)
     spaces = {space["namespace"]: space for space in status["namespaces"]}
     assert set(spaces) == {"string", "junk", "large", "default"}
     assert "WRONGTYPE" in spaces["string"]["error"]
     assert spaces["junk"]["invalid_entries"] == spaces["large"]["invalid_entries"] == 1
-    assert status["generations"] is status["has_noise_root"] is None
+    assert status["generations"] is None
     assert as_text(status).replace("\n", "").isprintable()
     json.dumps(status)
 

@@ -23,7 +23,6 @@ from ssd.replication.entry import (
     unpack_entry,
     unverified_num_tokens,
 )
-from ssd.replication.noise_secret import KEY as NOISE
 from ssd.replication.redis_stream import BEGINNING, RawEntry, entries_after, id_key, newest_entries, value_of
 from ssd.replication.replication_log import COUNTERS_KEY as GENERATIONS
 
@@ -55,8 +54,7 @@ def read_status(url: str) -> Facts:
     """Read the state of a Redis server without writing to it, and return the object that ``--json`` prints.
 
     A value that could not be read is None or contains an "error". Ages are in seconds by the Redis server's clock.
-    "generations" counts deletions of caches. The secret of coupled sampling is only reported as present or absent.
-    Raises ConfigError or StoreUnavailable.
+    "generations" counts deletions of caches. Raises ConfigError or StoreUnavailable.
     """
     with redis_client(url, lambda: "does not answer") as client:
         servers = [_server_facts(address, node) for address, node in masters_of(client)]
@@ -65,7 +63,6 @@ def read_status(url: str) -> Facts:
         if isinstance(names, Exception):
             warnings.append(f"namespaces cannot be listed ({escape_value(names)}): this needs +scan")
             names = []
-        noise = _number(_reply_or_error(lambda: client.strlen(NOISE)))
         return {
             "report": "redis-status",
             "address": redacted_address(url),
@@ -73,7 +70,6 @@ def read_status(url: str) -> Facts:
             "namespaces": [_namespace_facts(client, *name) for name in names],
             "warnings": warnings,
             "generations": _number(_reply_or_error(lambda: client.hlen(GENERATIONS))),
-            "has_noise_root": None if noise is None else noise > 0,
         }
 
 
@@ -108,8 +104,7 @@ def as_text(status: Facts) -> str:
     if not status["namespaces"]:
         lines.append("  namespaces none")
     counted = "unknown" if status["generations"] is None else str(status["generations"])
-    noise = {True: "there", False: "none", None: "unknown"}[status["has_noise_root"]]
-    lines.append(f"  counters   deletions of {counted} caches counted; root of noise: {noise}")
+    lines.append(f"  counters   deletions of {counted} caches counted")
     return "\n".join([*lines, *(f"  warning    {warning}" for warning in status["warnings"])])
 
 

@@ -40,12 +40,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MOST_BYTES: Final = 4096
+_ADVICE: Final = "`openssl rand -hex 32` creates a secret"
 
 
 def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """Return the secret for cache names from a file or ``text``, the value of ``$SSD_SECRET``. Raises ConfigError."""
+    """Return the server's secret from a file or ``text``, the value of ``$SSD_SECRET``. Raises ConfigError."""
     if path is not None:
-        return _checked(read_private(path, SECRET_OPTION).strip(), f"{SECRET_OPTION} {path}")
+        try:
+            content = read_private(path, SECRET_OPTION)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {_ADVICE}, and all replicas need the same file") from error
+        return _checked(content.strip(), f"{SECRET_OPTION} {path}")
     return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
 
 
@@ -92,9 +97,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
 
 def _checked(secret: bytes, source: str) -> bytes:
     if not MIN_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
-        raise ConfigError(
-            f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: `openssl rand -hex 32` creates one"
-        )
+        raise ConfigError(f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: {_ADVICE}")
     return secret
 
 

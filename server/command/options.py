@@ -169,6 +169,7 @@ class ServiceOptions:
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
     """File with the secret from which the names of tenants' caches and the noise of coupled sampling are derived. It
     must be the same for servers that share a --redis (also: $SSD_SECRET; default: created and stored in --cache-dir).
+    `openssl rand -hex 32` creates a secret.
     """
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 

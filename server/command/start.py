@@ -10,12 +10,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -35,6 +35,7 @@ from server.command.listen import (
     tls_arguments,
     url_of,
 )
+from server.command.noise_secret import NoiseSecret
 from server.command.options import ModelOptions
 from server.endpoints.app import create_app
 from server.observe.logs import report_start, set_up_logging
@@ -43,13 +44,11 @@ from server.running.engine_thread import Worker, WorkerState
 from ssd.errors import ConfigError, SSDError
 from ssd.numbers import format_number
 from ssd.replication.connection import URL_VARIABLE, redacted_address
-from ssd.replication.noise_secret import NoiseSecret
 from ssd.retrieval.owners import STATE_DIRECTORY
 from ssd.text.load_tokenizer import find_generation_config
 
 if TYPE_CHECKING:
     from ssd.engine import Engine
-    from ssd.replication.noise_secret import ReplicatedSecret
     from ssd.replication.replication_log import ReplicationLog, ReplicationStats
     from ssd.retrieval.cache_manager import CacheManager
     from ssd.text.codec import TextCodec
@@ -57,42 +56,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class OpenNoise(NamedTuple):
-    """The secret from which coupled sampling derives the Gumbel noise that requests share.
+def open_noise(options: Options, secret: bytes | None) -> NoiseSecret | None:
+    """Return the noise secret of coupled sampling; None if sampling is not coupled.
 
-    Attributes:
-        root: The secret. None: sampling is not coupled.
-        shared: Keeps the secret equal to that of the replicas. None: the secret does not depend on replicas.
+    It is derived from the server's secret or seed, or read from the cache directory, or else random.
     """
-
-    root: NoiseSecret | None = None
-    shared: ReplicatedSecret | None = None
-
-
-def open_noise(options: Options, secret: bytes | None, on_close: Callable[..., object]) -> OpenNoise:
-    """Return the noise secret of coupled sampling.
-
-    It is derived from the server's secret or seed, or read from the replicas or the cache directory, or else random.
-    """
-    cache = options.cache.config
-    if not options.engine.config.coupled_streams:
-        return OpenNoise()
+    directory = options.cache.cache_dir
+    if not options.engine.coupled_sampling:
+        return None
     if secret is not None:
-        return OpenNoise(NoiseSecret.from_secret(secret))
+        return NoiseSecret.from_secret(secret)
     if options.engine.seed is not None:
-        return OpenNoise(NoiseSecret.from_seed(options.engine.seed))
-    root = NoiseSecret.load_or_create(None if cache.directory is None else cache.directory / STATE_DIRECTORY / "noise")
-    if cache.redis_url is None:
-        return OpenNoise(root)
-    from ssd.replication.noise_secret import ReplicatedSecret
-
-    shared = ReplicatedSecret(cache.redis_url, root)
-    on_close(shared.close)
-    return OpenNoise(root, shared)
-
-
-_LONGEST_LOOK_S = 4.0
-"""The timeout in seconds for reading the replicas' noise secret from Redis while the model is loading."""
+        return NoiseSecret.from_seed(options.engine.seed)
+    if options.cache.redis is not None:
+        log.warning(
+            "--coupled-sampling without a secret: replicas give different answers and draft less from each other's "
+            "answers; give all replicas the same %s or $%s",
+            SECRET_OPTION,
+            SECRET_VARIABLE,
+        )
+    return NoiseSecret.load_or_create(None if directory is None else directory / STATE_DIRECTORY / "noise")
 
 
 def make_settings(options: Options) -> ServerSettings:
@@ -147,7 +130,7 @@ class EngineLoader:
         self._options = options
         self._secret = secret
         self.log: ReplicationLog | None = None
-        self.noise = OpenNoise()
+        self.noise: NoiseSecret | None = None
 
     def __call__(self, resources: ExitStack) -> Engine:
         """Load the engine, and register everything that must be closed later in ``resources``. Raises SSDError."""
@@ -157,7 +140,7 @@ class EngineLoader:
 
         transformers_logging.disable_progress_bar()
         options, reach = self._options, partial(log.info, "starting: %s")
-        self.noise = open_noise(options, self._secret, resources.callback)
+        self.noise = open_noise(options, self._secret)
         reach("reading the tokenizer")
         codec = TextCodec.load(
             options.model.tokenizer_path,
@@ -190,27 +173,16 @@ class EngineLoader:
             draft_hub=options.model.draft_hub,
             report=reach,
             draw_seed=None if seed is None else partial(random.Random(seed).getrandbits, 63),
-            noise_root=self.noise.root,
+            noise_root=self.noise,
         )
         reach("warming up")
         num_values(b"[]")  # so that no request waits for them
         common_tokens([0], [0])
-        if self.noise.shared is not None:
-            self.noise.shared.wait(_LONGEST_LOOK_S)
         return engine
 
     def sharing_stats(self) -> Mapping[str, ReplicationStats]:
         """Return the statistics of text sharing between replicas by namespace; empty without Redis."""
-        if self.log is None:
-            return {}
-        stats, shared = self.log.stats(), self.noise.shared
-        if shared is not None:
-            stats = replace(
-                stats,
-                num_failures=stats.num_failures + shared.loop.num_failures,
-                num_reconnects=stats.num_reconnects + shared.loop.num_reconnects,
-            )
-        return {self._options.cache.namespace: stats}
+        return {} if self.log is None else {self._options.cache.namespace: self.log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheManager:
         from ssd.retrieval.cache_manager import CacheManager
@@ -249,7 +221,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 
 
 def summary_of(
-    engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise_root: NoiseSecret | None
+    engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise: NoiseSecret | None
 ) -> dict[str, object]:
     """Return model, device, slots, noise, cache, Redis and tenants for the log message of the start."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
@@ -276,7 +248,7 @@ def summary_of(
         "slots": target.num_slots,
         "context": engine.max_model_len,
         "coupled_streams": engine.config.coupled_streams or "none",
-        **({} if noise_root is None else {"noise_secret": noise_root.source}),
+        **({} if noise is None else {"noise_secret": noise.source}),
         **drafting,
         "tenants": num_tenants or "none",
     }
@@ -357,7 +329,7 @@ def serve(
     timeout_s = options.network.shutdown_timeout_s
 
     def summary(engine: Engine) -> dict[str, object]:
-        return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise.root)
+        return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise)
 
     server = HttpServer(config, worker, summary, address, timeout_s)
     log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)

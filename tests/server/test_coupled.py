@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import openai
 import pytest
 
 from server.command.arguments import parse_arguments
-from server.command.start import OpenNoise, open_noise
-from ssd.replication.connection import connect
-from ssd.replication.noise_secret import KEY
+from server.command.noise_secret import NoiseSecret
+from server.command.start import open_noise
 from tests.redis_server import RedisServer, redis_server
 from tests.server.apis import APIS
-from tests.server.client import Answer, ask, bearer, metric, official_client, post, until_ready, wait_until
+from tests.server.client import Answer, ask, bearer, metric, official_client, post, until_ready
 from tests.server.conftest import Log
 from tests.server.failing_engine import RunningServer
 from tests.server.test_cache import SMALL, served
@@ -130,10 +129,8 @@ def test_choices_of_one_prompt_take_different_streams(four_streams: RunningServe
 # -- what noise is made of ---------------------------------------------------------------------------------------------
 
 
-def noise_of(*arguments: str, secret: bytes | None = None) -> OpenNoise:
-    options = parse_arguments(["--coupled-sampling", "1", *arguments], environment={})
-    with ExitStack() as stack:
-        return open_noise(options, secret, stack.callback)
+def noise_of(*arguments: str, secret: bytes | None = None) -> NoiseSecret | None:
+    return open_noise(parse_arguments(["--coupled-sampling", "1", *arguments], environment={}), secret)
 
 
 def test_the_root_is_of_what_was_given_else_of_the_seed_else_kept(tmp_path: Path) -> None:
@@ -142,23 +139,21 @@ def test_the_root_is_of_what_was_given_else_of_the_seed_else_kept(tmp_path: Path
     seeded = [noise_of(*directory, "--seed", "1"), noise_of("--seed", "1")]
     assert not (tmp_path / "cache").exists()
     kept, drawn = [noise_of(*directory), noise_of(*directory)], [noise_of(), noise_of()]
-    roots = [[noise.root() for noise in each if noise.root] for each in (given, seeded, kept, drawn)]
+    groups = [[noise for noise in each if noise] for each in (given, seeded, kept, drawn)]
+    assert [{noise.source for noise in each} for each in groups] == [{"secret"}, {"seed"}, {"directory"}, {"memory"}]
+    roots = [[noise() for noise in each] for each in groups]
     assert [len(set(each)) for each in roots] == [1, 1, 1, 2] and len(set().union(*roots)) == 5
-    assert noise_of("--seed", "2").root() not in roots[1]  # type: ignore[misc]
-    assert noise_of("--coupled-sampling", "0", *directory) == (None, None)
+    others = [noise_of("--seed", "2"), noise_of(secret=secret[::-1])]
+    assert not {noise() for noise in others if noise} & set().union(*roots)
+    assert noise_of("--coupled-sampling", "0", *directory) is None
 
 
-def test_a_key_of_another_kind_in_redis_is_counted_and_costs_no_answer(redis_server: RedisServer) -> None:
-    with ExitStack() as stack:
-        client = stack.enter_context(closing(connect(redis_server.url)))
-        client.rpush(KEY, "a list")
-        port = stack.enter_context(served("--coupled-sampling", "1", "--redis", redis_server.url)).port
-        own = texts(port)
-        assert texts(port) == own
-        assert metric(port, "ssd:replication_failures_total") > 0
-        client.delete(KEY)
-        wait_until(lambda: bool(client.exists(KEY)))
-        assert texts(port) == own  # its root is that of all now
+@pytest.mark.parametrize("secret", [None, b"0123456789abcdef"])
+def test_a_replica_without_a_secret_is_told_which_option_it_needs(
+    secret: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise_of("--redis", "redis://127.0.0.1:1/0", secret=secret)
+    assert ("the same --secret-file" in caplog.text) == (secret is None)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -167,14 +162,22 @@ PROCESS = (*SMALL, "--cache-tokens", "65536", "--coupled-sampling", "1")
 
 
 @pytest.mark.slow
-def test_replicas_of_one_redis_give_one_answer(tmp_path: Path, redis_server: RedisServer) -> None:
+def test_replicas_with_one_secret_file_give_one_answer_and_others_are_as_exact(
+    tmp_path: Path, redis_server: RedisServer
+) -> None:
+    files = {name: tmp_path / name for name in ("one", "other")}
+    for name, file in files.items():
+        file.write_text(f"the secret of fleet {name}")
+        file.chmod(0o600)
+    common = {name: (*PROCESS, "--secret-file", str(file)) for name, file in files.items()}
+    sharing = ("--redis", redis_server.url)
+    servers = [(*common["one"], *sharing)] * 2 + [(*common["other"], *sharing), (*common["other"], "--no-speculation")]
     with ExitStack() as stack:
-        common = (*PROCESS, "--redis", redis_server.url)
-        ports = [stack.enter_context(running(*common))[1], stack.enter_context(running(*common))[1]]
-        ports.append(stack.enter_context(running(*PROCESS))[1])
+        ports = [stack.enter_context(running(*arguments))[1] for arguments in servers]
         for port in ports:
             until_ready(port)
-        one, two, alone = (texts(port) for port in ports)
-        assert one == two != alone
+        for _ in range(2):  # the second time with drafts from the answers of the others
+            a, b, other, plain = (texts(port) for port in ports)
+            assert a == b != other == plain
         redis_server.kill()
-        assert texts(ports[0]) == texts(ports[1]) == one
+        assert texts(ports[0]) == texts(ports[1]) == a
