@@ -133,9 +133,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --out benchmarks/results/index-16m.json
 	$(BIN)/python -m benchmarks.index --tokens 16000000 --static 240000000 --out benchmarks/results/index-256m.json
 	$(BIN)/python -m benchmarks.http --out benchmarks/results/http.json
-	$(BIN)/python -m benchmarks.soak --out benchmarks/results/soak.json
-	$(BIN)/python -m benchmarks.faults --out benchmarks/results/faults.json
-	$(BIN)/python -m benchmarks.faults --servers 3 --rounds 30 --out benchmarks/results/fleet-faults.json
+	$(BIN)/python -m benchmarks.reliability --question soak --out benchmarks/results/soak.json
+	$(BIN)/python -m benchmarks.reliability --question faults --out benchmarks/results/faults.json
+	$(BIN)/python -m benchmarks.reliability --question faults --servers 3 --rounds 30 \
+		--out benchmarks/results/fleet-faults.json
 	$(BIN)/python -m benchmarks.report
 
 # Other people's drafters in an environment of their own: about five minutes, of which two download and three compile, and

@@ -277,7 +277,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "repeats": (40, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 192",)),
     "overhead-large": (60, (f"{_OVERHEAD} --shape 8b --batch 1 16",)),
     "exact-cost": (35, (f"{_EXACT} --shape 8b --dtype bfloat16 --prompts 2 --max-tokens 8 --rounds 3",)),
-    "soak": (35, ("benchmarks.gpu_soak --requests 1000",)),
+    "soak": (35, ("benchmarks.reliability --question engine --requests 1000",)),
     "profile": (40, (f"{_STEPS} --shape 8b --batch 1 32 --draft 0 15 --profiled 4 --traces traces",)),
     "drafting": (40, (f"{_STEPS} --shape 8b --batch 64 --context 256 --draft 0 15 --index-tokens 1000000",)),
     "speed-small": (40, (f"{_STEPS} --shape 1b --batch 1 --draft 0 1 3 7 15 31 63",)),
@@ -303,7 +303,7 @@ SMALL: Final = {
     "growth": "--requests 3 --repeated 2 --max-tokens 24",
     "decode": "--context 64 --rounds 2 --copy-mb 16 --batch 1 --draft 0 3 --index-tokens 4000",
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
-    "gpu_soak": "--requests 16 --reopened 2",
+    "reliability": "--requests 16 --reopened 2",
 }
 """Said last for a look on a CPU, by program."""
 

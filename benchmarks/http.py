@@ -30,8 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.processes import Server, headers_of
 from benchmarks.run import Option, Run
+from benchmarks.servers import Server, headers_of
 from benchmarks.workloads import snippets
 from server.command.arguments import parse_arguments
 from server.command.start import EngineLoader

@@ -91,7 +91,8 @@ class Run:
         under: Sequence[str] = ENGINE,
     ) -> None:
         """``options`` : defaults by name, or an `Option`. ``unsaid`` : those that are no parameters of the result.
-        ``program`` : its module below `benchmarks`, where that is not ``name``. ``has_model`` : it takes a model, its
+        ``program`` : its module below `benchmarks`, where that is not ``name``, and the arguments that choose it.
+        ``has_model`` : it takes a model, its
         type of numbers and a device, all but those that ``options`` have; ``has_shapes`` : or random weights.
 
         ``under`` : paths of the checkout whose changes make the figures old, as the program's own do: see
@@ -100,7 +101,7 @@ class Run:
         A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
         ``seed`` from 0.
         """
-        module = f"benchmarks/{(program or name).replace('.', '/')}"
+        module = f"benchmarks/{(program or name).split()[0].replace('.', '/')}"
         self.name, self.under = name, [module if (ROOT / module).is_dir() else f"{module}.py", *under]
         self.rows: list[dict[str, Any]] = []
         self._columns = columns

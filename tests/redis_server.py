@@ -15,7 +15,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from benchmarks.processes import find_redis_server, free_port
+from benchmarks.servers import find_redis_server, free_port
 from ssd.replication.connection import connect
 from tests.waiting import wait_until
 

@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.faults import __main__ as program
-from benchmarks.faults import injected
-from benchmarks.faults.__main__ import PROBLEMS
-from benchmarks.faults.injected import FAULTS, KINDS, drawn
-from benchmarks.history import History, Verdict, family
-from benchmarks.processes import find_redis_server
+from benchmarks.reliability import faults
+from benchmarks.reliability.clients import History, Verdict, family
+from benchmarks.reliability.faults import FAULTS, KINDS, PROBLEMS, drawn
 from benchmarks.report.__main__ import section
+from benchmarks.servers import find_redis_server
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,14 +64,13 @@ def test_a_verdict_is_clean_exactly_when_the_store_is_a_set_between_promised_and
 
 
 def test_a_seed_says_what_happens_in_each_round() -> None:
-    assert drawn(20, 7, KINDS) == drawn(20, 7, KINDS) != drawn(20, 8, KINDS)
-    rounds = drawn(2 * len(FAULTS), 7, KINDS)
-    alone = [faults[0] for faults in rounds if len(faults) == 1]
+    assert drawn(20, 7) == drawn(20, 7) != drawn(20, 8)
+    rounds = drawn(2 * len(FAULTS), 7)
+    alone = [names[0] for names in rounds if len(names) == 1]
     assert {*alone[: len(FAULTS)]} == {*FAULTS}  # all before any comes again
-    assert program.DESCRIPTIONS.keys() == {*FAULTS, "orderly close"}
-    together = [faults for faults in rounds if len(faults) > 1]
+    together = [names for names in rounds if len(names) > 1]
     assert len(together) == len(rounds) // 4
-    assert all(tuple(FAULTS[name][0] for name in faults) == KINDS for faults in together)
+    assert all(tuple(FAULTS[name].kind for name in names) == KINDS for names in together)
 
 
 def test_a_note_of_one_store_may_be_in_each_and_is_promised_by_its_own_alone() -> None:
@@ -89,15 +86,15 @@ def test_a_note_of_one_store_may_be_in_each_and_is_promised_by_its_own_alone() -
 
 
 def test_a_fault_that_finds_nothing_to_hit_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(injected, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(faults, "_PATIENCE_S", 0.0)
     fleet: Any = SimpleNamespace(one=lambda: SimpleNamespace(directory=tmp_path), settle=lambda _: None)
     with pytest.raises(AssertionError, match="no segment"):
-        injected.segment_damaged(fleet)
+        faults.segment_damaged(fleet)
 
 
 def test_promises_are_verified_before_they_end() -> None:
     made = history(2, 1, 2)
-    verdict = made.settle([("one", 2)])
+    verdict = made.check([("one", 2)])
     assert (verdict.num_promised, verdict.lost) == (2, (1,))
     assert made.check([]) == Verdict(0, (), (), ())
 
@@ -114,7 +111,8 @@ def test_promises_are_verified_before_they_end() -> None:
 def test_faults_are_injected_and_nothing_is_wrong_afterwards(options: tuple[str, ...], tmp_path: Path) -> None:
     if "--servers" in options and find_redis_server() is None:
         pytest.skip("no redis-server")
-    command = [sys.executable, "-m", "benchmarks.faults", *options, "--json", "--out", str(tmp_path / "faults.json")]
+    question = ["-m", "benchmarks.reliability", "--question", "faults", *options, "--json"]
+    command = [sys.executable, *question, "--out", str(tmp_path / "faults.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -125,5 +123,5 @@ def test_faults_are_injected_and_nothing_is_wrong_afterwards(options: tuple[str,
     assert verified.keys() == {"orderly close", *({"segment-damaged"} & {*options})}
     assert all(verified.values()) and sum(verified.values()) == result["promised"]
     assert json.loads((tmp_path / "faults.json").read_text())["right"] == result["right"]
-    shown = [program.DESCRIPTIONS[name] for name in ("server-kill", "log-junk") if name in options]
-    assert f"| {shown[0]} |" in section(program, [result])
+    shown = [FAULTS[name].title for name in ("server-kill", "log-junk") if name in options]
+    assert f"| {shown[0]} |" in section(faults, [result])

@@ -17,7 +17,6 @@ from torch._C._autograd import DeviceType
 
 from benchmarks.contenders import ALL, OFF, QUESTIONS
 from benchmarks.coupled import REPEATS
-from benchmarks.gpu_soak import num_changed
 from benchmarks.growth import repeat
 from benchmarks.index import measures
 from benchmarks.index.longest_match import longest_match
@@ -29,10 +28,11 @@ from benchmarks.index.measures import (
     measure,
     sample_contexts,
 )
-from benchmarks.load import Answer, Load, Question, _Found
-from benchmarks.processes import Server
 from benchmarks.profile import summary
+from benchmarks.reliability.clients import Answer, Load, Question, _Received
+from benchmarks.reliability.engine import num_changed
 from benchmarks.run import Option, Run, bootstrap, in_turn, table
+from benchmarks.servers import Server
 from benchmarks.ways import ask, requests_of
 from benchmarks.workloads import MIXED, NO_REPEATS, checksum, stream
 from ssd.bundled import MODEL_PATH
@@ -152,9 +152,9 @@ def test_speculation_off_keeps_prompts_where_all_together_does() -> None:
 def test_a_wrong_answer_is_found(text: str, is_whole: bool, word: str, tmp_path: Path) -> None:
     asked = Load(Server(tmp_path / "log"))
     question = Question("made", "/v1/completions", {}, (Answer((7,), "ab", "stop"),))
-    found = _Found(1)
+    found = _Received(1)
     found.add({"choices": [{"index": 0, "text": text, "token_ids": [7], "finish_reason": "stop"}]})
-    assert asked._judged(question, found, is_whole=is_whole) == word
+    assert asked._outcome(question, found, is_whole=is_whole) == word
     assert len(asked.failures) == (word == "changed")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.crash import PROBLEMS
+from benchmarks.reliability.crash import PROBLEMS
 from ssd.config import CacheConfig, IndexConfig
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.directory import SegmentDirectory
@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_nothing_sealed_is_lost_at_random_moments() -> None:
     # A process of its own: it forks, which a process with other tests' threads must not.
-    command = [sys.executable, "-m", "benchmarks.crash", "--kills", "8", "--seed", "11", "--json"]
+    question = ["-m", "benchmarks.reliability", "--question", "crash", "--json"]
+    command = [sys.executable, *question, "--kills", "8", "--seed", "11"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

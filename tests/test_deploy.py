@@ -16,7 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import free_port
+from benchmarks.servers import free_port
 from server.command.arguments import Options, parse_arguments
 from ssd.replication.replication_log import ReplicationStats, StreamStats
 from tests.server.bundled_engine import load_bundled

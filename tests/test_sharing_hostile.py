@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from redis.exceptions import InvalidResponse
 
-from benchmarks.faults.injected import OVERSIZED_ANSWERS, WRONG_ANSWERS
-from benchmarks.faults.proxy import CLEAR, FaultProxy, Weather
+from benchmarks.reliability.faults import OVERSIZED_ANSWERS, WRONG_ANSWERS
+from benchmarks.reliability.proxy import NO_FAULT, FaultProxy, LinkFault
 from ssd.replication import clients as bounded_parser
 from ssd.replication.background import Backoff
 from ssd.replication.redis_stream import BEGINNING, FIELD
@@ -309,20 +309,20 @@ def _page(entry_id: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "weather",
+    "fault",
     [
-        Weather(delay_s=0.3),
-        Weather(jitter_s=0.5),
-        Weather(is_silent=True),
-        Weather(is_broken_off=True),
-        Weather(refuses=True),
-        Weather(flips=0.5),
-        Weather(trickle_s=0.05),
-        Weather(sip_s=0.05),
-        *(Weather(extra=extra) for extra in (b"+OK\r\n", b"*0\r\n", b":1\r\n")),
+        LinkFault(delay_s=0.3),
+        LinkFault(jitter_s=0.5),
+        LinkFault(is_silent=True),
+        LinkFault(is_broken_off=True),
+        LinkFault(refuses=True),
+        LinkFault(flips=0.5),
+        LinkFault(trickle_s=0.05),
+        LinkFault(sip_s=0.05),
+        *(LinkFault(extra=extra) for extra in (b"+OK\r\n", b"*0\r\n", b":1\r\n")),
         # A replica that took it for the place it has read up to would ask for what comes after it for ever.
         *(
-            Weather(answer=b"*1\r\n*2\r\n" + _bulk(KEY.encode()) + _page(entry_id))
+            LinkFault(answer=b"*1\r\n*2\r\n" + _bulk(KEY.encode()) + _page(entry_id))
             for entry_id in (b"17640x-0", b"", b"9" * 30 + b"-0", b"1-2-3", b"\xff-1", b"-1")
         ),
     ],
@@ -332,11 +332,11 @@ def _page(entry_id: bytes) -> bytes:
         *("no id", "empty id", "id of 30 digits", "id of three parts", "id of other bytes", "id below 0"),
     ],
 )
-def test_sharing_comes_back_after(pair: Pair, weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharing_comes_back_after(pair: Pair, fault: LinkFault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_parser, "_PATIENCE_S", 1.0)
-    pair.proxy.weather = weather
-    pair.write_meanwhile(0.7 if weather.answer or weather.extra else 2.5)
-    pair.proxy.weather = CLEAR
+    pair.proxy.fault = fault
+    pair.write_meanwhile(0.7 if fault.answer or fault.extra else 2.5)
+    pair.proxy.fault = NO_FAULT
     pair.share()
 
 
@@ -352,20 +352,20 @@ def test_connections_that_are_cut_again_and_again_lose_nothing(pair: Pair, reset
 @pytest.mark.slow
 def test_sharing_comes_back_after_wrong_answers(pair: Pair) -> None:
     for answer in (*WRONG_ANSWERS, *OVERSIZED_ANSWERS):
-        pair.proxy.weather = Weather(answer=answer)
+        pair.proxy.fault = LinkFault(answer=answer)
         pair.write_meanwhile(0.15)
-        pair.proxy.weather = CLEAR
+        pair.proxy.fault = NO_FAULT
         pair.write_meanwhile(0.05)
     pair.share()
 
 
 def test_the_search_for_a_place_to_begin_survives_ids_that_are_none(redis_server: RedisServer) -> None:
     with FaultProxy(redis_server.port) as proxy, replica(redis_server.url) as two:
-        proxy.weather = Weather(answer=_page(b"17x-0"))
+        proxy.fault = LinkFault(answer=_page(b"17x-0"))
         with replica(f"redis://127.0.0.1:{proxy.port}/0") as one:
             one.append([1])
             time.sleep(0.5)
-            proxy.weather = CLEAR
+            proxy.fault = NO_FAULT
             two.append([2])
             eventually(lambda: [1] in two.stored() and [2] in one.stored())
 

@@ -19,7 +19,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from benchmarks.processes import find_redis_server, free_port
+from benchmarks.servers import find_redis_server, free_port
 from cache_builder.__main__ import main
 from cache_builder.commands.redis_status import read_status
 from ssd.errors import ConfigError

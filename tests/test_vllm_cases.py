@@ -27,7 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.child import ROOT
-from benchmarks.processes import free_port
+from benchmarks.servers import free_port
 from benchmarks.vllm.client import VllmEngine, interpreter
 from benchmarks.vllm.engines import ENVIRONMENT, METHODS, in_every_process
 from ssd.bundled import MODEL_PATH

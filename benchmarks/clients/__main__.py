@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.child import ROOT
 from benchmarks.clients.others import CLIENTS, KEY, MODEL
-from benchmarks.processes import Server
 from benchmarks.run import Option, Run
+from benchmarks.servers import Server
 from ssd.bundled import MODEL_PATH
 
 _LONGEST_S = 600.0

@@ -30,7 +30,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 Result = Mapping[str, Any]
 
 SECTIONS: Final = {
-    "docs/operations/security.md": {"faults": ("faults", "faults"), "fleet-faults": ("faults", "fleet-faults")},
+    "docs/operations/security.md": {
+        "faults": ("reliability.faults", "faults"),
+        "fleet-faults": ("reliability.faults", "fleet-faults"),
+    },
     "docs/benchmarks.md": {
         "learning": ("learning", "learning"),
         "growth": ("growth", "growth growth-gemma"),
@@ -40,7 +43,7 @@ SECTIONS: Final = {
         "mechanisms": ("contenders", "mechanisms"),
         "evaluate": ("evaluate", "evaluate evaluate-gemma"),
         "http": ("http", "http"),
-        "soak": ("soak", "soak"),
+        "soak": ("reliability.soak", "soak"),
         "index": ("index", "index-1m index-16m index-256m"),
     },
     "docs/guides/clients.md": {"clients": ("clients", "clients")},

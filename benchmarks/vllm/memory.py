@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.child import ROOT
 from benchmarks.exactness import is_near_tie
-from benchmarks.processes import Redis
 from benchmarks.run import ENGINE, SPREAD, Run, describe, in_turn, spread
+from benchmarks.servers import Redis
 from benchmarks.vllm.__main__ import NUM_WARM_UP
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.soak import main as soak
+from benchmarks.reliability.soak import main as soak
 from server.base.limits import Limits
 from tests.server.client import get, post, wait_until
 from tests.server.failing_engine import FailingEngine, RunningServer, serving

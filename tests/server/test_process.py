@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import free_port
+from benchmarks.servers import free_port
 from ssd.bundled import MODEL_PATH
 from tests.server.client import answers, get, greedy_completion, metric, post, until_ready
 from tests.waiting import PATIENCE_S, START_S, wait_until

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-from benchmarks.processes import free_port
+from benchmarks.servers import free_port
 from server.observe.spans import Spans, make_spans
 from ssd.errors import ConfigError
 from tests.server.client import post, wait_until

@@ -1,4 +1,4 @@
-"""A TCP proxy that spoils what passes: it understands nothing but bytes."""
+"""A TCP proxy that damages the bytes that pass it, whatever they mean."""
 
 from __future__ import annotations
 
@@ -11,58 +11,61 @@ import threading
 from dataclasses import dataclass
 from typing import Self
 
-from benchmarks.processes import free_port
+from benchmarks.servers import free_port
 
 _CHUNK = 1 << 16
-_START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
-    """What happens to bytes on their way. All of it off: they pass at once as they are."""
+class LinkFault:
+    """A fault of the connections through a proxy. By default, all bytes pass unchanged and at once.
+
+    Attributes:
+        delay_s: The delay of each chunk; chunks stay in order.
+        jitter_s: The maximum of a random delay in addition.
+        is_silent: Connections are accepted, and nothing passes, also after the fault.
+        is_broken_off: A random part of the next response passes, and nothing after it, also after the fault.
+        refuses: New connections are reset.
+        flips: The probability of one flipped bit in each chunk.
+        answer: The bytes that replace each response.
+        extra: The bytes that precede each response.
+        trickle_s: The pause between two bytes of a response, also after the fault.
+        sip_s: The pause between two bytes of a command, also after the fault.
+    """
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
-    """Each chunk waits for ``delay_s`` and a random part of this; order is kept."""
     is_silent: bool = False
-    """Connections are accepted, nothing passes. A connection that met it stays silent for the rest of its life."""
     is_broken_off: bool = False
-    """A random part of the next answer passes, then the connection is silent for the rest of its life."""
     refuses: bool = False
-    """New connections are reset."""
     flips: float = 0.0
-    """Chance of one flipped bit in each chunk, both ways."""
     answer: bytes | None = None
-    """Comes instead of each answer."""
     extra: bytes | None = None
-    """Comes before each answer."""
     trickle_s: float = 0.0
-    """Answers come one byte at a time, with this between two; to a connection that met it for the rest of its life."""
     sip_s: float = 0.0
-    """Commands are passed on so."""
 
 
-CLEAR = Weather()
+NO_FAULT = LinkFault()
 
 
 class FaultProxy:
-    """Listens on ``port`` of this machine and connects to ``target`` there, on a thread of its own.
+    """A proxy from ``port`` to the port ``target`` of this machine, on its own thread. Use it as a context manager.
 
-    ``weather`` and ``target`` may be changed from any thread; a target holds for connections that come later.
+    ``fault`` and ``target`` may be changed from any thread. A new target applies to new connections.
     """
 
     def __init__(self, target: int, seed: int = 0) -> None:
         self.target = target
-        self.weather = CLEAR
+        self.fault = NO_FAULT
         self.port = free_port()
         self._chance = random.Random(seed)
         self._writers: set[asyncio.StreamWriter] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._is_started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
+        is_started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(is_started,), name="fault-proxy", daemon=True)
         self._thread.start()
-        if not self._is_started.wait(_START_S):
+        if not is_started.wait(10.0):
             raise TimeoutError("the proxy did not start")
 
     def cut(self, *, reset: bool = True) -> None:
@@ -70,7 +73,6 @@ class FaultProxy:
         self._loop.call_soon_threadsafe(self._cut, reset)
 
     def close(self) -> None:
-        """End all. May be called twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -81,42 +83,37 @@ class FaultProxy:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self) -> None:
+    def _run(self, is_started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", self.port))
-        self._is_started.set()
+        is_started.set()
         try:
             self._loop.run_forever()
         finally:
             server.close()
             self._cut(True)
-            tasks = asyncio.all_tasks(self._loop)
-            for task in self._pumps:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            for pump in self._pumps:  # the tasks that wait for them end by themselves
+                pump.cancel()
+            self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
             self._loop.close()
 
     def _cut(self, reset: bool) -> None:
         for writer in list(self._writers):
-            if reset:
-                _reset(writer)
-            else:
-                writer.close()
+            _reset(writer) if reset else writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.weather.refuses:
-            _reset(writer)
-            return
         try:
+            if self.fault.refuses:
+                raise ConnectionRefusedError
             answers, server = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             _reset(writer)
             return
         self._writers |= {writer, server}
-        wire = _Wire()
+        link = _Link()
         pumps = [
-            asyncio.ensure_future(self._pump(reader, server, wire, is_answer=False)),
-            asyncio.ensure_future(self._pump(answers, writer, wire, is_answer=True)),
+            asyncio.ensure_future(self._pump(reader, server, link, is_answer=False)),
+            asyncio.ensure_future(self._pump(answers, writer, link, is_answer=True)),
         ]
         self._pumps.update(pumps)
         try:
@@ -131,21 +128,21 @@ class FaultProxy:
                     one.close()
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: _Wire, *, is_answer: bool
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: _Link, *, is_answer: bool
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                weather = self.weather
-                wire.meet(weather)
-                if wire.is_silent:
+                fault = self.fault
+                link.apply(fault)
+                if link.is_silent:
                     continue
-                if weather.is_broken_off and is_answer:
-                    wire.is_silent = True
+                if fault.is_broken_off and is_answer:
+                    link.is_silent = True
                     data = data[: self._chance.randrange(len(data))]
-                if weather.delay_s or weather.jitter_s:
-                    await asyncio.sleep(weather.delay_s + self._chance.random() * weather.jitter_s)
-                data = self._spoiled(data, weather, is_answer)
-                pause_s = wire.trickle_s if is_answer else wire.sip_s
+                if fault.delay_s or fault.jitter_s:
+                    await asyncio.sleep(fault.delay_s + self._chance.random() * fault.jitter_s)
+                data = self._damaged(data, fault, is_answer)
+                pause_s = link.trickle_s if is_answer else link.sip_s
                 if not pause_s:
                     writer.write(data)
                 for byte in data if pause_s else b"":
@@ -154,28 +151,27 @@ class FaultProxy:
                     await asyncio.sleep(pause_s)
                 await writer.drain()
 
-    def _spoiled(self, data: bytes, weather: Weather, is_answer: bool) -> bytes:
-        if is_answer and weather.answer is not None:
-            return weather.answer
-        if is_answer and weather.extra is not None:
-            data = weather.extra + data
-        if data and self._chance.random() < weather.flips:
+    def _damaged(self, data: bytes, fault: LinkFault, is_answer: bool) -> bytes:
+        if is_answer and fault.answer is not None:
+            return fault.answer
+        if is_answer and fault.extra is not None:
+            data = fault.extra + data
+        if data and self._chance.random() < fault.flips:
             place = self._chance.randrange(len(data))
             data = data[:place] + bytes([data[place] ^ 1 << self._chance.randrange(8)]) + data[place + 1 :]
         return data
 
 
-class _Wire:
-    """What one connection has met, which stays with it."""
+class _Link:
+    """The faults of one connection that outlast the fault of the proxy."""
 
-    def __init__(self) -> None:
-        self.is_silent = False
-        self.trickle_s = self.sip_s = 0.0
+    is_silent = False
+    trickle_s = sip_s = 0.0
 
-    def meet(self, weather: Weather) -> None:
-        self.is_silent |= weather.is_silent
-        self.trickle_s = max(self.trickle_s, weather.trickle_s)
-        self.sip_s = max(self.sip_s, weather.sip_s)
+    def apply(self, fault: LinkFault) -> None:
+        self.is_silent |= fault.is_silent
+        self.trickle_s = max(self.trickle_s, fault.trickle_s)
+        self.sip_s = max(self.sip_s, fault.sip_s)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

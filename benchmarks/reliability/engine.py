@@ -1,19 +1,17 @@
-"""Thousands of requests of many kinds on one engine, some cancelled midway; then engines opened and closed.
+"""Does an engine stay correct and small? Thousands of requests, some cancelled; then engines are opened and closed.
 
-``python -m benchmarks.gpu_soak [MODEL] [--requests N] [--reopened N] [--out FILE]``
+``python -m benchmarks.reliability --question engine [MODEL] [--requests N] [--reopened N] [--out FILE]``
 
-What a request is answered must be what the same is answered without speculation. Of every seventh each step cancels one
-in five. Memory must not grow from the first quarter on, when all has been at work once, and what an engine took must be
-given back when it is closed. A second load has no drafts and only requests whose next pass may begin before what the
-last one said is known: a device must have done that, among requests that end at a token, come and are cancelled. The
-last line of stdout is one JSON object; status 1 where any of this is not so.
+Every answer must equal the answer without speculation. Every seventh request may be cancelled at each step. The memory
+of the device must not grow after the first quarter of the requests, and a closed engine must return its memory. A
+second load has no drafts, and only requests whose next forward pass may begin before the tokens of the previous one are
+known: on a GPU this must have happened. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,13 +37,11 @@ _CANCELLED: Final = 7
 _CANCELS: Final = 0.2
 _MOST_GROWTH: Final = 1.01
 _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
-"""Bytes on the device after the last engine was closed, beyond what was there after the first: of tensors, and of all
-that is in use there, as recorded graphs are no tensors."""
-
-# Of those that are opened again, what the last one leaves behind is compared with what the first one does.
-_REOPENED: Final = Option(default=4, least=2, help="times that the engine is opened and closed again")
-OPTIONS = {"requests": 2000, "reopened": _REOPENED}
-
+"""The most bytes on the device after the last engine was closed in addition to the first: of tensors, and in total."""
+OPTIONS = {
+    "requests": 2000,
+    "reopened": Option(default=4, least=2, help="times that the engine is opened and closed again"),
+}
 _MIXED: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 1},
@@ -56,12 +52,11 @@ _SIMPLE: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0.0}, {"temperatur
 
 Questions = Sequence[tuple[list[int], SamplingParams]]
 Answers = dict[int, set[tuple[int, ...]]]
-"""All that was said to a question, by its place."""
+"""The distinct answers to each question, by its index."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    run = Run("gpu_soak", __doc__, argv, OPTIONS, has_model=True)
+    run = Run("engine", __doc__, argv, OPTIONS, has_model=True, program="reliability --question engine")
     if run.args.dtype == "auto":
         run.args.dtype = "float32"
     codec, model = run.load()
@@ -92,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_wrong = any(left[name] > most for name, most in _MOST_LEFT.items())
     is_wrong |= model.device.type == "cuda" and not found["none"]["followed"]
     for drafter, load in found.items():
-        run.say(f"{drafter}: {load['answers']} answers, {load['distinct']} distinct, {load['changed']} changed; "
-                f"{load['cancelled']} cancelled, {load['failed']} failed, {load['unfinished']} unfinished; "
-                f"{load['followed']} passes begun ahead; memory over the first quarter's {load['growth']}")  # fmt: skip
+        run.say(f"{drafter}: { ({name: value for name, value in load.items() if name != 'memory'}) }")
         is_wrong |= any(load[name] for name in ("changed", "failed", "unfinished")) or load["growth"] > _MOST_GROWTH
     run.say(f"left behind {left}")
     return run.end(loads=found, left=left, reopened=after, is_wrong=is_wrong)
@@ -102,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _counting_run_ahead() -> Iterator[list[None]]:
-    """Has an item for each pass that began before the tokens that it is over were read."""
+    """Yield a list with an item for each pass that began before the tokens of the previous pass were read."""
     run_ahead, counted = SlotRunner.run_ahead, list[None]()
 
     def counting(*args: Any) -> Any:
@@ -114,57 +107,57 @@ def _counting_run_ahead() -> Iterator[list[None]]:
 
 
 def soak(engine: Engine, caches: CacheManager, questions: Questions, number: int) -> tuple[Answers, dict[str, Any]]:
-    """``number`` requests drawn from the questions, twice as many waiting as there are slots."""
+    """Submit ``number`` random requests, twice as many at a time as there are slots; return answers and counts."""
     chance = random.Random(0)
     answers: Answers = defaultdict(set)
-    asked: dict[str, int] = {}
-    said: dict[str, list[int]] = defaultdict(list)
-    held, reasons, num_asked = [device_memory(engine.target.device)], Counter[FinishReason](), 0
-    while num_asked < number or asked:
-        while num_asked < number and len(asked) < 2 * _SLOTS:
+    running: dict[str, int] = {}
+    outputs: dict[str, list[int]] = defaultdict(list)
+    memory, reasons, num_submitted = [device_memory(engine.target.device)], Counter[FinishReason](), 0
+    while num_submitted < number or running:
+        while num_submitted < number and len(running) < 2 * _SLOTS:
             index = chance.randrange(len(questions))
-            engine.submit(requests_of([questions[index][0]], [questions[index][1]], num_asked)[0])
-            asked[str(num_asked)] = index
-            num_asked += 1
+            engine.submit(requests_of([questions[index][0]], [questions[index][1]], num_submitted)[0])
+            running[str(num_submitted)] = index
+            num_submitted += 1
         for output in engine.step():
             name = output.request_id
-            said[name] += output.token_ids
+            outputs[name] += output.token_ids
             if output.finish_reason is not None:
                 reasons[output.finish_reason] += 1
-                index, tokens = asked.pop(name), tuple(said.pop(name))
+                index, tokens = running.pop(name), tuple(outputs.pop(name))
                 if output.finish_reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
                     answers[index].add(tokens)
             elif int(name) % _CANCELLED == 0 and chance.random() < _CANCELS:
                 engine.cancel(name)
         caches.maintain()
-        if 4 * reasons.total() >= number * len(held):
-            held.append(device_memory(engine.target.device))
+        if 4 * reasons.total() >= number * len(memory):
+            memory.append(device_memory(engine.target.device))
     return answers, {
         "answers": number - reasons[FinishReason.CANCELLED] - reasons[FinishReason.ERROR],
         "distinct": sum(map(len, answers.values())),
         "cancelled": reasons[FinishReason.CANCELLED],
         "failed": reasons[FinishReason.ERROR],
         "unfinished": len(engine.check()),
-        "memory": held,
-        "growth": round(held[-1]["allocated"] / held[1]["allocated"], 4) if held[1]["allocated"] else 1.0,
+        "memory": memory,
+        "growth": round(memory[-1]["allocated"] / memory[1]["allocated"], 4) if memory[1]["allocated"] else 1.0,
     }
 
 
 def num_changed(plain: Engine, questions: Questions, answers: Answers) -> int:
-    """How many of the distinct answers are not what ``plain``, without speculation, says."""
+    """Return the number of distinct answers that differ from those of ``plain``, an engine without speculation."""
     asked = [questions[index] for index in answers]
-    # Whose log-probabilities are asked for waits for each pass.
+    # Requests with log-probabilities wait for each pass.
     waiting = [replace(params, logprobs=params.logprobs or 0) for _, params in asked]
-    said = ask(plain, requests_of([prompt for prompt, _ in asked], waiting))
+    expected = ask(plain, requests_of([prompt for prompt, _ in asked], waiting))
     return sum(
         differs(plain.target, *questions[index], answer, want)
-        for index, want in zip(answers, said, strict=True)
+        for index, want in zip(answers, expected, strict=True)
         for answer in answers[index]
     )
 
 
 def _questions(codec: TextCodec, kinds: Sequence[dict[str, Any]], *, stops: bool = False) -> Questions:
-    """Prompts with sampling whose answer is always the same: greedy or with a seed. ``stops`` : many end at a token."""
+    """Return prompts with sampling that always gives the same answer; with ``stops``, many end at a stop token."""
     prompts = [codec.encode_prompt(text)[-(40 + 5 * index) :] for index, text in enumerate(snippets(5)[:60])]
     often = Counter(token for prompt in prompts for token in prompt).most_common(8)
     ends = (often[-1][0],) if stops else ()
@@ -175,14 +168,10 @@ def _questions(codec: TextCodec, kinds: Sequence[dict[str, Any]], *, stops: bool
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Bytes: held by tensors, and in use on the device by anyone. Zeros on a CPU."""
+    """Return the bytes of tensors and all used bytes of a device; zeros for a CPU."""
     if device.type != "cuda":
         return {"allocated": 0, "in_use": 0}
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return {"allocated": torch.cuda.memory_allocated(device), "in_use": total - free}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Faults, injected into a real server under a load whose every answer is verified."""
