@@ -31,6 +31,29 @@ JSON = "json"
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
+
+
+def _listed(before: str, after: str, call: str = _OBJECT) -> CallTemplate:
+    return CallTemplate(call=call, before=before, between=", ", after=after)
+
+
+def _tags(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
+    """Return a format of calls in tags that begin with ``call`` and ``key``, within the tags named ``sections``."""
+    call_tag, key_tag = (re.split(" name=|=", begin[1:])[0] for begin in (call, key))
+    return CallFormat(
+        arguments="tags",
+        section=tuple(f"<{name}>" for name in sections),
+        call=(call,),
+        after_name=((">",),),
+        key=key,
+        after_key=(">",),
+        value_end=f"</{key_tag}>",
+        call_end=f"</{call_tag}>",
+        end=tuple(f"</{name}>" for name in sections),
+        **others,
+    )
+
+
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
     call=("<|python_tag|>",),
@@ -42,17 +65,9 @@ _LLAMA = CallFormat(
     mentions=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
 )
 _HERMES = CallFormat(
-    call=("<tool_call>",),
-    end=("</tool_call>",),
-    written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-    mentions=(("<tool_call>",),),
+    call=("<tool_call>",), end=("</tool_call>",), written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>")
 )
-_JAMBA = CallFormat(
-    call=("<tool_calls>",),
-    end=("</tool_calls>",),
-    written=CallTemplate(call=_OBJECT, before="<tool_calls>[", between=", ", after="]</tool_calls>"),
-    mentions=(("<tool_calls>",),),
-)
+_JAMBA = CallFormat(call=("<tool_calls>",), end=("</tool_calls>",), written=_listed("<tool_calls>[", "]</tool_calls>"))
 _DEEPSEEK_V31 = CallFormat(
     arguments="json",
     section=("<｜tool▁calls▁begin｜>",),
@@ -67,20 +82,6 @@ _DEEPSEEK_V31 = CallFormat(
         between="",
         after="<｜tool▁calls▁end｜>",
     ),
-    mentions=(("<｜tool▁calls▁begin｜>",),),
-)
-_DEEPSEEK_V32 = CallFormat(
-    arguments="tags",
-    section=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
-    call=("<｜DSML｜invoke name=",),
-    after_name=((">",),),
-    key="<｜DSML｜parameter name=",
-    after_key=(">",),
-    value_end="</｜DSML｜parameter>",
-    call_end="</｜DSML｜invoke>",
-    end=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
-    special=("｜DSML｜",),
-    mentions=(("｜DSML｜",),),
 )
 _GLM = CallFormat(
     arguments="tags",
@@ -91,16 +92,10 @@ _GLM = CallFormat(
     call_end="</tool_call>",
     mentions=(("<arg_key>",),),
 )
-_QWEN = CallFormat(
-    arguments="tags",
-    section=("<tool_call>",),
-    call=("<function=",),
-    after_name=((">",),),
-    key="<parameter=",
-    after_key=(">",),
-    value_end="</parameter>",
-    call_end="</function>",
-    end=("</tool_call>",),
+_QWEN = _tags(
+    "<function=",
+    "<parameter=",
+    "tool_call",
     on_lines=True,
     written=CallTemplate(
         call="<tool_call>\n<function=NAME>\n",
@@ -110,16 +105,10 @@ _QWEN = CallFormat(
     ),
     mentions=(("<function=", "<parameter="),),
 )
-_MINIMAX = CallFormat(
-    arguments="tags",
-    section=("<minimax:tool_call>",),
-    call=("<invoke name=",),
-    after_name=((">",),),
-    key="<parameter name=",
-    after_key=(">",),
-    value_end="</parameter>",
-    call_end="</invoke>",
-    end=("</minimax:tool_call>",),
+_MINIMAX = _tags(
+    "<invoke name=",
+    "<parameter name=",
+    "minimax:tool_call",
     written=CallTemplate(
         call='<invoke name="NAME">\n',
         parameter='<parameter name="KEY">',
@@ -129,13 +118,8 @@ _MINIMAX = CallFormat(
         between="",
         after="</minimax:tool_call>",
     ),
-    mentions=(("<minimax:tool_call>",),),
 )
-_GIGACHAT = CallFormat(
-    call=("<|function_call|>", "function call<|role_sep|>"),
-    noise=("<|message_sep|>",),
-    mentions=(("<|function_call|>",),),
-)
+_GIGACHAT = CallFormat(call=("<|function_call|>", "function call<|role_sep|>"), noise=("<|message_sep|>",))
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
 _PYTHONIC = CallFormat(arguments="python", bare=("[",), mentions=(("[func_name1(",), ("[func1(",)))
 
@@ -149,30 +133,28 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         ),
         mentions=(("<|channel|>", "commentary"),),
     ),
-    "muse_glimmer": replace(
-        _MINIMAX,
+    "muse_glimmer": _tags(
+        "<atem:invoke name=",
+        "<atem:parameter name=",
+        "atem:function_calls",
         message_ends=("<|eom|>", "<|eot|>"),
-        section=("<atem:function_calls>",),
-        call=("<atem:invoke name=",),
-        key="<atem:parameter name=",
-        value_end="</atem:parameter>",
-        call_end="</atem:invoke>",
-        end=("</atem:function_calls>",),
         special=(START, MESSAGE),
-        written=None,
-        mentions=(("<atem:function_calls>",),),
     ),
-    "deepseek_v41": replace(
-        _DEEPSEEK_V32,
-        section=("<｜DSML｜ calls>",),
-        call=("<｜DSML｜ invoke name=",),
-        key="<｜DSML｜ parameter name=",
-        value_end="</｜DSML｜ parameter>",
-        call_end="</｜DSML｜ invoke>",
-        end=("</｜DSML｜ calls>",),
+    "deepseek_v41": _tags(
+        "<｜DSML｜ invoke name=",
+        "<｜DSML｜ parameter name=",
+        "｜DSML｜ calls",
+        special=("｜DSML｜",),
         mentions=(("<｜DSML｜ ",),),
     ),
-    "deepseek_v32": _DEEPSEEK_V32,
+    "deepseek_v32": _tags(
+        "<｜DSML｜invoke name=",
+        "<｜DSML｜parameter name=",
+        "｜DSML｜function_calls",
+        "｜DSML｜tool_calls",
+        special=("｜DSML｜",),
+        mentions=(("｜DSML｜",),),
+    ),
     "deepseek_v3": replace(
         _DEEPSEEK_V31,
         head=(("function",), ("<｜tool▁sep｜>",)),
@@ -200,7 +182,6 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
             between="",
             after="<|tool_calls_section_end|>",
         ),
-        mentions=(("<|tool_calls_section_begin|>",),),
     ),
     "kimi_k3": CallFormat(
         arguments="tags",
@@ -231,28 +212,24 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         after_name=((CALL_ID, ""), ("[ARGS]", "")),
         space_is_text=True,
         special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
-        written=CallTemplate(call=_OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
-        mentions=(("[TOOL_CALLS]",),),
+        written=_listed("[TOOL_CALLS][", "]"),
     ),
     "minimax_m2": _MINIMAX,
-    "seed_oss": replace(
-        _QWEN,
-        section=("<seed:tool_call>",),
-        end=("</seed:tool_call>",),
-        on_lines=False,
+    "seed_oss": _tags(
+        "<function=",
+        "<parameter=",
+        "seed:tool_call",
         written=CallTemplate(
             call="<seed:tool_call>\n<function=NAME>\n",
             parameter="<parameter=KEY>",
             value_end="</parameter>\n",
             call_end="</function>\n</seed:tool_call>",
         ),
-        mentions=(("<seed:tool_call>",),),
     ),
     "longcat": replace(
         _HERMES,
         call=("<longcat_tool_call>",),
         end=("</longcat_tool_call>",),
-        mentions=(("<longcat_tool_call>",),),
         written=CallTemplate(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
     "glm45": _GLM,
@@ -275,22 +252,13 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         call=("<|START_ACTION|>",),
         end=("<|END_ACTION|>",),
         noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-        written=CallTemplate(
-            call='{"tool_name": "NAME", "parameters": ARGUMENTS}',
-            before="<|START_ACTION|>[",
-            between=", ",
-            after="]<|END_ACTION|>",
-        ),
-        mentions=(("<|START_ACTION|>",),),
+        written=_listed("<|START_ACTION|>[", "]<|END_ACTION|>", '{"tool_name": "NAME", "parameters": ARGUMENTS}'),
     ),
     "apertus": CallFormat(
         arguments="keyed",
         call=("<|tools_prefix|>",),
         end=("<|tools_suffix|>",),
-        written=CallTemplate(
-            call='{"NAME": ARGUMENTS}', before="<|tools_prefix|>[", between=", ", after="]<|tools_suffix|>"
-        ),
-        mentions=(("<|tools_prefix|>",),),
+        written=_listed("<|tools_prefix|>[", "]<|tools_suffix|>", '{"NAME": ARGUMENTS}'),
     ),
     "gigachat31": replace(_GIGACHAT, written=CallTemplate(call=f"<|function_call|>{_OBJECT}", several=False)),
     "gigachat3": replace(
@@ -299,19 +267,11 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         mentions=(("<|role_sep|>", "function call"),),
     ),
     "nemotron_json": CallFormat(
-        call=("<TOOLCALL>",),
-        end=("</TOOLCALL>",),
-        mentions=(("<TOOLCALL>",),),
-        written=CallTemplate(call=_OBJECT, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
+        call=("<TOOLCALL>",), end=("</TOOLCALL>",), written=_listed("<TOOLCALL>[", "]</TOOLCALL>")
     ),
-    "minicpm5": CallFormat(
-        arguments="tags",
-        call=("<function name=",),
-        after_name=((">",),),
-        key="<param name=",
-        after_key=(">",),
-        value_end="</param>",
-        call_end="</function>",
+    "minicpm5": _tags(
+        "<function name=",
+        "<param name=",
         mentions=(("<function name=", "<param name="),),
         written=CallTemplate(
             call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>", call_end="</function>"
@@ -333,24 +293,18 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         written=CallTemplate(call="<function=NAME>ARGUMENTS</function>", between=""),
         mentions=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
     ),
-    "olmo3": CallFormat(
-        arguments="python", call=("<function_calls>",), end=("</function_calls>",), mentions=(("<function_calls>",),)
-    ),
-    "granite-20b-fc": CallFormat(
-        call=("<function_call>",),
-        mentions=(("<function_call>",),),
-        written=CallTemplate(call=f"<function_call> {_OBJECT}"),
-    ),
+    "olmo3": CallFormat(arguments="python", call=("<function_calls>",), end=("</function_calls>",)),
+    "granite-20b-fc": CallFormat(call=("<function_call>",), written=CallTemplate(call=f"<function_call> {_OBJECT}")),
     "granite": CallFormat(
         call=("<|tool_call|>", "<tool_call>"),
-        written=CallTemplate(call=_OBJECT, before="<|tool_call|>[", between=", ", after="]"),
+        written=_listed("<|tool_call|>[", "]"),
         mentions=(("<|tool_call|>", "<|start_of_role|>"),),
     ),
     "phi4_mini_json": CallFormat(
         call=("functools", "<|tool_call|>"),
         end=("<|/tool_call|>",),
         mentions=(("<|tool|>",), ("functools[",)),
-        written=CallTemplate(call=_OBJECT, before="functools[", between=", ", after="]"),
+        written=_listed("functools[", "]"),
     ),
     "hermes": _HERMES,
     "granite4": _HERMES,
@@ -369,10 +323,8 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         mentions=(("<|header_start|>", '"parameters": '),),
     ),
     "llama3_json": _LLAMA,
-    "xlam": CallFormat(
-        call=("[TOOL_CALLS]",), bare=("{", "["), written=CallTemplate(call=_OBJECT, before="[", between=", ", after="]")
-    ),
-    JSON: CallFormat(bare=("{", "["), written=CallTemplate(call=_PARAMETERS, before="[", between=", ", after="]")),
+    "xlam": CallFormat(call=("[TOOL_CALLS]",), bare=("{", "["), written=_listed("[", "]"), mentions=()),
+    JSON: CallFormat(mentions=(), bare=("{", "["), written=_listed("[", "]", _PARAMETERS)),
 }
 """All tool call formats by name, the most specific first. The first format that a chat template mentions is used."""
 
@@ -449,7 +401,7 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
     ``sample`` is a tool call as the template renders it. The first format that can parse ``sample`` is used; formats
     that the template mentions are tried first. Without ``sample``, the first format that the template mentions is used.
     """
-    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentions, chat_template)]
+    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentioned_by, chat_template)]
     reasoning = next(
         (name for name, row in REASONING_FORMATS.items() if _is_mentioned(row.mentions, chat_template)), None
     )

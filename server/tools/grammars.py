@@ -21,6 +21,10 @@ from ssd.text.schema import SchemaError, prepare_schema
 
 _PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const"})
 """JSON schema keywords that a grammar can enforce for a string that is written without quotation marks."""
+_OF_AN_OBJECT = frozenset(
+    "type properties required description title additionalProperties $comment $defs $schema".split()
+)
+"""JSON schema keywords that a grammar can enforce for parameters in tags."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
 """The marker that begins reasoning must occur among this number of tokens at the beginning of the output."""
@@ -116,18 +120,7 @@ def _tagged(
 ) -> str | None:
     """Write grammar rules for a function's parameters, each in tags; None if such rules cannot enforce the schema."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    known = {
-        "type",
-        "properties",
-        "required",
-        "description",
-        "title",
-        "additionalProperties",
-        "$comment",
-        "$defs",
-        "$schema",
-    }
-    if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= known:
+    if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= _OF_AN_OBJECT:
         return None
     if not set(map(str, required)) <= properties.keys() or not (
         properties or schema.get("additionalProperties") is False

@@ -263,6 +263,7 @@ class Message:
         return self.ends_with_call and not self.tool_calls[-1].is_json
 
 
+@dataclass(slots=True)
 class Messages:
     """Parses the outputs of all choices of a request into messages with tool calls and reasoning. Not thread-safe.
 
@@ -270,28 +271,19 @@ class Messages:
     grammar forces tool calls.
     """
 
-    def __init__(
-        self,
-        make_parser: Callable[[], MessageParser],
-        *,
-        parallel: bool = True,
-        only_calls: bool = False,
-        show_reasoning: bool = True,
-        make_id: Callable[[], str] = call_id,
-    ) -> None:
-        self._make_parser = make_parser
-        self._most_calls = None if parallel else 1
-        self._only_calls = only_calls
-        self._show_reasoning = show_reasoning
-        self._make_id = make_id
-        self._parsers: dict[int, MessageParser] = {}
-        self._messages: dict[int, Message] = {}
+    make_parser: Callable[[], MessageParser]
+    parallel: bool = field(default=True, kw_only=True)
+    only_calls: bool = field(default=False, kw_only=True)
+    show_reasoning: bool = field(default=True, kw_only=True)
+    make_id: Callable[[], str] = field(default=call_id, kw_only=True)
+    _parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
+    _messages: dict[int, Message] = field(default_factory=dict, init=False)
 
     def push(self, index: int, text: str, *, ended: bool) -> Delta:
         """Parse new text of the choice ``index``, and return the content, reasoning and tool calls found in it."""
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = self._make_parser()
+            parser = self._parsers[index] = self.make_parser()
         delta = parser.push(text)
         if ended:
             delta = delta + parser.finish()
@@ -308,16 +300,16 @@ class Messages:
         taken: list[Said] = []
         for said in delta:
             if isinstance(said, ToolCallDelta):
-                if self._most_calls is not None and said.index >= self._most_calls:
+                if said.index > 0 and not self.parallel:
                     continue
                 if said.name is not None:
-                    message.tool_calls.append(ToolCall(self._make_id(), said.name))
+                    message.tool_calls.append(ToolCall(self.make_id(), said.name))
                 message.tool_calls[said.index].pieces.append(said.arguments)
             elif said.of == "content":
-                if self._only_calls:
+                if self.only_calls:
                     continue
                 message.content.append(said.text)
-            elif self._show_reasoning:
+            elif self.show_reasoning:
                 message.reasoning.append(said.text)
             else:
                 continue

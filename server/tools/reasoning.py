@@ -94,21 +94,13 @@ def channels(form: CallFormat | None, functions: Functions, ends: Collection[str
     return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
 
 
+@dataclass(slots=True)
 class _Channels:
-    def __init__(
-        self,
-        form: CallFormat | None,
-        functions: Functions,
-        ends: Collection[str],
-        scanner: Scanner,
-        pieces: DeltaBuffer,
-    ) -> None:
-        self._form = form
-        self._functions = functions
-        self._ends = ends
-        self._body_ends = Markers(*ends, CALL, RETURN, START, CHANNEL)
-        self._scanner = scanner
-        self._pieces = pieces
+    form: CallFormat | None
+    functions: Functions
+    ends: Collection[str]
+    scanner: Scanner
+    pieces: DeltaBuffer
 
     def read(self) -> Steps[None]:
         seen: set[str] = set()
@@ -119,17 +111,17 @@ class _Channels:
                 header = yield from self._read_call(name)
             else:
                 kind = self._kind(header)
-                sink: Sink = self._pieces.reasoning if kind == "reasoning" else self._pieces.content
+                sink: Sink = self.pieces.reasoning if kind == "reasoning" else self.pieces.content
                 if kind in seen:
                     sink("\n")
                 seen.add(kind)
                 header = yield from self._read_body(sink)
                 if kind == "reasoning":
-                    self._pieces.end_reasoning(complete=False)
+                    self.pieces.end_reasoning(complete=False)
             header = header or (yield from self._first_header())
 
     def _first_header(self) -> Steps[str]:
-        scanner = self._scanner
+        scanner = self.scanner
         yield from scanner.space()
         marker = yield from scanner.literal(START, CHANNEL, MESSAGE, "to=")
         if marker == MESSAGE:
@@ -137,7 +129,7 @@ class _Channels:
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
-        scanner = self._scanner
+        scanner = self.scanner
         while True:
             yield from scanner.run(_HEADER_TEXT)
             marker = yield from scanner.literal(CHANNEL, CONSTRAIN, MESSAGE)
@@ -152,12 +144,12 @@ class _Channels:
 
     def _function(self, header: str) -> str:
         recipient = _RECIPIENT.search(header)
-        if recipient is None or self._form is None:
+        if recipient is None or self.form is None:
             return ""
         name = recipient[1].removeprefix("functions.")
-        if self._form.arguments == "tags":
+        if self.form.arguments == "tags":
             return "" if name in ("self", "user") else name
-        return name if name != recipient[1] or name in self._functions else ""
+        return name if name != recipient[1] or name in self.functions else ""
 
     def _kind(self, header: str) -> str:
         """Return "reasoning" or "content" for a message by its header; messages to built-in tools are reasoning."""
@@ -165,15 +157,15 @@ class _Channels:
         if recipient is not None and recipient[1] in ("self", "user"):
             return "reasoning" if recipient[1] == "self" else "content"
         private = channel is not None and (channel[1] == "analysis" or recipient is not None)
-        return "reasoning" if private and (self._form is not None or recipient is None) else "content"
+        return "reasoning" if private and (self.form is not None or recipient is None) else "content"
 
     def _read_call(self, name: str) -> Steps[str]:
         """Read a tool call, and return the header of the next message if that header follows at once."""
-        scanner, pieces, form = self._scanner, self._pieces, self._form
+        scanner, pieces, form = self.scanner, self.pieces, self.form
         yield from scanner.space()
         if form is not None and form.arguments == "tags":
             if marker := (yield from scanner.literal(*form.section, *form.call)):
-                yield from ToolCallParser(form, self._functions, scanner, pieces).read_group(marker)
+                yield from ToolCallParser(form, self.functions, scanner, pieces).read_group(marker)
             pieces.content(scanner.trail())
             return (yield from self._read_body(pieces.content))
         scanner.forget()
@@ -188,7 +180,7 @@ class _Channels:
 
         if (yield from scanner.peek()) == "{":  # markers in JSON strings are text
             yield from scanner.value(arguments)
-        elif (yield from scanner.literal(*self._ends, CALL, RETURN)):
+        elif (yield from scanner.literal(*self.ends, CALL, RETURN)):
             scanner.forget()
             arguments("{}")
             return ""
@@ -196,17 +188,17 @@ class _Channels:
 
     def _read_body(self, sink: Sink) -> Steps[str]:
         """Read the text of a message. If its end marker is missing, return the header of the next message."""
-        scanner = self._scanner
-        while marker := (yield from scanner.until(self._body_ends, sink)):
+        scanner, body_ends = self.scanner, Markers(*self.ends, CALL, RETURN, START, CHANNEL)
+        while marker := (yield from scanner.until(body_ends, sink)):
             if marker in (START, CHANNEL):
                 header = yield from self._rest_of_header()
                 if header:
                     return header
-            elif marker not in self._ends:
+            elif marker not in self.ends:
                 yield from scanner.space()
                 if (yield from scanner.ahead(len(START))) in ("", START):
                     marker = END
-            if marker in (END, *self._ends):
+            if marker in (END, *self.ends):
                 scanner.forget()
                 return ""
             sink(scanner.trail())

@@ -6,7 +6,7 @@ import html
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from server.tools.message_parser import DeltaBuffer
@@ -17,7 +17,7 @@ from server.tools.values import (
     Dialect,
     Functions,
     Plain,
-    is_object,
+    is_json,
     json_string,
     read_gemma_key,
     read_literal,
@@ -81,7 +81,8 @@ class CallFormat:
     """How a model writes tool calls, for the parser.
 
     Attributes:
-        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
+        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format. None: the
+            first marker of ``section`` or ``call``.
         arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
             such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
             literals; or an object "keyed" by the name, or a list of such objects.
@@ -107,7 +108,7 @@ class CallFormat:
         written: The same format for prompts and grammars.
     """
 
-    mentions: tuple[tuple[str, ...], ...] = ()
+    mentions: tuple[tuple[str, ...], ...] | None = None
     arguments: Literal["object", "json", "tags", "python", "gemma", "keyed"] = "object"
     message_ends: tuple[str, ...] = ()
     section: tuple[str, ...] = ()
@@ -129,6 +130,10 @@ class CallFormat:
     escaped: bool = False
     special: tuple[str, ...] = ()
     written: CallTemplate | None = None
+
+    @property
+    def mentioned_by(self) -> tuple[tuple[str, ...], ...]:
+        return ((self.section or self.call)[:1],) if self.mentions is None else self.mentions
 
     @cached_property
     def starts(self) -> Markers:
@@ -185,6 +190,9 @@ class ToolCallParser:
         self._accepts: Callable[[str], bool] = (
             functions.__contains__ if functions and (form.bare or form.opened) else bool
         )
+        self._read_object = partial(self._read_list, self._object, (";", ","), "")
+        self._read_keyed = partial(self._read_list, self._keyed, (",",), "")
+        self._read_python = partial(self._read_list, self._python_call, (",",), "<")
         self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
@@ -287,9 +295,6 @@ class ToolCallParser:
         if in_list and (yield from scanner.literal("]")):
             scanner.forget()
 
-    def _read_object(self) -> Steps[None]:
-        return self._read_list(self._object, (";", ","), "")
-
     def _object(self) -> Steps[bool]:
         """Read a tool call as a JSON object with name and arguments in either order; return whether it is complete."""
         scanner = self._scanner
@@ -336,9 +341,6 @@ class ToolCallParser:
             self._end(name, first=True)
         return True
 
-    def _read_keyed(self) -> Steps[None]:
-        return self._read_list(self._keyed, (",",), "")
-
     def _keyed(self) -> Steps[bool]:
         """Read a tool call as a JSON object that maps the name to the arguments; return whether it is complete."""
         scanner = self._scanner
@@ -371,7 +373,7 @@ class ToolCallParser:
             return "{}"
         if (yield from scanner.peek()) == '"':
             text = yield from scanner.string()
-            return text if text and is_object(text) else None
+            return text if text and is_json(text) and text.lstrip()[0] == "{" else None
         if (yield from scanner.peek()) != "{":
             return None
         pieces: list[str] = []
@@ -422,9 +424,6 @@ class ToolCallParser:
             yield from scanner.space()
         self._end(name, first=first)
         return True
-
-    def _read_python(self) -> Steps[None]:
-        return self._read_list(self._python_call, (",",), "<")
 
     def _python_call(self) -> Steps[bool]:
         scanner = self._scanner

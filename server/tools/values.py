@@ -70,10 +70,6 @@ def _finite(number: str) -> float:
     return found
 
 
-def is_object(text: str) -> bool:
-    return is_json(text) and text.lstrip()[0] == "{"
-
-
 def json_of(text: str, types: frozenset[str]) -> str:
     """Convert an unquoted argument value to JSON of one of ``types``; if empty, to a list, object or string."""
     written = text.strip()
