@@ -111,9 +111,7 @@ class LogprobsWriter:
     """
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool, every_token: bool) -> None:
-        self._texts = texts
-        self._as_token_ids = as_token_ids
-        self.every_token = every_token
+        self._texts, self._as_token_ids, self.every_token = texts, as_token_ids, every_token
 
     def completion(
         self,

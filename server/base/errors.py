@@ -74,10 +74,7 @@ class ApiError(Exception):
     ) -> None:
         """Create an error. ``kind`` becomes the JSON field "type"; ``headers`` replace the status's default headers."""
         super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
+        self.status, self.kind, self.param, self.code = status, kind, param, code
         self.headers = _HEADERS.get(status, {}) if headers is None else headers
 
 

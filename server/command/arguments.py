@@ -52,12 +52,8 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "api-server-count": (("1",), "this server is one process"),
 }
 """Options of ``vllm serve`` for which only one value is supported, usually the default."""
-_MEANINGLESS = tuple(
-    (
-        "enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling "
-        "no-async-scheduling enable-lora enable-auto-tool-choice"
-    ).split()
-)
+_MEANINGLESS = """enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling
+    no-async-scheduling enable-lora enable-auto-tool-choice""".split()
 """Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",

@@ -27,17 +27,13 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _GGUF = b"GGUF"
 _ENCODERS = tuple(
-    (
-        "Albert Bert BigBird Camembert CLIP ConvBert Deberta DistilBert Electra ErnieFor ErnieModel Esm Eurobert "
-        "Flaubert Longformer MPNet ModernBert NomicBert Roberta RoFormer SqueezeBert XLMRoberta XLNetModel"
-    ).split()
+    """Albert Bert BigBird Camembert CLIP ConvBert Deberta DistilBert Electra ErnieFor ErnieModel Esm Eurobert Flaubert
+    Longformer MPNet ModernBert NomicBert Roberta RoFormer SqueezeBert XLMRoberta XLNetModel""".split()
 )
 """Prefixes of the class names of encoder models, which cannot generate text."""
 _ENCODER_HEADS = tuple(
-    (
-        "ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice "
-        "ForNextSentencePrediction"
-    ).split()
+    """ForMaskedLM ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMultipleChoice
+    ForNextSentencePrediction""".split()
 )
 _DECODER_HEADS = ("ForCausalLM", "LMHeadModel", "Decoder")
 _ADVICE = "give a Hugging Face model directory, or the id of a model, which is OWNER/NAME"

@@ -32,17 +32,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _drafting(engine: Engine) -> str:
-    active, reason = engine.speculation
-    return "speculation is active" if active else f"no speculation yet: {reason}" if engine.is_speculating else reason
-
-
 BACKLOG = 2048
 
 
 def listen(options: NetworkOptions) -> socket.socket:
     """Return a listening socket whose address no other server can use. Raises ConfigError."""
-    return _listen_at_port(options.host, options.port) if options.uds is None else _listen_at_path(options.uds)
+    address: Any
+    if options.uds is not None:
+        family, address, remedy = socket.AF_UNIX, os.fspath(options.uds), "choose another path"
+        place = f"--uds {options.uds}"
+    else:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        except socket.gaierror as error:
+            raise ConfigError(f"--host {options.host}: {error.strerror}") from error
+        place, remedy = f"{options.host} port {options.port}", "choose another with --port"
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if options.uds is not None:
+            _remove_left_behind(options.uds)
+        else:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {place}: {error.strerror or error}; {remedy}") from error
+    return listener
 
 
 def url_of(listener: socket.socket, options: NetworkOptions) -> str:
@@ -123,36 +139,6 @@ def remove_socket_file(options: NetworkOptions) -> None:
             options.uds.unlink()
 
 
-def _listen_at_port(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
-        ) from error
-    return listener
-
-
-def _listen_at_path(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        _remove_left_behind(path)
-        listener.bind(os.fspath(path))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}; choose another path") from error
-    return listener
-
-
 def _remove_left_behind(path: Path) -> None:
     """Remove the file of a Unix domain socket that no process listens on, which would block its path."""
     with contextlib.suppress(FileNotFoundError):
@@ -208,12 +194,9 @@ class HttpServer(uvicorn.Server):
         shutdown_timeout_s: float,
     ) -> None:
         super().__init__(config)
-        self._worker = worker
-        self._began = time.monotonic()
-        self._summary = summary
-        self._address = address
+        self._worker, self._summary, self._address = worker, summary, address
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._announced = False
+        self._began, self._announced = time.monotonic(), False
         self._gc_thresholds = gc.get_threshold()
         gc.set_threshold(_LOADING_GC_THRESHOLD)
         self.drained: Drained | None = None
@@ -245,7 +228,11 @@ class HttpServer(uvicorn.Server):
             gc.freeze()  # libraries and model stay: collections need not look at them again
             gc.set_threshold(*self._gc_thresholds)
             engine = self._worker.engine
-            log.info("ready after %.1f s: %s (%s)", time.monotonic() - self._began, self._address, _drafting(engine))
+            active, reason = engine.speculation
+            drafting = "speculation is active" if active else f"no speculation yet: {reason}"
+            if not (active or engine.is_speculating):
+                drafting = reason
+            log.info("ready after %.1f s: %s (%s)", time.monotonic() - self._began, self._address, drafting)
             log.debug(Fields("configuration", **self._summary(engine)))
         return await super().on_tick(counter) or self._worker.state is WorkerState.FAILED
 

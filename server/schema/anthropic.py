@@ -148,12 +148,6 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
     return conversation.messages
 
 
-def continues_last_message(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the output continues the last message, which must be the assistant's and have no tool call."""
-    last = messages[-1]
-    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-
-
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 """Unsupported fields of a tool definition, with the values that are accepted because they have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
@@ -294,6 +288,7 @@ class AnthropicChat(Body):
             self.context_management.edit(messages)
         if not messages:
             raise RequestError("messages contain no text: give at least one text", param="messages")
+        last = messages[-1]  # the output continues it, if it is the assistant's and has no tool call
         template: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in _THINKS:
             template["enable_thinking"] = _THINKS[self.thinking.type]
@@ -302,7 +297,9 @@ class AnthropicChat(Body):
         fields: dict[str, Any] = {
             "messages": messages,
             "chat_template_kwargs": {**template, **self.chat_template_kwargs},
-            "continue_final_message": continues_last_message(messages),
+            "continue_final_message": (
+                last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+            ),
         }
         if self.tools:
             functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]

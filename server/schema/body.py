@@ -63,12 +63,10 @@ IGNORED: Mapping[str, str] = {
 }
 """Request fields that are ignored because they do not change the output, with the reason."""
 
-ELSEWHERE = set(
-    (
-        "cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat "
-        "n_predict options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms "
-        "typical_p usage vllm_xargs"
-    ).split()
+ELSEWHERE = frozenset(
+    """cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat n_predict
+    options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms typical_p usage vllm_xargs
+    """.split()
 )
 """Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
 

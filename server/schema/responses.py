@@ -264,10 +264,6 @@ class ResponsesBody(SamplingFields, ChatForm):
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.top_logprobs > 0 or "message.output_text.logprobs" in self.include
-
     def require_within(self, limits: Limits) -> None:
         super().require_within(limits)
         repeated = pydantic_core.to_json([self.instructions, self.tools, self.metadata, self.tool_choice])
@@ -280,7 +276,7 @@ class ResponsesBody(SamplingFields, ChatForm):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": self._response_format(),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-            "logprobs": self.wants_logprobs,
+            "logprobs": self.top_logprobs > 0 or "message.output_text.logprobs" in self.include,
             "top_logprobs": self.top_logprobs,
         }
         if functions := [_function(tool, namespace, where) for where, namespace, tool in _spread(self.tools)]:
