@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -47,9 +48,8 @@ class AuthMiddleware:
     sites: KnownSites = field(kw_only=True)
     open_paths: Collection[str] = field(default=(), kw_only=True)
     """Further URL paths that can be requested without an API key."""
-    enter: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    """Called for each new HTTP request to count it; raises ServerNotReady while the server shuts down."""
-    exit: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    admit: Callable[[], AbstractContextManager[object]] = field(default=nullcontext, kw_only=True)
+    """Returns a context in which an HTTP request is handled; raises ServerNotReady while the server shuts down."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -100,19 +100,17 @@ class AuthMiddleware:
         if path_below_root(scope) in _ALWAYS:
             await self.app(scope, receive, send)
             return
-        try:
-            if scope.get("state", {}).get(TOO_MANY):
-                raise QueueFull("too many connections are open: try again later")
-            self.enter()
-        except (QueueFull, ServerNotReady) as error:
-            response = error_response(error, scope)
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
-            return
-        try:
+        with ExitStack() as inside:
+            try:
+                if scope.get("state", {}).get(TOO_MANY):
+                    raise QueueFull("too many connections are open: try again later")
+                inside.enter_context(self.admit())
+            except (QueueFull, ServerNotReady) as error:
+                response = error_response(error, scope)
+                response.headers["connection"] = "close"
+                await response(scope, receive, send)
+                return
             await self.app(scope, receive, send)
-        finally:
-            self.exit()
 
     def _account(self, headers: Headers) -> Account | None:
         """Return the account of the request's API key; None if a key is required and the request has no valid key."""

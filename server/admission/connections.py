@@ -269,16 +269,13 @@ class BodyReader:
         A large body may contain at most ``max_values`` JSON values. Raises RequestError, ApiError (413 or 408) or
         QueueFull.
         """
-        share = self._memory.share()
-        try:
-            content = await self._receive(request, share)
+        with self._memory.reserve() as memory:
+            content = await self._receive(request, memory)
             if len(content) <= SMALL_BODY_BYTES:
                 return check(_decode(content))
             return await self._lanes.body(len(content)).run(_decode_large, content, check, max_values)
-        finally:
-            share.give_back()
 
-    async def _receive(self, request: Request, share: Reservation) -> bytes:
+    async def _receive(self, request: Request, memory: Reservation) -> bytes:
         most = self._limits.max_body_bytes
         if int(request.headers.get("content-length", 0)) > most:  # the HTTP parser has checked that it is a number
             raise _too_long(most)
@@ -293,7 +290,7 @@ class BodyReader:
                     patience.moved(len(chunk), clock())
                     timeout.reschedule(patience.until)
                     if len(content) > SMALL_BODY_BYTES:
-                        share.grow(len(content) - share.amount)
+                        memory.grow(len(content) - memory.amount)
         except ClientDisconnect:
             current_record().is_gone = True
             raise RequestError("the connection closed before the whole body had arrived") from None

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 from typing import Final
 
 from server.admission.tenant_config import Tenant
@@ -28,23 +28,6 @@ REFUSALS: Final = ("queue", "requests", "tokens")
 """
 
 
-class Reservation:
-    """The units of a `SharedBudget` that one HTTP request has reserved. ``give_back`` may be called more than once."""
-
-    def __init__(self, budget: SharedBudget, tenant: str | None) -> None:
-        self._budget, self._tenant = budget, tenant
-        self.amount = 0
-
-    def grow(self, amount: int) -> None:
-        """Reserve ``amount`` more units. If the tenant's part of the budget is used up, raise QueueFull."""
-        self._budget.take(self._tenant, amount, self.amount)
-        self.amount += amount
-
-    def give_back(self) -> None:
-        self._budget.take(self._tenant, -self.amount, self.amount)
-        self.amount = 0
-
-
 class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
@@ -62,14 +45,14 @@ class SharedBudget:
     def used(self) -> int:
         return self._used.total()
 
-    def share(self) -> Reservation:
-        return Reservation(self, current_record().tenant)
+    def reserve(self, amount: int = 0) -> Reservation:
+        """Reserve ``amount`` units for the current HTTP request. Raises QueueFull."""
+        reservation = Reservation(self, current_record().tenant)
+        reservation.grow(amount)
+        return reservation
 
-    def take(self, tenant: str | None, amount: int, held: int) -> None:
-        """Reserve ``amount`` units of the budget for a tenant; a negative amount releases units. Raises QueueFull.
-
-        ``held`` are the units that the same request has already reserved.
-        """
+    def acquire(self, tenant: str | None, amount: int, held: int) -> None:
+        """Take ``amount`` units for a request that already has ``held`` units. Raises QueueFull."""
         with self._lock:
             own = self._used[tenant]
             room = self._limit - (self._used.total() - own)
@@ -77,10 +60,63 @@ class SharedBudget:
                 room //= 2
             if amount > 0 and own + amount > room:
                 raise QueueFull(f"the server's limit for {self._what} is reached: try again later")
-            self._used[tenant] += amount
-            assert self._used[tenant] >= 0
-            if not self._used[tenant]:
-                del self._used[tenant]
+            self._add(tenant, amount)
+
+    def release(self, tenant: str | None, amount: int) -> None:
+        with self._lock:
+            self._add(tenant, -amount)
+
+    def _add(self, tenant: str | None, amount: int) -> None:
+        self._used[tenant] += amount
+        assert self._used[tenant] >= 0
+        if not self._used[tenant]:
+            del self._used[tenant]
+
+
+class Reservation(AbstractContextManager["Reservation"]):
+    """What one HTTP request has acquired of a shared budget and of its tenant's quotas. A context manager.
+
+    ``release`` gives back all of it. It must be called, and may be called more than once.
+
+    Attributes:
+        amount: The reserved units of the budget.
+    """
+
+    def __init__(self, budget: SharedBudget, tenant: str | None) -> None:
+        self._budget, self._tenant = budget, tenant
+        self.amount = 0
+        self._account: Account | None = None
+        self._num_choices = self._num_prompt_tokens = 0
+        self._has_begun = False
+
+    def grow(self, amount: int) -> None:
+        """Reserve ``amount`` more units. If the tenant's part of the budget is used up, raise QueueFull."""
+        self._budget.acquire(self._tenant, amount, self.amount)
+        self.amount += amount
+
+    def charge(self, account: Account, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
+        """Acquire the quota of a request that `Account.enter` has counted. Raises RequestError or ApiError."""
+        account.acquire(num_choices, num_prompt_tokens, num_slots)
+        self._account, self._num_choices, self._num_prompt_tokens = account, num_choices, num_prompt_tokens
+
+    def begin(self) -> None:
+        """Count the request and its prompt tokens when the engine accepts it; rejected requests are not counted."""
+        self._has_begun = True
+        if self._account is not None:
+            self._account.count(self._num_prompt_tokens)
+
+    def release(self, num_output_tokens: int = 0) -> None:
+        """Release everything when the choices have generated ``num_output_tokens`` in total."""
+        self._budget.release(self._tenant, self.amount)
+        self.amount = 0
+        account, self._account = self._account, None
+        if account is not None:
+            num_output_tokens = num_output_tokens if self._has_begun else 0
+            num_unused_tokens = 0 if self._has_begun else self._num_prompt_tokens
+            account.release(self._num_choices, num_output_tokens, num_unused_tokens)
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
 
 
 class TokenBucket:
@@ -135,26 +171,20 @@ def format_duration(seconds: float) -> str:
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-@dataclass(slots=True)
-class TenantCounts:
-    """Counters of one tenant's requests and tokens since the server's start; ``num_in_flight`` is a current value."""
-
-    num_in_flight: int = 0
-    num_requests: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_refused: Counter[str] = field(default_factory=Counter)
-
-
 class Account:
     """The quota state and request counters of one tenant; it survives a reload of the tenants file. Thread-safe.
 
     A server without API keys has one account for all clients.
+
+    Attributes:
+        num_in_flight: The number of choices that wait or run now. All other counts are since the server's start.
+        num_refused: The number of rejected requests by the limit that was reached, see ``REFUSALS``.
     """
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:
         self.tenant = tenant
-        self.use = TenantCounts()
+        self.num_in_flight = self.num_requests = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.num_refused: Counter[str] = Counter()
         self._clock = clock
         self._lock = threading.RLock()
         now = clock()
@@ -188,7 +218,7 @@ class Account:
             self._requests.take(1, now)
 
     def check_quota(self, num_choices: int, num_slots: int) -> None:
-        """Raise the error that `admit` would raise for this number of choices, before any prompt is tokenized."""
+        """Raise the error that `acquire` would raise for this number of choices, before any prompt is tokenized."""
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
             return
@@ -200,52 +230,42 @@ class Account:
                 param="n",
             )
         with self._lock:
-            if self.use.num_in_flight + num_choices > most:
-                message = f"this key has {self.use.num_in_flight} of its {most} requests in flight: try again later"
+            if self.num_in_flight + num_choices > most:
+                message = f"this key has {self.num_in_flight} of its {most} requests in flight: try again later"
                 raise self._refused("queue", message, _QUEUE_RETRY_S)
 
-    def admit(
-        self, *, num_choices: int, num_prompt_tokens: int, num_slots: int, share: Reservation | None = None
-    ) -> AdmissionTicket:
-        """Admit a request that `enter` has counted. Returns its ticket, whose ``end`` must be called. Raises ApiError.
+    def acquire(self, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
+        """Take the quota of a request, see `Reservation.charge`. Raises RequestError or ApiError."""
+        with self._lock:
+            self.check_quota(num_choices, num_slots)
+            most = self._tokens.per_minute
+            if most is not None and num_prompt_tokens > most:
+                raise RequestError(
+                    f"the prompts have {num_prompt_tokens} tokens, but this key may use {most} per minute: shorten "
+                    "the prompts",
+                    param="prompt",
+                )
+            self._require_tokens(num_prompt_tokens)
+            self._tokens.take(num_prompt_tokens, self._clock())
+            self.num_in_flight += num_choices
 
-        ``share`` is the request's reservation in a shared budget, which is released if an exception is raised.
-        """
-        try:
-            with self._lock:
-                self.check_quota(num_choices, num_slots)
-                most = self._tokens.per_minute
-                if most is not None and num_prompt_tokens > most:
-                    raise RequestError(
-                        f"the prompts have {num_prompt_tokens} tokens, but this key may use {most} per minute: shorten "
-                        "the prompts",
-                        param="prompt",
-                    )
-                self._require_tokens(num_prompt_tokens)
-                self._tokens.take(num_prompt_tokens, self._clock())
-                self.use.num_in_flight += num_choices
-        except BaseException:
-            if share is not None:
-                share.give_back()
-            raise
-        return AdmissionTicket(self, num_choices, num_prompt_tokens, share)
+    def release(self, num_choices: int, num_output_tokens: int, num_unused_tokens: int) -> None:
+        """Give back a request's quota, with ``num_unused_tokens`` prompt tokens of a request that never began."""
+        with self._lock:
+            self.num_in_flight -= num_choices
+            assert self.num_in_flight >= 0
+            self.num_output_tokens += num_output_tokens
+            self._tokens.take(num_output_tokens - num_unused_tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
         with self._lock:
             now = self._clock()
             return self._requests.headers("requests", now) | self._tokens.headers("tokens", now)
 
-    def begin(self, num_prompt_tokens: int) -> None:
+    def count(self, num_prompt_tokens: int) -> None:
         with self._lock:
-            self.use.num_requests += 1
-            self.use.num_prompt_tokens += num_prompt_tokens
-
-    def end(self, num_choices: int, num_output_tokens: int, taken_back: int) -> None:
-        with self._lock:
-            self.use.num_in_flight -= num_choices
-            assert self.use.num_in_flight >= 0
-            self.use.num_output_tokens += num_output_tokens
-            self._tokens.take(num_output_tokens - taken_back, self._clock())
+            self.num_requests += 1
+            self.num_prompt_tokens += num_prompt_tokens
 
     def _require_tokens(self, num_tokens: int) -> None:
         if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
@@ -253,30 +273,6 @@ class Account:
             raise self._refused("tokens", message, wait_s)
 
     def _refused(self, kind: str, message: str, wait_s: float) -> ApiError:
-        self.use.num_refused[kind] += 1
+        self.num_refused[kind] += 1
         headers = {"retry-after": str(max(1, math.ceil(wait_s))), **self.headers()}
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)
-
-
-class AdmissionTicket:
-    """An admitted request's use of quota and memory budget. ``end`` releases it, and may be called more than once."""
-
-    def __init__(self, account: Account, num_choices: int, num_prompt_tokens: int, share: Reservation | None) -> None:
-        self._account: Account | None = account
-        self._num_choices, self._num_prompt_tokens, self._share = num_choices, num_prompt_tokens, share
-        self._was_begun = False
-
-    def begin(self) -> None:
-        """Count the request and its prompt tokens when the engine accepts it; rejected requests are not counted."""
-        self._was_begun = True
-        if self._account is not None:
-            self._account.begin(self._num_prompt_tokens)
-
-    def end(self, num_output_tokens: int) -> None:
-        """Release the request's quota and budget when its choices have generated ``num_output_tokens`` in total."""
-        if self._share is not None:
-            self._share.give_back()
-        account, self._account = self._account, None
-        if account is not None:
-            taken_back = 0 if self._was_begun else self._num_prompt_tokens
-            account.end(self._num_choices, num_output_tokens if self._was_begun else 0, taken_back)

@@ -236,12 +236,8 @@ class Tenants:
         ``read`` returns the tenants in the operator's files, or raises ConfigError. ``bases`` are the cache namespaces
         of the served models. If ``directory`` is None, caches are in memory only.
         """
-        self._directory = directory
-        self._read = read
-        self._names = names
-        self._generations = generations
-        self._bases = bases
-        self._share_cache = share_cache
+        self._read, self._directory, self._bases, self._share_cache = read, directory, bases, share_cache
+        self._names, self._generations = names, generations
         self._process_secret = secrets.token_bytes(32)
         self._lock = threading.Lock()  # held while the tenants are replaced
         self._accounts: dict[str, Account] = {}
@@ -304,28 +300,25 @@ class Tenants:
 
     def describe(self) -> list[dict[str, Any]]:
         """Return every tenant's quotas and current use as JSON objects, without API keys."""
-        found = []
-        for account in self.accounts():
-            tenant, use = account.tenant, account.use
-            found.append(
-                {
-                    "name": tenant.name,
-                    "operator": tenant.is_operator,
-                    "reads_shared": tenant.reads_shared,
-                    "num_keys": len(tenant.digests),
-                    "quotas": tenant.quotas.model_dump(),
-                    "namespaces": [self.cache_use(account, base, None).namespace for base in self._bases],
-                    "use": {
-                        "in_flight": use.num_in_flight,
-                        "requests": use.num_requests,
-                        "prompt_tokens": use.num_prompt_tokens,
-                        "output_tokens": use.num_output_tokens,
-                        "refused": dict(use.num_refused),
-                    },
-                    "left": account.headers(),
-                }
-            )
-        return found
+        return [
+            {
+                "name": account.name,
+                "operator": account.tenant.is_operator,
+                "reads_shared": account.tenant.reads_shared,
+                "num_keys": len(account.tenant.digests),
+                "quotas": account.tenant.quotas.model_dump(),
+                "namespaces": [self.cache_use(account, base, None).namespace for base in self._bases],
+                "use": {
+                    "in_flight": account.num_in_flight,
+                    "requests": account.num_requests,
+                    "prompt_tokens": account.num_prompt_tokens,
+                    "output_tokens": account.num_output_tokens,
+                    "refused": dict(account.num_refused),
+                },
+                "left": account.headers(),
+            }
+            for account in self.accounts()
+        ]
 
     def reload(self) -> int:
         """Read the operator's files again and return the number of tenants. Raises ConfigError if a file is invalid."""

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from server.answers.tokens import LogprobsWriter, ShownTokens, TokenAttribution, WrittenText
@@ -15,7 +15,7 @@ from server.base.errors import error_body
 from server.base.request_record import current_record
 from server.base.settings import ServerSettings
 from server.running.generation import ChoiceState, Generation, Usage
-from server.schema.body import renamed
+from server.schema.body import Body, renamed
 from server.schema.generate import StreamOptions
 from ssd.errors import RequestError
 
@@ -78,12 +78,11 @@ class Answer(ABC):
     generation: Generation
     spelling: TokenAttribution
     """Divides a choice's text among its tokens. It must be set before the response is serialized."""
-    names: Mapping[str, str] = {}
-    """Maps field names of chat completions to field names of the client's API, for error messages."""
 
     def __init__(
         self,
         settings: ServerSettings,
+        asked: Body,
         *,
         return_token_ids: bool = False,
         logprobs: LogprobsWriter | None = None,
@@ -91,16 +90,16 @@ class Answer(ABC):
     ) -> None:
         # As in vLLM, the response's id contains the request id, which the client may choose, so it may not be unique.
         self.id = self.id_prefix + (current_record().request_id or uuid.uuid4().hex)
-        self.return_token_ids = return_token_ids
-        self.logprobs = logprobs
-        self.prompt_logprobs = prompt_logprobs
+        self.names = asked.chat_names
+        """Maps field names of chat completions to field names of the client's API, for error messages."""
+        self.return_token_ids, self.logprobs, self.prompt_logprobs = return_token_ids, logprobs, prompt_logprobs
         self.pad = False
         self._options = StreamOptions()
         self._has_begun = False
         self._spec_decode_metrics = settings.spec_decode_metrics
         self._common: dict[str, Any] = {
             "created": int(time.time()),
-            "model": settings.model_name,
+            "model": settings.adapter_of(asked.model) or settings.model_name,
             "system_fingerprint": settings.system_fingerprint,
         }
 
@@ -289,8 +288,10 @@ class CompletionAnswer(Answer):
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, settings: ServerSettings, *, echo: Sequence[str] | None = None, **options: Any) -> None:
-        super().__init__(settings, **options)
+    def __init__(
+        self, settings: ServerSettings, asked: Body, *, echo: Sequence[str] | None = None, **options: Any
+    ) -> None:
+        super().__init__(settings, asked, **options)
         self._echo = echo
         self._written: dict[int, WrittenText] = defaultdict(WrittenText)
 

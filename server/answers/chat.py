@@ -27,7 +27,7 @@ class ChatAnswer(Answer):
     def __init__(
         self, settings: ServerSettings, asked: Body, *, messages: Messages | None = None, **options: Any
     ) -> None:
-        super().__init__(settings, **options)
+        super().__init__(settings, asked, **options)
         self._messages = messages
 
     @property

@@ -83,19 +83,17 @@ class EventStream(StreamingResponse):
 class _ReservedAnswer(Response):
     """A long HTTP response that keeps its reservation in the memory budget until the client has read it."""
 
-    def __init__(self, content: bytes, share: Reservation) -> None:
+    def __init__(self, content: bytes, memory: Reservation) -> None:
         super().__init__(media_type="application/json", headers={"content-length": str(len(content))})
-        self._content, self._share = content, share
+        self._content, self._memory = content, memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        with self._memory:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             for at in range(0, len(self._content), _CHUNK_BYTES):
                 piece = self._content[at : at + _CHUNK_BYTES]
                 more = at + _CHUNK_BYTES < len(self._content)
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
-        finally:
-            self._share.give_back()
 
 
 class Answers:
@@ -143,9 +141,7 @@ class Answers:
         """Return a JSON response. Raises QueueFull if clients still have to read too many bytes of long responses."""
         if len(content) <= _CHUNK_BYTES:
             return Response(content, media_type="application/json")
-        share = self._unsent.share()
-        share.grow(len(content))
-        return _ReservedAnswer(content, share)
+        return _ReservedAnswer(content, self._unsent.reserve(len(content)))
 
     def _pace(self) -> TickClock:
         return TickClock(self._settings.obfuscation_interval_s, lambda: self._worker.hurries)

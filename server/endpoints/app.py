@@ -37,12 +37,7 @@ from server.observe.metrics import NamespaceStats
 from server.running.engine_thread import Worker, WorkerState
 from server.schema.anthropic import AnthropicBody, CountTokensBody
 from server.schema.body import ELSEWHERE, IGNORED, REFUSED, renamed_fields
-from server.schema.chat import (
-    ChatBody,
-    ChatForm,
-    DetokenizeBody,
-    parse_tokenize,
-)
+from server.schema.chat import ChatBody, ChatForm, DetokenizeBody, parse_tokenize
 from server.schema.generate import CompletionBody, StreamOptions
 from server.schema.responses import ResponsesBody
 from server.web_ui.routes import add_files, add_ui, docs_files, ui_files
@@ -82,7 +77,7 @@ def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Aw
         asked: _Asked = await service.read(request, schema.parse)
         body = asked.chat if isinstance(asked, ChatForm) else asked
         with renamed_fields(asked.chat_names):
-            answer = await service.start(body, account_of(request.scope), asked)
+            answer = await service.start(asked, body, account_of(request.scope))
         if body.stream:
             options = asked.events if isinstance(asked, ChatForm) else body.stream_options
             return service.answers.stream(answer, options or StreamOptions())
@@ -268,9 +263,7 @@ def create_app(
     docs = docs_files()
     files = {} if settings.no_web_ui else ui_files()
     sites = KnownSites((*settings.allowed_hosts, settings.host), settings.allowed_origins)
-    app.add_middleware(
-        AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, enter=worker.enter, exit=worker.exit
-    )
+    app.add_middleware(AuthMiddleware, tenants=tenants, sites=sites, open_paths=docs | files, admit=worker.admit)
     if settings.allowed_origins:  # outside of authentication, so that web pages can read rejections, too
         app.add_middleware(
             CORSMiddleware,
@@ -281,11 +274,7 @@ def create_app(
             expose_headers=("x-request-id", "retry-after", *RATE_HEADERS),
         )
     app.add_middleware(  # outside of all middleware that may reject requests
-        Access,
-        counts=service.metrics.http,
-        fields=_FIELDS,
-        writes_lines=not settings.no_access_log,
-        span=span,
+        Access, counts=service.metrics.http, fields=_FIELDS, writes_lines=not settings.no_access_log, span=span
     )
     for kind in (SSDError, ApiError):
         app.add_exception_handler(kind, answer_error)

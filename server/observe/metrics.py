@@ -125,67 +125,36 @@ _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", 
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Maps the engine's finish reasons to the finish reasons in vLLM's metrics."""
 
-_ENGINE_NUMBERS = {
-    "vllm:spec_decode_num_drafts": (COUNTER, "num_drafts", "Non-empty drafts."),
-    "vllm:spec_decode_num_draft_tokens": (COUNTER, "num_draft_tokens", "Draft tokens."),
-    "vllm:spec_decode_num_accepted_tokens": (COUNTER, "num_accepted_tokens", "Accepted draft tokens."),
-    "ssd:verify_steps": (COUNTER, "num_verify_steps", "Sequences in decoding passes, with or without a draft."),
-    "ssd:drafter_failures": (
-        COUNTER,
-        "drafter_failures",
-        "Steps in which a drafter failed; they continued without its draft.",
-    ),
-    "vllm:prompt_tokens": (COUNTER, "prompt_tokens", "Prompt tokens."),
-    "vllm:generation_tokens": (COUNTER, "generation_tokens", "Generated tokens."),
-    "vllm:prefix_cache_queries": (
-        COUNTER,
-        "prefix_cache_queries",
-        "Prompt tokens that were looked up in the prefix cache.",
-    ),
-    "vllm:prefix_cache_hits": (COUNTER, "prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
-    "vllm:num_preemptions": (
-        COUNTER,
-        "num_preemptions",
-        "Requests that were preempted by requests with a higher priority.",
-    ),
-    "ssd:failed_passes": (COUNTER, "num_failed_passes", "Forward passes that failed and were retried."),
-    "ssd:integrity_violations": (
-        COUNTER,
-        "integrity_violations",
-        "Internal inconsistencies found by the check of the idle engine.",
-    ),
-    "ssd:coupled_requests": (
-        COUNTER,
-        "num_coupled_requests",
-        "Finished sequences that were sampled with shared noise (coupled sampling).",
-    ),
-    "vllm:num_requests_running": (GAUGE, "num_running", "Sequences that are running."),
-    "vllm:num_requests_waiting": (GAUGE, "num_waiting", "Sequences that wait for a slot."),
-    "vllm:kv_cache_usage_perc": (GAUGE, "kv_usage", "Used share of the KV cache; 1 is all of it."),
-}
-_ENGINE_HISTOGRAMS = {
-    "vllm:request_queue_time_seconds": (
-        "queue",
-        "Time from submission until a slot is assigned, per finished sequence.",
-    ),
-    "vllm:request_prefill_time_seconds": (
-        "prefill",
-        "Time from the assignment of a slot to the first token, per finished sequence.",
-    ),
-    "vllm:request_decode_time_seconds": ("decode", "Time from the first to the last token, per finished sequence."),
-    "vllm:request_inference_time_seconds": (
-        "inference",
-        "Time from the assignment of a slot to the last token, per finished sequence.",
-    ),
-    "vllm:inter_token_latency_seconds": (
-        "inter_token",
-        "Time between two forward passes that added tokens to a sequence.",
-    ),
-    "vllm:request_prompt_tokens": ("prompt_tokens", "Prompt tokens per finished sequence."),
-    "vllm:request_generation_tokens": ("generation_tokens", "Generated tokens per finished sequence."),
-    "vllm:request_params_max_tokens": ("max_tokens", "Value of max_tokens per finished sequence."),
-    "vllm:iteration_tokens_total": ("step_tokens", "Prefilled and generated tokens per step."),
-}
+_ENGINE_COUNTERS = """\
+vllm:spec_decode_num_drafts num_drafts Non-empty drafts.
+vllm:spec_decode_num_draft_tokens num_draft_tokens Draft tokens.
+vllm:spec_decode_num_accepted_tokens num_accepted_tokens Accepted draft tokens.
+ssd:verify_steps num_verify_steps Sequences in decoding passes, with or without a draft.
+ssd:drafter_failures drafter_failures Steps in which a drafter failed; they continued without its draft.
+vllm:prompt_tokens prompt_tokens Prompt tokens.
+vllm:generation_tokens generation_tokens Generated tokens.
+vllm:prefix_cache_queries prefix_cache_queries Prompt tokens that were looked up in the prefix cache.
+vllm:prefix_cache_hits prefix_cache_hits Prompt tokens that were found in the prefix cache.
+vllm:num_preemptions num_preemptions Requests that were preempted by requests with a higher priority.
+ssd:failed_passes num_failed_passes Forward passes that failed and were retried.
+ssd:integrity_violations integrity_violations Internal inconsistencies found by the check of the idle engine.
+ssd:coupled_requests num_coupled_requests Finished sequences that were sampled with shared noise (coupled sampling)."""
+_ENGINE_GAUGES = """\
+vllm:num_requests_running num_running Sequences that are running.
+vllm:num_requests_waiting num_waiting Sequences that wait for a slot.
+vllm:kv_cache_usage_perc kv_usage Used share of the KV cache; 1 is all of it."""
+_ENGINE_HISTOGRAMS = """\
+vllm:request_queue_time_seconds queue Time from submission until a slot is assigned, per finished sequence.
+vllm:request_prefill_time_seconds prefill Time from the assignment of a slot to the first token, per finished sequence.
+vllm:request_decode_time_seconds decode Time from the first to the last token, per finished sequence.
+vllm:request_inference_time_seconds inference Time from the assignment of a slot to the last token, \
+per finished sequence.
+vllm:inter_token_latency_seconds inter_token Time between two forward passes that added tokens to a sequence.
+vllm:request_prompt_tokens prompt_tokens Prompt tokens per finished sequence.
+vllm:request_generation_tokens generation_tokens Generated tokens per finished sequence.
+vllm:request_params_max_tokens max_tokens Value of max_tokens per finished sequence.
+vllm:iteration_tokens_total step_tokens Prefilled and generated tokens per step."""
+"""Metrics of the engine, one per line: the name, the attribute of `EngineMetrics`, and the help text."""
 _TENANT_COUNTS = {
     "requests": "Admitted HTTP requests per tenant.",
     "prompt_tokens": "Prompt tokens per tenant.",
@@ -310,9 +279,10 @@ class ServerMetrics(Collector):
         yield families.of(GAUGE, "ssd:speculation_active", text, float(status.active))
         text = "Estimated duration of a forward pass of 16 tokens, relative to a pass of one token; 0 while unknown."
         yield families.of(GAUGE, "ssd:pass_cost_16_tokens", text, engine.relative_pass_cost(16))
-        for name, (kind, count, text) in _ENGINE_NUMBERS.items():
-            yield families.of(kind, name, text, getattr(counts, count))
-        for name, (histogram, text) in _ENGINE_HISTOGRAMS.items():
+        for kind, table in ((COUNTER, _ENGINE_COUNTERS), (GAUGE, _ENGINE_GAUGES)):
+            for name, count, text in _rows(table):
+                yield families.of(kind, name, text, getattr(counts, count))
+        for name, histogram, text in _rows(_ENGINE_HISTOGRAMS):
             yield families.histogram(name, text, getattr(counts.histograms, histogram))
         by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)
         places = {str(place): number for place, number in enumerate(list(counts.accepted_per_position))}
@@ -335,17 +305,17 @@ class ServerMetrics(Collector):
             yield from self._caches.collect(self._by_label(engine.caches.stats()))
 
     def _of_tenants(self) -> Iterator[Metric]:
-        uses = {account.name: account.use for account in self._tenants.accounts()}
-        if not uses:
+        accounts = {account.name: account for account in self._tenants.accounts()}
+        if not accounts:
             return
         by = self._families.by
         for name, text in _TENANT_COUNTS.items():
-            used = {tenant: getattr(use, f"num_{name}") for tenant, use in uses.items()}
+            used = {tenant: getattr(account, f"num_{name}") for tenant, account in accounts.items()}
             yield by(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
-        refused = {(tenant, reason): use.num_refused[reason] for tenant, use in uses.items() for reason in REFUSALS}
+        refused = {(tenant, reason): accounts[tenant].num_refused[reason] for tenant in accounts for reason in REFUSALS}
         text = "Requests that were rejected with 429, by the exhausted quota."
         yield by(COUNTER, "ssd:tenant_requests_rejected", text, ("tenant", "reason"), refused)
-        in_flight = {tenant: use.num_in_flight for tenant, use in uses.items()}
+        in_flight = {tenant: account.num_in_flight for tenant, account in accounts.items()}
         yield by(
             GAUGE, "ssd:tenant_choices_in_progress", "Waiting and running sequences per tenant.", "tenant", in_flight
         )
@@ -354,6 +324,10 @@ class ServerMetrics(Collector):
         """Replace the names of tenants' cache namespaces, which are secret, by the tenants' names."""
         labels = self._tenants.labels()
         return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}
+
+
+def _rows(table: str) -> list[list[str]]:
+    return [line.split(" ", 2) for line in table.splitlines()]
 
 
 @cache

@@ -113,7 +113,7 @@ def plan_answer(
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None
     if use is not None and mode != "none":
-        functions = {function.name: function.schema_of_arguments for function in use.functions}
+        functions = {function.name: function.parameters or {"type": "object"} for function in use.functions}
         if mode == "required" or asked is not None:
             reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
@@ -203,7 +203,7 @@ class ChatPreparer:
     def __init__(self, texts: Tokenization, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
-    async def prepare(self, engine: Engine, body: ChatBody) -> tuple[list[int], AnswerPlan]:
+    async def prepare(self, engine: Engine, body: ChatBody) -> tuple[tuple[int, ...], AnswerPlan]:
         """Return the token ids of a conversation, and how the answer is parsed. Raises RequestError."""
         body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
@@ -212,15 +212,15 @@ class ChatPreparer:
             return prompt, await self._lanes.answers.run(plan_answer, body, form, codec, prompt, limits)
         return prompt, plan_answer(body, form, codec, prompt, limits)
 
-    async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> tuple[list[int], Any]:
+    async def tokenize(self, engine: Engine, body: TokenizeChatBody) -> dict[str, Any]:
         body, form = self._adapt_to_template(engine, body)
-        return await self._texts.tokenize(engine, body, **_writing(form))
+        return await self._texts.tokenize_messages(engine, body, **_writing(form))
 
     def _adapt_to_template(self, engine: Engine, body: B) -> tuple[B, MessageFormat]:
         """Return the request with its tools in the form that the chat template expects, and the message format."""
         use = body.tool_use()
         if use is not None and use.mode == "none" and self._settings.exclude_tools_when_tool_choice_none:
-            body, use = body.without_tools(), None
+            body, use = body.model_copy(update={"tools": [], "tool_choice": None}), None
         codec = codec_of(engine)
         if body.documents and "documents" not in (codec.chat_template() or "documents"):
             raise RequestError(

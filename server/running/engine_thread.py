@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -141,13 +141,16 @@ class Worker:
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
-    def enter(self) -> None:
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count an HTTP request while it is handled. Raises ServerNotReady while the server shuts down."""
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1
-
-    def exit(self) -> None:
-        self._num_inside -= 1
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
 
     def stop_admission(self) -> None:
         """Reject new requests while requests in flight continue. Can be called from a signal handler."""

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Histogram
 
 from server.admission.fair_executor import FairExecutor
-from server.admission.quotas import AdmissionTicket
+from server.admission.quotas import Reservation
 from server.base.counting import common_tokens
 from server.base.errors import RequestFailed
 from server.base.request_record import current_record
-from server.running.chat_preparation import AnswerPlan
 from server.running.engine_thread import Inbox, Worker
+from server.running.generation_plan import GenerationPlan
 from ssd.errors import EngineStopped, RequestError
 
 if TYPE_CHECKING:
@@ -110,36 +110,30 @@ class Usage:
 class Generation:
     """Submits one engine request per choice of an HTTP request and collects the outputs.
 
-    ``close`` must be called in any case. With ``only_scores``, the client wants only the log-probabilities of its
-    prompts, so the one generated token is dropped. ``aside`` is the thread pool for slow functions.
+    ``close`` must be called in any case; it also releases ``reservation``. If the client wants only the
+    log-probabilities of its prompts, the one generated token is dropped. ``aside`` is the thread pool for slow
+    functions.
     """
 
     def __init__(
-        self,
-        worker: Worker,
-        latencies: Latencies,
-        prompts: list[tuple[int, ...]],
-        prediction: tuple[int, ...] | None,
-        plan: AnswerPlan,
-        *,
-        aside: FairExecutor,
-        ticket: AdmissionTicket,
-        only_scores: bool = False,
+        self, worker: Worker, latencies: Latencies, plan: GenerationPlan, aside: FairExecutor, reservation: Reservation
     ) -> None:
-        self.prompts, self.prediction, self.aside = prompts, prediction, aside
+        # The plan itself is not kept, because the body may be large and a stream may last long.
+        self.prompts, self.prediction, self.aside = plan.prompts, plan.prediction, aside
+        self._num_prompt_tokens, self._only_scores = plan.num_prompt_tokens, plan.body.only_scores
+        self._count_reasoning = plan.answer.count_reasoning
         self.choices: list[ChoiceState] = []
         self.sampling: SamplingParams | None = None
-        self._worker, self._latencies, self._ticket, self._only_scores = worker, latencies, ticket, only_scores
+        self._worker, self._latencies, self._reservation = worker, latencies, reservation
         self._inbox = Inbox()
         self._index: dict[str, int] = {}
         self._running: set[str] = set()
         self._record = current_record()
+        self._record.response_id, self._record.is_stream = plan.answer_id, plan.body.stream
         self._first_token: dict[str, float] = {}
-        self._num_prompt_tokens = sum(map(len, prompts))
         self._num_completion_tokens = 0
         self._num_cached_tokens = 0
-        self._cached: list[list[int]] = [[] for _ in prompts]
-        self._count_reasoning = plan.count_reasoning
+        self._cached: list[list[int]] = [[] for _ in plan.prompts]
         self._num_accepted: int | None = None
         self._num_reasoning: int | None = None
 
@@ -153,6 +147,7 @@ class Generation:
             self._index[request.request_id] = len(self.choices)
             self._running.add(request.request_id)
             self.choices.append(ChoiceState())
+        self._reservation.begin()
 
     def close(self) -> None:
         """Cancel all running choices, so that their slots become free at the next engine step."""
@@ -161,7 +156,7 @@ class Generation:
             self._worker.cancel(request_id)
         self._running.clear()
         not_taken = sum(len(each.token_ids) for each in self._inbox.take_all() if not isinstance(each, Exception))
-        self._ticket.end(self._num_completion_tokens + not_taken)
+        self._reservation.release(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
         record, known = self._record, [choice.stats for choice in self.choices if choice.stats is not None]

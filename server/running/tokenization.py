@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from server.admission.fair_executor import LONG_CHARACTERS, FairExecutors
 from server.base.counting import num_values
 from server.base.settings import ServerSettings
-from server.schema.chat import ChatTemplateFields, TokenizeTextBody
+from server.schema.chat import ChatTemplateFields, TokenizeChatBody, TokenizeTextBody
 from ssd.errors import ContextTooLong, QueueFull, RequestError
 from ssd.text.codec import encode_bad_words
 
@@ -39,50 +39,33 @@ class Tokenization:
     def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
 
-    async def prompts(self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool) -> list[list[int]]:
+    async def prompts(
+        self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool
+    ) -> list[tuple[int, ...]]:
         """Return the token ids of prompts; ``special`` adds the tokenizer's special tokens to texts."""
-        most = self.most_tokens(engine)
-        if sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)) > most:
-            raise self._too_many(most)
+        most = self._most_tokens(engine)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        _require_few_tokens(found, most)
         if not texts:
-            return [prompt for prompt in prompts if not isinstance(prompt, str)]
-        codec = codec_of(engine)
-        encode = codec.encode_prompt if special else codec.encode_completion
-        num_characters = max(map(len, texts))
-        _require_plausible_length(engine, num_characters, "prompt")
-
-        def call(some: Sequence[str]) -> list[list[int]]:
-            found: list[list[int]] = []
-            for text in some:
-                check_token_count(codec, text, engine.max_model_len, "prompt")
-                found.append(encode(text))
             return found
-
+        _require_plausible_length(engine, max(map(len, texts)), "prompt")
+        encode = partial(_encode, codec_of(engine), most=engine.max_model_len, param="prompt", special=special)
         cost = sum(len(text) + _CHARACTERS_A_TEXT for text in texts)
-        found: list[list[int]] = []
-        num_tokens = 0
         for some in _parts(texts):  # other tenants' calls run in between
-            found += await self._lanes.run_on_text(cost, partial(call, some))
-            num_tokens += sum(map(len, found[-len(some) :]))
-            if num_tokens > most:
-                raise self._too_many(most)
+            found += await self._lanes.run_on_text(cost, partial(list, map(encode, some)))
+            _require_few_tokens(found, most)
         return found
 
-    async def messages(self, engine: Engine, body: ChatTemplateFields, **writing: Any) -> list[int]:
+    async def messages(self, engine: Engine, body: ChatTemplateFields, **writing: Any) -> tuple[int, ...]:
         """Return the token ids of a conversation. ``writing`` are further arguments of `TextCodec.encode_chat`."""
-        call, num_characters = self._conversation(engine, body, writing)
-        return await self._lanes.run_on_text(num_characters, call)
+        encode, num_characters = self._conversation(engine, body, writing)
+        return await self._lanes.run_on_text(num_characters, encode)
 
     async def prediction(self, engine: Engine, text: str) -> tuple[int, ...]:
-        codec = codec_of(engine)
         _require_plausible_length(engine, len(text), "prediction")
-
-        def call() -> tuple[int, ...]:
-            check_token_count(codec, text, engine.max_model_len, "prediction")
-            return tuple(codec.encode_completion(text))
-
-        return await self._lanes.run_on_text(len(text), call)
+        encode = partial(_encode, codec_of(engine), text, most=engine.max_model_len, param="prediction")
+        return await self._lanes.run_on_text(len(text), encode)
 
     async def bad_words(self, engine: Engine, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         cost = sum(len(word) + _CHARACTERS_A_TEXT for word in words)
@@ -90,40 +73,36 @@ class Tokenization:
 
     async def echoes(self, engine: Engine, prompts: Sequence[str | list[int]]) -> list[str]:
         """Return the texts of prompts that the response repeats (``echo``)."""
-        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
-            return texts
         codec = codec_of(engine)
-        ids = [[token for token in prompt if isinstance(token, int)] for prompt in prompts]
 
-        def call() -> list[str]:
-            known = (
-                [token for token in each if 0 <= token < codec.vocab_size] for each in ids
-            )  # the engine rejects other ids
-            return [codec.decode(each, skip_special_tokens=True) for each in known]
+        def text_of(prompt: str | list[int]) -> str:
+            if isinstance(prompt, str):
+                return prompt
+            known = [token for token in prompt if 0 <= token < codec.vocab_size]  # the engine rejects other ids
+            return codec.decode(known, skip_special_tokens=True)
 
-        return await self._lanes.run_on_text(sum(map(len, ids)), call)
+        if isinstance(prompts[0], str):
+            return list(map(text_of, prompts))
+        return await self._lanes.run_on_text(sum(map(len, prompts)), partial(list, map(text_of, prompts)))
 
-    async def tokenize(
-        self, engine: Engine, body: TokenizeTextBody | ChatTemplateFields, **writing: Any
-    ) -> tuple[list[int], Any]:
-        """Return the token ids of a text or a conversation, and the text of each token if the request wants it."""
-        codec = codec_of(engine)
-        most = self.most_tokens(engine)
-        if isinstance(body, TokenizeTextBody):
-            text, encode = body.prompt, codec.encode_prompt if body.add_special_tokens else codec.encode_completion
-            wants_texts = body.return_token_strs
+    async def tokenize(self, engine: Engine, body: TokenizeTextBody) -> dict[str, Any]:
+        """Return the token ids of a text, as the JSON fields of /tokenize."""
+        most, special = self._most_tokens(engine), body.add_special_tokens
+        encode = partial(_encode, codec_of(engine), body.prompt, most=most, param="prompt", special=special)
+        return await self._tokenize(engine, encode, shows_texts=body.return_token_strs)
 
-            def ids() -> list[int]:
-                check_token_count(codec, text, most, "prompt")
-                return encode(text)
+    async def tokenize_messages(self, engine: Engine, body: TokenizeChatBody, **writing: Any) -> dict[str, Any]:
+        """Return the token ids of a conversation, as the JSON fields of /tokenize; ``writing`` as for `messages`."""
+        encode, _ = self._conversation(engine, body, writing)
+        return await self._tokenize(engine, encode, shows_texts=body.return_token_strs)
 
-        else:
-            wants_texts = getattr(body, "return_token_strs", False)
-            ids, _ = self._conversation(engine, body, writing)
-
-        def call() -> tuple[list[int], Any]:
-            tokens = ids()
-            return tokens, [codec.decode([token]) for token in tokens] if wants_texts else None
+    async def _tokenize(
+        self, engine: Engine, encode: Callable[[], tuple[int, ...]], *, shows_texts: bool
+    ) -> dict[str, Any]:
+        def call() -> dict[str, Any]:
+            tokens = encode()
+            texts = [codec_of(engine).decode([token]) for token in tokens] if shows_texts else None
+            return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": texts}
 
         return await self._lanes.tools.run(call)
 
@@ -137,12 +116,12 @@ class Tokenization:
             raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
         return await self._lanes.tools.run(codec.decode, tokens)
 
-    def most_tokens(self, engine: Engine) -> int:
+    def _most_tokens(self, engine: Engine) -> int:
         return max(self._limits.max_request_tokens, engine.max_model_len)
 
     def _conversation(
         self, engine: Engine, body: ChatTemplateFields, writing: Mapping[str, Any]
-    ) -> tuple[Callable[[], list[int]], int]:
+    ) -> tuple[Callable[[], tuple[int, ...]], int]:
         """Return a function that tokenizes a conversation, and the conversation's approximate number of characters."""
         contents = [str(message.get("content")) for message in body.messages]
         contents += [text for document in body.documents for text in document.values()]
@@ -160,11 +139,11 @@ class Tokenization:
             **writing,
         }
 
-        def call() -> list[int]:
+        def call() -> tuple[int, ...]:
             self._require_few_values(body.messages)
             if num_characters > _USUAL_CHARACTERS_PER_TOKEN * engine.max_model_len:
                 check_token_count(codec, "\n".join(contents), engine.max_model_len, "messages")
-            return codec.encode_chat(body.messages, **arguments)
+            return tuple(codec.encode_chat(body.messages, **arguments))
 
         return call, num_characters + num_other + _CHARACTERS_A_TEXT * len(contents)
 
@@ -181,10 +160,16 @@ class Tokenization:
                 f"the arguments of all tool calls have more than {most} JSON values: shorten them", param="messages"
             )
 
-    def _too_many(self, most: int) -> RequestError:
-        return RequestError(
-            f"the prompts of a request may have {most} tokens in total: send several requests", param="prompt"
-        )
+
+def _require_few_tokens(prompts: Sequence[Sequence[int]], most: int) -> None:
+    if sum(map(len, prompts)) > most:
+        message = f"the prompts of a request may have {most} tokens in total: send several requests"
+        raise RequestError(message, param="prompt")
+
+
+def _encode(codec: TextCodec, text: str, *, most: int, param: str, special: bool = False) -> tuple[int, ...]:
+    check_token_count(codec, text, most, param)
+    return tuple(codec.encode_prompt(text) if special else codec.encode_completion(text))
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:

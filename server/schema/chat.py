@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, TypeAdapter, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -34,11 +34,6 @@ class Function(RequestObject):
         """Return the function for the chat template, with its fields in the order that models were trained on."""
         said = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {key: value for key, value in said.items() if value is not None}
-
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON schema of the arguments; if the client sent no schema, one that allows any object."""
-        return self.parameters or {"type": "object"}
 
 
 FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
@@ -161,9 +156,6 @@ class ChatTemplateFields(BaseModel):
             chosen = _chosen(functions, [tool.function.name for tool in allowed.tools], "tool_choice")
             return ToolUse(functions=chosen, mode=allowed.mode, parallel=parallel)
         return ToolUse(functions=functions, mode=choice or "auto", parallel=parallel)
-
-    def without_tools(self) -> Self:
-        return self.model_copy(update={"tools": [], "tool_choice": None})
 
     def template_arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for ``TextCodec.encode_chat``. Raises RequestError if fields conflict."""

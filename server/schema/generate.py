@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
@@ -158,6 +158,9 @@ class StreamOptions(RequestObject):
 class GenerateBody(SamplingFields, OutputFields, Body):
     """The common request fields of completions and chat completions."""
 
+    default_max_tokens: ClassVar[int | None] = None
+    """The maximum number of output tokens if neither the request nor the model's defaults set one."""
+
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(default=None, description="Takes precedence over ``max_tokens``.")
     include_stop_str_in_output: bool = False
@@ -207,12 +210,11 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         """Return the number of alternative tokens whose log-probabilities are requested; None without them."""
         return None
 
-    def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
+    def sampling(self, defaults: Mapping[str, float], *, room: int) -> SamplingParams:
         """Return the sampling parameters of each choice. Raises RequestError.
 
-        ``defaults`` replace missing fields, ``room`` is the number of tokens that fit into the context after the
-        prompt, and ``default_limit`` is the maximum number of output tokens if neither the request nor ``defaults``
-        sets one.
+        ``defaults`` replace missing fields, and ``room`` is the number of tokens that fit into the context after the
+        prompt.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed when stream is true", param="stream_options")
@@ -229,7 +231,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         if limit is not None and limit < 1:
             raise RequestError(f"{name} must be at least 1, got {quote_value(limit)}", param=name)
         if limit is None:
-            wanted = [value for value in (default_limit, defaults.get("max_new_tokens")) if value is not None]
+            wanted = [value for value in (self.default_max_tokens, defaults.get("max_new_tokens")) if value is not None]
             limit = max(1, min(room, int(min(wanted)))) if wanted else None
         if limit is not None and self.min_tokens > limit:
             raise RequestError(
@@ -271,18 +273,15 @@ def _token_id(text: str) -> int:
     # Ten digits are enough for any id. Leading zeros are rejected, so that each token has one name.
     if not (text.isascii() and text.isdecimal() and len(text) <= 10 and (text[0] != "0" or text == "0")):
         raise RequestError(
-            f"logit_bias must map decimal token ids to numbers, got the key {quote_value(text)}",
-            param="logit_bias",
+            f"logit_bias must map decimal token ids to numbers, got the key {quote_value(text)}", param="logit_bias"
         )
     return int(text)
 
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default of ``max_tokens`` for /v1/completions."""
-
-
 class CompletionBody(GenerateBody):
     """The request body of POST /v1/completions."""
+
+    default_max_tokens = 16  # OpenAI's default
 
     prompt: str | list[Any] = Field(description="A string, strings, a list of token ids, or lists of token ids.")
     add_special_tokens: bool = True
@@ -299,8 +298,8 @@ class CompletionBody(GenerateBody):
         """Whether the request (``echo`` with ``max_tokens`` 0) wants only log-probabilities of the prompt."""
         return self.echo and self.output_limit()[1] == 0
 
-    def sampling(self, defaults: Mapping[str, float], *, room: int, default_limit: int | None) -> SamplingParams:
-        params = super().sampling(defaults, room=room, default_limit=default_limit)
+    def sampling(self, defaults: Mapping[str, float], *, room: int) -> SamplingParams:
+        params = super().sampling(defaults, room=room)
         if self.echo and params.logprobs is not None:
             wanted = max(params.logprobs, params.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=wanted)

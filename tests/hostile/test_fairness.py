@@ -61,7 +61,7 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
 
     def share_of(tenant: str | None) -> Reservation:
         begin_record().tenant = tenant
-        return budget.share()
+        return budget.reserve()
 
     greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
     greedy.grow(40)
@@ -74,14 +74,14 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
     with pytest.raises(QueueFull):
         share_of("other").grow(6)  # half of 50
     for share in (greedy, more, more):  # a second time gives nothing back
-        share.give_back()
+        share.release()
     other.grow(70)
-    other.give_back()
+    other.release()
     nobody = [share_of(None) for _ in range(4)]  # without keys all are one
     for share in nobody:
         share.grow(25)
     for share in nobody:
-        share.give_back()
+        share.release()
     assert budget.used == 0
 
 

@@ -20,7 +20,7 @@ from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.base.settings import ServerSettings
-from server.endpoints.service import _MOST_LOGPROBS, _bounded, _require_logprobs
+from server.running.generation_plan import _MOST_LOGPROBS, _bounded, _require_logprobs
 from server.running.tokenization import Tokenization, check_token_count
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
@@ -112,7 +112,7 @@ def test_too_many_tools_are_refused_and_tools_of_too_many_characters() -> None:
 def test_a_token_has_one_name_in_logit_bias(key: str) -> None:
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {key: 1.0}})
     with pytest.raises(RequestError) as caught:
-        body.sampling({}, room=10, default_limit=None)
+        body.sampling({}, room=10)
     assert caught.value.param == "logit_bias" and len(str(caught.value)) < 200
 
 

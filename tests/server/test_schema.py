@@ -19,10 +19,8 @@ from ssd.errors import ConfigError, RequestError
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def sampling(
-    body: GenerateBody, *, room: int = 100, default_limit: int | None = None, **defaults: float
-) -> SamplingParams:
-    return body.sampling(defaults, room=room, default_limit=default_limit)
+def sampling(body: GenerateBody, *, room: int = 100, **defaults: float) -> SamplingParams:
+    return body.sampling(defaults, room=room)
 
 
 def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
@@ -47,7 +45,7 @@ def test_fields_reach_the_sampling_parameters() -> None:
 
 def test_which_outputs_go_on_with_the_text_of_their_prompt() -> None:
     def goes_on(body: GenerateBody) -> bool:
-        return body.sampling({}, room=10, default_limit=None).continues_prompt
+        return body.sampling({}, room=10).continues_prompt
 
     said = {"model": "x", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     chat = {"add_generation_prompt": False, "continue_final_message": True}
@@ -63,23 +61,22 @@ def test_defaults_fill_what_the_request_leaves_out_and_openai_fills_the_rest() -
 
 
 @pytest.mark.parametrize(
-    ("fields", "room", "default_limit", "defaults", "expected"),
+    ("fields", "room", "defaults", "expected"),
     [
-        ({}, 100, 16, {}, 16),
-        ({}, 10, 16, {}, 10),
-        ({}, -5, 16, {}, 1),
-        ({}, 100, None, {}, None),
-        ({}, 100, None, {"max_new_tokens": 50}, 50),
-        ({}, 30, None, {"max_new_tokens": 50}, 30),
-        ({"max_tokens": 60}, 30, None, {"max_new_tokens": 50}, 60),
-        ({"max_tokens": 60, "max_completion_tokens": 7}, 30, None, {}, 7),
+        ({"prompt": "x"}, 100, {}, 16),
+        ({"prompt": "x"}, 10, {}, 10),
+        ({"prompt": "x"}, -5, {}, 1),
+        ({}, 100, {}, None),
+        ({}, 100, {"max_new_tokens": 50}, 50),
+        ({}, 30, {"max_new_tokens": 50}, 30),
+        ({"max_tokens": 60}, 30, {"max_new_tokens": 50}, 60),
+        ({"max_tokens": 60, "max_completion_tokens": 7}, 30, {}, 7),
     ],
 )
-def test_output_limit(
-    fields: dict[str, int], room: int, default_limit: int | None, defaults: dict[str, float], expected: int | None
-) -> None:
-    body = ChatBody.parse({"messages": MESSAGES, **fields})
-    assert sampling(body, room=room, default_limit=default_limit, **defaults).max_tokens == expected
+def test_output_limit(fields: dict[str, Any], room: int, defaults: dict[str, float], expected: int | None) -> None:
+    is_chat = "prompt" not in fields
+    body = ChatBody.parse({"messages": MESSAGES, **fields}) if is_chat else CompletionBody.parse(fields)
+    assert sampling(body, room=room, **defaults).max_tokens == expected
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=100), st.integers(0, 1 << 30))

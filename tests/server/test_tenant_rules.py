@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_builder.__main__ import main as ssd_cache
-from server.admission.quotas import Account, TokenBucket
+from server.admission.quotas import Account, Reservation, SharedBudget, TokenBucket
 from server.admission.registry import SALTED_TOKENS, Generations, NamespaceNames, Tenants
 from server.admission.tenant_config import Quotas, Tenant, digest_of, parse_rules, read_rules
 from server.admission.tenant_loader import TenantReloader, load_or_create_secret, open_tenants, read_given_secret
@@ -51,6 +51,13 @@ reads_shared = false
 keys = ["ops-key"]
 operator = true
 """
+
+
+def charged(account: Account, num_prompt_tokens: int, num_slots: int) -> Reservation:
+    """A request with one choice that the account has room for."""
+    reservation = SharedBudget(1, "things").reserve()
+    reservation.charge(account, 1, num_prompt_tokens, num_slots)
+    return reservation
 
 
 def account_of(tenants: Tenants, key: str) -> Account:
@@ -146,15 +153,15 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
     tenants = opened(rules)
     watch = TenantReloader(tenants, [rules], interval_s=0.02)
     alice = account_of(tenants, "alices-key")
-    ticket = alice.admit(num_choices=1, num_prompt_tokens=3, num_slots=4)
-    assert alice.use.num_prompt_tokens == 0  # counters never go down: what is refused is not counted at all
-    ticket.begin()
+    reservation = charged(alice, 3, num_slots=4)
+    assert alice.num_prompt_tokens == 0  # counters never go down: what is refused is not counted at all
+    reservation.begin()
     watch.start()
     try:
         rules.write_text(RULES.replace("alices-key", "alices-new-key").replace("requests_per_minute = 60", ""))
         wait_until(lambda: tenants.find("alices-new-key") is alice)
         assert tenants.find("alices-key") is None and alice.headers() == {}
-        assert alice.use.num_in_flight == 1
+        assert alice.num_in_flight == 1
         with caplog.at_level(logging.ERROR):
             rules.write_text("[tenants.alice]\nkeys = 'secret'")
             wait_until(lambda: "were not reloaded" in caplog.text)
@@ -167,8 +174,8 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
         wait_until(lambda: "no longer contain an API key" in caplog.text)
         rules.write_text(RULES.replace("tenants.alice", "tenants.carol"))
         wait_until(lambda: tenants.find("bobs-key") is not None and tenants.find("alices-new-key") is None)
-        ticket.end(5)  # of a tenant that is gone
-        assert (alice.use.num_in_flight, alice.use.num_output_tokens) == (0, 5)
+        reservation.release(5)  # of a tenant that is gone
+        assert (alice.num_in_flight, alice.num_output_tokens) == (0, 5)
     finally:
         watch.stop()
 
@@ -216,9 +223,9 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     tenant = Account(Tenant(name="a", seed="a", digests=frozenset(), quotas=quotas), lambda: now)
 
     def spend(num_prompt_tokens: int, num_output_tokens: int) -> None:
-        ticket = tenant.admit(num_choices=1, num_prompt_tokens=num_prompt_tokens, num_slots=2)
-        ticket.begin()
-        ticket.end(num_output_tokens)
+        reservation = charged(tenant, num_prompt_tokens, num_slots=2)
+        reservation.begin()
+        reservation.release(num_output_tokens)
 
     for _ in range(2):
         tenant.enter()
@@ -235,11 +242,11 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     spend(60, 60)  # a debt of a minute
     now = 60.0
     with pytest.raises(ApiError) as limit:
-        tenant.admit(num_choices=1, num_prompt_tokens=1, num_slots=2)
+        charged(tenant, 1, num_slots=2)
     assert limit.value.headers["retry-after"] == "31"
     with pytest.raises(RequestError, match="60 per minute"):
-        tenant.admit(num_choices=1, num_prompt_tokens=61, num_slots=2)
-    assert tenant.use.num_refused == {"requests": 1, "tokens": 1}
+        charged(tenant, 61, num_slots=2)
+    assert tenant.num_refused == {"requests": 1, "tokens": 1}
 
 
 # -- names and deletion ------------------------------------------------------------------------------------------------

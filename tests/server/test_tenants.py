@@ -109,13 +109,13 @@ def test_requests_beyond_a_tenants_slots_and_queue_are_refused_and_others_come_i
         several = [threading.Thread(target=complete, **options) for _ in range(2)]
         for thread in several:
             thread.start()
-        wait_until(lambda: account.use.num_in_flight == 2)
+        wait_until(lambda: account.num_in_flight == 2)
         refused_one = complete(server, "slow-key")
         assert (refused_one.status, refused_one.headers["retry-after"]) == (429, "1")
         assert complete(server, "bobs-key").status == 200
         for thread in several:
             thread.join()
-        assert account.use.num_in_flight == 0 and complete(server, "slow-key").status == 200
+        assert account.num_in_flight == 0 and complete(server, "slow-key").status == 200
         too_many = complete(server, "slow-key", n=3)
         assert (too_many.status, too_many.error["param"]) == (400, "n")
 
@@ -125,24 +125,24 @@ def test_every_way_a_request_ends_gives_its_quota_back(tmp_path: Path) -> None:
         account = account_of(tenants, "bobs-key")
         assert complete(server, "bobs-key", prompt="x" * 600).status == 400  # too long
         assert complete(server, "bobs-key", n=9).status == 503  # the server is full; nothing is counted
-        assert (account.use.num_in_flight, account.use.num_requests) == (0, 0)
+        assert (account.num_in_flight, account.num_requests) == (0, 0)
         wait_until(lambda: complete(server, "bobs-key").status == 200)  # those that were refused have left
         for stream in (True, False):
             with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)) as connection:
                 body = {"prompt": "abc", "max_tokens": 500, "stream": stream}
                 headers = {"content-type": "application/json", **bearer("bobs-key")}
                 connection.request("POST", "/v1/completions", json.dumps(body), headers)
-                wait_until(lambda: account.use.num_in_flight == 1)
+                wait_until(lambda: account.num_in_flight == 1)
                 if stream:
                     connection.getresponse().read(10)
-            wait_until(lambda: account.use.num_in_flight == 0)
-        assert account.use.num_output_tokens > 0  # what was made for who went away counts too
+            wait_until(lambda: account.num_in_flight == 0)
+        assert account.num_output_tokens > 0  # what was made for who went away counts too
         complete(server, "bobs-key", stream=True)
-        wait_until(lambda: account.use.num_in_flight == 0)
+        wait_until(lambda: account.num_in_flight == 0)
     with quota_server(tmp_path, fail_at_step=2) as (server, tenants):
         account = account_of(tenants, "bobs-key")
         assert complete(server, "bobs-key").status == 500
-        wait_until(lambda: account.use.num_in_flight == 0)
+        wait_until(lambda: account.num_in_flight == 0)
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
