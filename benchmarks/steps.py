@@ -21,7 +21,7 @@ from ssd.config import EngineConfig, SamplingParams
 from ssd.drafting.draft_kernel import DraftRow, row_at
 from ssd.drafting.draft_records import clear_draft
 from ssd.drafting.protocol import Drafter, DraftRequest
-from ssd.drafting.suffix_drafter import NamespaceGroup, RequestRow, SuffixDrafter
+from ssd.drafting.suffix_drafter import NamespaceGroup, RequestState, SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.jit.addresses import Int64s, kernel
 from ssd.model.runners.slot_runner import SlotRunner
@@ -60,7 +60,7 @@ class KnownDrafter(SuffixDrafter):
         self._draft = draft
         self._places = dict[int, int]()
 
-    def start_request(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> RequestRow:
+    def start_request(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> RequestState:
         """And remember whose text goes where."""
         kept = super().start_request(request, row, at)
         self._places[kept.address] = int(request.request_id)
@@ -131,7 +131,7 @@ PARTS: Final = {
     "commit": "_commit",
     "count": "_update_counts",
     "spell": "_make_outputs",
-    "ahead": "_pipeline.launch_speculatively",
+    "ahead": "_pipeline.launch_ahead",
 }
 """Parts of a step of the engine, and the method that is each."""
 
@@ -157,7 +157,7 @@ class Clock:
         for part, path in PARTS.items():
             owner, _, name = path.rpartition(".")
             self._watch(attrgetter(owner)(engine) if owner else engine, name, part)
-        for name in ("draft_groups", "observe_scores", "learn_scores") if drafter is not None else ():
+        for name in ("draft_groups", "observe", "learn_scores") if drafter is not None else ():
             self._watch(drafter, name, DRAFTING)
 
     def _watch(self, owner: Any, name: str, part: str) -> None:

@@ -17,7 +17,7 @@ from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.grow import CHAIN_CANDIDATES, CHAIN_RECYCLED
 from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
-from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.drafting.votes import MAX_RECYCLED_CANDIDATES
 from ssd.retrieval.cache_manager import CacheManager
@@ -190,7 +190,7 @@ def test_the_last_step_teaches_too() -> None:
     drafter = SuffixDrafter(default_token_cost=0.3)
     request = DraftRequest("a", np.arange(4, dtype=np.int32), 4, snapshot, 16)
     draft = drafter.propose([request])[0]
-    drafter.observe("a", draft, 2)
+    drafter.observe([DraftOutcome("a", draft, 2)])
     drafter.finish("a")
     assert drafter.model_of(None).num_learned == 3  # two that came and the one that did not
 

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 
 from ssd.cost_model.calibration import BACKOFF_AFTER, AcceptanceCalibration, DraftBackoff, PlattScaling
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import add_observation, best_num_steps, cut_drafts, fit_nonnegative
+from ssd.cost_model.pass_costs import add_observation, best_num_steps, fit_nonnegative
 from ssd.cost_model.throughput import AcceptanceRates, MarginalGain, StepThroughput
+from ssd.drafting.draft_batch import cut_drafts
+from ssd.drafting.draft_records import DraftRecord
 from ssd.drafting.protocol import Draft
+from ssd.engine.drafter_backends import write_draft
 from ssd.engine.pass_timing import plausible_times
-from ssd.jit.addresses import kernel
+from ssd.jit.addresses import Records, dtype_of, kernel
 from tests.reference import cost_model as slow
 from tests.reference.drafts import promise_tested
 
@@ -41,7 +44,8 @@ def paying(prices: CostModel, *rows: Sequence[float]) -> int:
     gains = np.zeros(max(map(len, rows)))
     for row in rows:
         gains[: len(row)] += np.cumprod(row)
-    return best_num_steps(prices.address, len(rows), len(rows), gains)
+    seconds = [prices.seconds(len(rows) * (1 + width), is_wide=width > 0) for width in range(1 + len(gains))]
+    return best_num_steps((0.0, 0.0), float(len(rows)), gains, np.array(seconds))
 
 
 @given(
@@ -92,13 +96,12 @@ row_chances = st.lists(st.floats(0.0, 1.0), max_size=4)
 
 
 def cut(prices: CostModel, rows: list[list[float]]) -> list[int]:
-    sizes = np.array([len(row) for row in rows], np.int64)
-    probabilities = np.zeros((len(rows), max(1, int(sizes.max()))))
-    for row, chances in enumerate(rows):
-        probabilities[row, : len(chances)] = chances
-    cut_drafts(prices.address, probabilities, sizes, np.empty(int(sizes.sum())))
-    found: list[int] = sizes.tolist()
-    return found
+    drafts = Records(DraftRecord, len(rows))
+    for record, chances in zip(drafts, rows, strict=True):
+        write_draft(draft(*chances), record)
+    addresses = drafts.address + dtype_of(DraftRecord).itemsize * np.arange(len(rows))
+    cut_drafts(prices.address, addresses, np.ones(len(rows)), False)
+    return [record.size for record in drafts]
 
 
 Step = tuple[int, int, float, bool]
@@ -222,7 +225,7 @@ class Repeats:
         """How much of a draft is verified, and the tokens of each row that the pass is expected to put out."""
         chances = np.cumprod(np.full(num_proposed, self.CHANCE))
         chances = chances[chances >= self.prices.token_cost(self.num_rows)]
-        width = self.prices.best_draft_length(self.num_rows * chances, self.num_rows) if len(chances) else 0
+        width = self.prices.num_steps_to_verify(self.num_rows * chances, self.num_rows) if len(chances) else 0
         return width, 1.0 + float(chances[:width].sum())
 
     def request(self) -> None:
@@ -409,7 +412,7 @@ def draft_lengths(
     random, lengths = np.random.default_rng(0), []
     for _ in range(passes):
         draft = Draft(np.zeros(8, np.int32), probabilities=np.full(8, promised))
-        draft = draft.cut(prices.best_draft_length(shares.share(1.0) * draft.path_probabilities()))
+        draft = draft.cut(prices.num_steps_to_verify(shares.share(1.0) * draft.path_probabilities()))
         length = len(draft.token_ids)
         accepted = int((np.cumprod(random.random(length) < true)).sum())
         shares.observe(1.0, promise_tested(draft, range(accepted)), accepted)

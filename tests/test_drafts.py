@@ -9,13 +9,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import SamplingParams
-from ssd.cost_model.calibration import AcceptanceCalibration
+from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD, AcceptanceCalibration
 from ssd.cost_model.cost_model import CostModel
+from ssd.drafting.draft_batch import DraftBatch
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft
 from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.batch import Batch, fill_input_ids
-from ssd.engine.drafts import (
+from ssd.engine.draft_buffers import (
     CHAIN,
     PREPARED_CHAIN,
     collect_drafts,
@@ -25,9 +26,10 @@ from ssd.engine.drafts import (
     reuse_prepared_drafts,
     store_prepared_drafts,
 )
+from ssd.engine.drafter_backends import write_draft
 from ssd.engine.request import Request
 from ssd.engine.sequence import Sequence
-from ssd.engine.speculation import write_draft
+from ssd.jit.addresses import Records
 from tests.reference.drafts import PASSES_AHEAD, SlowDrafts, SlowRow
 from tests.reference.tree import node_parents
 
@@ -69,6 +71,7 @@ class Both:
     batch: Batch
     slow: SlowDrafts
     shares: AcceptanceCalibration
+    settings: Records[DraftBatch]
     buffer: int = 0
 
     def check(self) -> None:
@@ -102,7 +105,12 @@ def both(random: np.random.Generator) -> Both:
         sequence = Sequence(request, max_length=60, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(number))
         sequences.append(sequence)
         rows.append(SlowRow(prompt, len(prompt), sequence.max_length, most, kind))
-    return Both(Batch(sequences), SlowDrafts(rows, known_prices(random), VOCAB), AcceptanceCalibration())
+    slow, shares, settings = SlowDrafts(rows, known_prices(random), VOCAB), AcceptanceCalibration(), Records(DraftBatch)
+    record = settings[0]
+    record.costs, record.calibration = slow.prices.address, shares.address
+    record.limit, record.vocab_size = LIMIT, VOCAB
+    record.first_threshold, record.default_token_cost = FIRST_TOKEN_THRESHOLD, 0.1
+    return Both(Batch(sequences), slow, shares, settings)
 
 
 @settings(max_examples=60)
@@ -110,14 +118,13 @@ def both(random: np.random.Generator) -> Both:
 def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> None:
     random = np.random.default_rng(seed)
     pair = both(random)
-    batch, slow, shares = pair.batch, pair.slow, pair.shares
-    costs, at = slow.prices.address, batch.address
+    batch, slow, at, settings = pair.batch, pair.slow, pair.batch.address, pair.settings.address
     came_true = [False] * len(slow.rows)
     for step in range(8):
         if step:
-            plan_prepared_drafts(at, pair.buffer, LIMIT)
+            plan_prepared_drafts(at, pair.buffer, settings)
             slow.plan_ahead(LIMIT, came_true)
-            fill_draft_params(at, pair.buffer, costs, shares.address, LIMIT, 0.1, PREPARED_CHAIN)
+            fill_draft_params(at, pair.buffer, settings, PREPARED_CHAIN)
             found = list[Draft]()
             for sequence, row in zip(batch.sequences, slow.rows, strict=True):
                 most = row.most_drafted(len(row.verified.token_ids) + PASSES_AHEAD * (1 + LIMIT))
@@ -125,7 +132,7 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
                 beginning = [*row.verified.token_ids.tolist(), *[1] * 20]
                 found.append(some_draft(random, most, is_tree=False, beginning=beginning))
                 write_draft(found[-1], sequence.row.draft_row.draft)
-            store_prepared_drafts(at, pair.buffer, VOCAB)
+            store_prepared_drafts(at, pair.buffer, settings)
             slow.take_ahead(found)
             event(f"prepared: {sum(row.prepared is not None for row in slow.rows)}")
             came_true = advance(pair, random)
@@ -133,12 +140,12 @@ def test_drafts_are_taken_cut_prepared_and_counted_as_by_the_twin(seed: int) -> 
         should_draft_all, is_tree = bool(random.random() < 0.3), bool(random.random() < 0.3)
         reuse_prepared_drafts(at, pair.buffer, LIMIT, should_draft_all)
         slow.begin(LIMIT, should_draft_all=should_draft_all)
-        num_asked = fill_draft_params(at, pair.buffer, costs, shares.address, LIMIT, 0.1, CHAIN)
+        num_asked = fill_draft_params(at, pair.buffer, settings, CHAIN)
         assert num_asked == sum(row.is_wanted for row in slow.rows)
         found = [some_draft(random, row.most_drafted(LIMIT), is_tree=is_tree) for row in slow.rows]
         for sequence, draft in zip(batch.sequences, found, strict=True):
             write_draft(draft, sequence.row.draft_row.draft)
-        collect_drafts(at, pair.buffer, costs, shares.address, VOCAB)
+        collect_drafts(at, pair.buffer, settings)
         slow.take(found)
         pair.check()
         check_fed(pair)
@@ -182,6 +189,6 @@ def advance(pair: Both, random: np.random.Generator) -> list[bool]:
         came_true.append(0 < len(row.verified.token_ids) == len(path))
     pair.batch.committed[:] = sizes
     pair.batch.num_accepted[:], pair.batch.num_drafted[:] = sizes - 1, [len(row.verified.token_ids) for row in rows]
-    record_draft_outcomes(pair.batch.address, pair.buffer, pair.shares.address, sizes, paths)
+    record_draft_outcomes(pair.batch.address, pair.buffer, pair.settings.address, sizes, paths)
     pair.slow.count(accepted)
     return came_true

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.exactness import OracleDrafter
 from ssd.config import CacheConfig
 from ssd.drafting import Draft, DraftRequest
-from ssd.drafting.protocol import Drafter, NoDrafter
+from ssd.drafting.protocol import Drafter, DraftOutcome, NoDrafter, ScoredPass
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import FinishReason, pass_timing, speculation
 from ssd.engine.metrics import Histogram
@@ -301,8 +301,8 @@ class Knowing(NoDrafter):
             )
         return drafts
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        assert num_accepted == len(draft.token_ids)
+    def observe(self, outcomes: Rows[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        assert all(outcome.num_accepted == len(outcome.draft.token_ids) for outcome in outcomes)
 
 
 def outputs_of(drafter: Drafter | str) -> list[list[int]]:
@@ -335,8 +335,8 @@ class Nothing(NoDrafter):
         time.sleep(2e-3 * len(requests))
         return super().propose(requests)
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        assert not len(draft.token_ids) and num_accepted == 0
+    def observe(self, outcomes: Rows[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        assert not any(len(outcome.draft.token_ids) or outcome.num_accepted for outcome in outcomes)
 
 
 def test_the_engine_asks_a_slow_drafter_less_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

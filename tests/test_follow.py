@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from ssd.config import IndexConfig
-from ssd.drafting.draft_kernel import draft_batch
+from ssd.drafting.draft_batch import draft_batch
 from ssd.drafting.protocol import Draft, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.index import SuffixIndex

@@ -19,7 +19,7 @@ from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import HybridDrafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, Drafter, DraftRequest, SamplingRow
+from ssd.drafting.protocol import Draft, Drafter, DraftOutcome, DraftRequest, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
@@ -392,7 +392,8 @@ def test_what_comes_of_drafts_says_what_the_next_are_worth(right: int) -> None:
     before = drafter._calibration[True].estimate(np.array([0.5]))[0]
     for _ in range(30):
         (draft,) = drafter.propose([asked(0, "a", [5, 6, 7])])
-        drafter.observe("a", draft, min(right, leading_chain(np.array(draft.parents_of_all()))))
+        num_accepted = min(right, leading_chain(np.array(draft.parents_of_all())))
+        drafter.observe([DraftOutcome("a", draft, num_accepted)])
     after = drafter._calibration[True].estimate(np.array([0.5]))[0]
     assert after < before if right == 0 else after > before
 

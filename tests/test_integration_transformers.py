@@ -24,6 +24,7 @@ from transformers import (
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams
 from ssd.drafting import Draft, DraftRequest, make_drafter
+from ssd.drafting.protocol import DraftOutcome, ScoredPass
 from ssd.engine.sequence import namespace_secret
 from ssd.errors import RequestError
 from ssd.integrations.transformers import CoupledSampling, generate
@@ -71,7 +72,7 @@ class Failing:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         raise RuntimeError("no drafts today")
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         raise RuntimeError("nor tomorrow")
 
     def finish(self, request_id: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, SamplingParams, StructuredOutput
 from ssd.drafting import HybridDrafter, make_drafter
-from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
+from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest, ScoredPass
 from ssd.engine import Engine, FinishReason, Request
 from ssd.engine.sequence import Sequence as EngineSequence
 from ssd.errors import EngineBroken
@@ -186,18 +186,15 @@ class Poisoned:
         self.num_drafts += sum(len(draft.token_ids) > 0 for draft in drafts)
         return drafts
 
-    def observe_scores(self, scored: ScoredPass) -> None:
-        pass
-
     def learn_scores(self, scored: ScoredPass) -> None:
         if POISON in scored.request_ids:
             self.num_deaf += 1
             raise self._error
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        if request_id == POISON:
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        self._drafter.observe([outcome for outcome in outcomes if outcome.request_id != POISON])
+        if any(outcome.request_id == POISON for outcome in outcomes):
             raise self._error
-        self._drafter.observe(request_id, draft, num_accepted)
 
     def finish(self, request_id: str) -> None:
         self._drafter.finish(request_id)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssd.drafting.hybrid_drafter import HybridDrafter, num_shared_tokens, path_of_tokens
-from ssd.drafting.proposer import PROBE_INTERVAL
-from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftRequest
+from ssd.drafting.hybrid_drafter import HybridDrafter, num_shared_tokens
+from ssd.drafting.member_drafter import PROBE_INTERVAL
+from ssd.drafting.protocol import EMPTY_DRAFT, HEAD, Draft, DraftOutcome, DraftRequest, ScoredPass
 
 STEP_S = 0.1
 
@@ -71,9 +71,10 @@ class Judge:
         parents = [order.index(path[:-1]) if len(path) > 1 else -1 for path in order]
         return tree([path[-1] for path in order], parents, [chances[path][0] for path in order])
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        path = [] if draft.path is None else draft.path.tolist()
-        self.told.append((request_id, draft.token_ids.tolist(), path, num_accepted))
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        for each in outcomes:
+            path = [] if each.draft.path is None else each.draft.path.tolist()
+            self.told.append((each.request_id, each.draft.token_ids.tolist(), path, each.num_accepted))
 
     def finish(self, request_id: str) -> None:
         self.finished.append(request_id)
@@ -104,8 +105,8 @@ class Costly:
             raise RuntimeError("injected")
         return [self.draft.cut(request.limit) for request in requests]
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        self.told.append((draft.token_ids.tolist(), num_accepted))
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        self.told += [(each.draft.token_ids.tolist(), each.num_accepted) for each in outcomes]
 
     def finish(self, request_id: str) -> None:
         self.finished.append(request_id)
@@ -118,19 +119,17 @@ def ask(name: str = "a", limit: int = 16, price: float | None = 0.01, *, is_tree
     return DraftRequest(name, np.array([1], np.int32), 1, None, limit, token_costs=token_costs, allow_tree=is_tree)
 
 
-def verdict(draft: Draft, said: Sequence[int]) -> tuple[Draft, int]:
+def verdict(draft: Draft, said: Sequence[int]) -> list[DraftOutcome]:
     """The draft with the path that agrees with what the target says."""
-    path = path_of_tokens(draft, said)
-    if draft.parents is None:
-        return draft, len(path)
-    return replace(draft, path=np.array(path, np.int32)), len(path)
+    path = draft.path_of(said)
+    return [DraftOutcome("a", draft if draft.parents is None else replace(draft, path=path), len(path))]
 
 
 def run_steps(arbiter: HybridDrafter, clock: Clock, steps: int, said: Sequence[int]) -> None:
     for _ in range(steps):
         draft = arbiter.propose([ask()])[0]
         clock.now += STEP_S
-        arbiter.observe("a", *verdict(draft, said))
+        arbiter.observe(verdict(draft, said))
 
 
 def test_what_is_offered_and_what_is_known_go_into_one_tree() -> None:
@@ -156,7 +155,7 @@ def test_a_draft_without_estimates_is_offered_at_its_sources_rate_and_each_is_to
     assert (
         proposals is not None and len(set(proposals.probabilities.tolist())) == 1 and 0 < proposals.probabilities[0] < 1
     )
-    arbiter.observe("a", *verdict(draft, [5, 7]))
+    arbiter.observe(verdict(draft, [5, 7]))
     assert judge.told == [("a", [5, 7, 6, 9], [0, 1], 2)]
     assert costly.told == [([5, 7, 9], 2)]
 
@@ -206,7 +205,7 @@ def seen(arbiter: HybridDrafter, clock: Clock, steps: int, said: Sequence[int] =
     for _ in range(steps):
         draft = arbiter.propose([ask()])[0]
         clock.now += STEP_S
-        arbiter.observe("a", *verdict(draft, said))
+        arbiter.observe(verdict(draft, said))
         clock.now += 100.0  # idle: does not count
         drafted.append(len(draft.token_ids) > 0)
     return drafted
@@ -227,7 +226,7 @@ def test_whom_to_ask_is_considered_ever_more_rarely_while_nobody_is_worth_it() -
     seen(arbiter, clock, 120)
     due = [arbiter.is_due(1) for _ in range(80)]
     assert due[7::8] == [True] * 10 and sum(due) == 10
-    assert arbiter._proposers[1].rows_since_use >= 70
+    assert arbiter._members[1].rows_since_use >= 70
     costly.cost_s = 0.0
     arbiter.propose([ask()])
     assert len(costly.asked) and all(arbiter.is_due(1) for _ in range(10))
@@ -239,7 +238,7 @@ def test_reading_begins_when_as_much_has_been_forgone() -> None:
     # Ten plain steps' tokens are what reading costs; one token a step is what is expected of asking at first.
     arbiter.propose([ask("warm-up")])
     clock.now += STEP_S
-    arbiter.observe("warm-up", EMPTY_DRAFT, 0)
+    arbiter.observe([DraftOutcome("warm-up", EMPTY_DRAFT, 0)])
     costly.asked.clear()
     drafted = seen(arbiter, clock, 20)
     assert 8 <= drafted.index(True) <= 12
@@ -250,7 +249,7 @@ def test_reading_begins_when_as_much_has_been_forgone() -> None:
 def test_what_was_never_proposed_for_is_told_nobody_and_all_hear_of_the_end() -> None:
     judge, costly = Judge({1: chain([5], [0.3])}), Costly(FOUR)
     arbiter = HybridDrafter([judge, costly])
-    arbiter.observe("never proposed for", EMPTY_DRAFT, 0)
+    arbiter.observe([DraftOutcome("never proposed for", EMPTY_DRAFT, 0)])
     assert not judge.told and not costly.told
     arbiter.finish("a")
     assert judge.finished == costly.finished == ["a"]

@@ -177,7 +177,7 @@ def situation(
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     if positions:
         scored = said(positions, number, learned)
-        drafter.observe_scores(scored)
+        drafter.observe([], scored)
         drafter.learn_scores(scored)
         for b in range(len(positions)):
             successors |= dict(entries_of_row(scored, b))

@@ -97,7 +97,7 @@ def situation(
     successors: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     if positions:
         scored = said(positions, seed)
-        drafter.observe_scores(scored)
+        drafter.observe([], scored)
         drafter.learn_scores(scored)
         for b in range(len(positions)):
             successors |= dict(entries_of_row(scored, b))
@@ -156,7 +156,7 @@ def test_an_offer_is_drafted_where_nothing_was_said_before(kind: int, name: str)
 
 def test_what_the_target_held_likely_is_drafted_where_nothing_was_said_before() -> None:
     drafter = SuffixDrafter()
-    drafter.observe_scores(told := said([(2, 3, [40, 41]), (3, 40, [42]), (40, 42, [43])]))
+    drafter.observe([], told := said([(2, 3, [40, 41]), (3, 40, [42]), (40, 42, [43])]))
     drafter.learn_scores(told)
     draft = drafted(drafter, [1, 2, 3], [])
     assert (draft.token_ids.tolist()[:2], draft.source) == ([40, 42], "recycling")
@@ -202,7 +202,7 @@ def test_what_was_said_behind_a_wrong_token_is_offered_at_its_place(
     drafter = SuffixDrafter()
     context = np.array([1, 2], np.int32)
     drafter.propose([DraftRequest("a", context, 2, None, 4, allow_tree=tree)])
-    drafter.observe_scores(told := scored(*row))
+    drafter.observe([], told := scored(*row))
     drafter.learn_scores(told)
     request = DraftRequest("a", np.array(text, np.int32), 2, None, 8, allow_tree=tree, token_costs=np.array([0.001]))
     for _ in range(2):  # asked again in the same step, with what others offer
@@ -223,7 +223,7 @@ def test_guesses_of_any_pass_are_tokens_that_the_target_chose(seed: int) -> None
     end = int(random.integers(0, width))
     drafter = SuffixDrafter()
     drafter.propose([DraftRequest("a", np.array([1, 2], np.int32), 2, None, 4)])
-    drafter.observe_scores(told := scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
+    drafter.observe([], told := scored(fed, parents if seed % 2 else None, chosen, [0, end] if end else [0]))
     drafter.learn_scores(told)
     text = np.array([fed[end], chosen[end]], np.int32)
     draft = drafter.propose([DraftRequest("a", text, 2, None, 64, token_costs=np.array([1e-9]))])[0]

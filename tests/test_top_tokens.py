@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting import make_drafter
-from ssd.drafting.protocol import Draft, DraftRequest, ScoredPass
+from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest, ScoredPass
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.drafting.token_recycling import TOP_K
 from ssd.engine import Engine
@@ -93,15 +93,19 @@ class Witness:
         drafts: list[Draft] = self._drafter.propose(requests)
         return drafts
 
-    def observe_scores(self, scored: ScoredPass) -> None:
-        self._drafter.observe_scores(scored)
-        self.told.append("scores")
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        self._drafter.observe(outcomes, scored)
+        self.told += [*["scores"] * (scored is not None), *["verdict"] * len(outcomes)]
+        if scored is None:
+            return
         assert self.engine is not None
-        running = {sequence.request.request_id: sequence for sequence in self.engine._scheduler.running}
+        batch = self.engine._batch
+        assert [sequence.request.request_id for sequence in batch.sequences] == scored.request_ids
         for array in (scored.previous_ids, scored.input_ids, scored.sampled_ids, scored.top_ids, scored.top_logits):
             assert array.flags.c_contiguous
-        for b, name in enumerate(scored.request_ids):
-            context, count, path = running[name].context, int(scored.num_positions[b]), [int(scored.last_accepted[b])]
+        for b, sequence in enumerate(batch.sequences):
+            context = sequence.context[: -int(batch.committed[b])]
+            count, path = int(scored.num_positions[b]), [int(scored.last_accepted[b])]
             assert scored.input_ids[b, 0] == context[-1] and scored.previous_ids[b] == (
                 context[-2] if len(context) > 1 else -1
             )
@@ -118,10 +122,6 @@ class Witness:
 
     def learn_scores(self, scored: ScoredPass) -> None:
         self._drafter.learn_scores(scored)
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        self.told.append("verdict")
-        self._drafter.observe(request_id, draft, num_accepted)
 
     def finish(self, request_id: str) -> None:
         self._drafter.finish(request_id)

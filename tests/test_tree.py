@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import RandomDrafter
 from ssd.config import DraftConfig, SamplingParams
-from ssd.drafting.protocol import Draft, DraftRequest
+from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine.acceptance import accept_drafts
-from ssd.engine.speculation import validate_draft
+from ssd.engine.drafter_backends import validate_draft
 from ssd.errors import ConfigError
 from ssd.model.kv.tree import TreeShape, is_tree, leading_chain, path_to
 from ssd.model.loading.load_target import open_target
@@ -119,6 +119,16 @@ def test_each_node_is_sampled_after_its_own_path(rows: list[Any], seed: int, win
             scores = slow_target.penalised(logits[b, node].tolist(), params, [1, 2], said, [3, 5])
             key = coupled_key(seed, b, [1, 2, *said], window) if window else key_of(seed, b, 2 + len(said))
             assert chosen[b, node] == slow_target.token_at(scores, params, key)
+
+
+@given(trees(), st.lists(st.integers(0, NUM_TOKENS - 1), max_size=8))
+def test_a_draft_agrees_with_a_text_up_to_the_first_difference(
+    tree: tuple[list[int], list[int]], text: list[int]
+) -> None:
+    tokens, parents = tree
+    draft, chain = Draft(ints(tokens), parents=ints(parents)), Draft(ints(tokens))
+    assert draft.path_of(text).tolist() == slow.path_of_text(tokens, parents, text)
+    assert chain.path_of(text).tolist() == slow.path_of_text(tokens, range(-1, len(tokens) - 1), text)
 
 
 PROMPT_LENGTHS = {3: 17, 0: 4, 2: 11}
@@ -313,7 +323,7 @@ def test_the_last_step_of_a_tree_teaches_every_token_that_was_tested() -> None:
             "unknown": (draft, 2),
             "cut": (Draft(draft.token_ids[:1], parents=draft.parents[:1], path=path[:1]), 1),
         }[name]
-        drafter.observe("a", told, accepted)
+        drafter.observe([DraftOutcome("a", told, accepted)])
         drafter.finish("a")
         learned[name] = drafter.model_of(None).num_learned - before
     tested = [parent for parent in parents if parent in (-1, 0, child)]

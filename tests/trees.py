@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter
+from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest, NoDrafter, ScoredPass
 
 NUM_TOKENS = 6
 """Small, so that equal siblings and accepted tokens are common."""
@@ -60,6 +60,6 @@ class BranchingDrafter(NoDrafter):
             tokens[i], parents[i] = token, parent
         return Draft(tokens, source="branching", parents=parents if request.allow_tree else None)
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Keeps what was said of it."""
-        self.paths.append((draft, num_accepted))
+        self.paths += [(outcome.draft, outcome.num_accepted) for outcome in outcomes]

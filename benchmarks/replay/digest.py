@@ -15,11 +15,11 @@ import numpy as np
 import xxhash
 
 from benchmarks.traces import read_rows, trace_name
-from benchmarks.walk import agreeing
 from cache_builder.evaluation.log import RecordedOutput, TokenIds
 from ssd.config import CacheConfig, IndexConfig
 from ssd.drafting import Draft, DraftRequest
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
+from ssd.drafting.protocol import DraftOutcome
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache
 from ssd.retrieval.cache_state import LearnedState
@@ -81,9 +81,8 @@ def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) 
                 ]  # fmt: skip
                 for i, draft in zip(going, drafter.propose(requests), strict=True):
                     digest.add(draft)
-                    parents = None if draft.parents is None else draft.parents.tolist()
-                    accepted = agreeing(draft.token_ids.tolist(), parents, texts[i].tolist(), at[i])
-                    drafter.observe(f"{number}-{i}", draft, accepted)
+                    accepted = len(draft.path_of(texts[i][at[i] :]))
+                    drafter.observe([DraftOutcome(f"{number}-{i}", draft, accepted)])
                     at[i] += accepted + 1
             for i in range(len(texts)):
                 drafter.finish(f"{number}-{i}")
@@ -107,9 +106,9 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
             while any(at[i] < len(text) for i, text in enumerate(texts)):
                 drafter.draft(wanted, snapshot, words, _LIMIT, seconds)
                 drafts = [row[NUM_HEADER_WORDS : NUM_HEADER_WORDS + row[1]] for row in words[:count].tolist()]
-                for i, draft in enumerate(drafts):
-                    digest.add(Draft(np.array(draft, np.int32)))
-                    accepted = agreeing(draft, None, texts[i].tolist(), at[i])
+                for i, tokens in enumerate(drafts):
+                    digest.add(draft := Draft(np.array(tokens, np.int32)))
+                    accepted = len(draft.path_of(texts[i][at[i] :]))
                     taken = texts[i][at[i] : at[i] + accepted + 1]
                     at[i] += len(taken)
                     said[i, : NUM_HEADER_WORDS + len(taken)] = [at[i], len(taken), *taken]

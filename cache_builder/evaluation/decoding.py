@@ -14,16 +14,18 @@ from cache_builder.evaluation.costs import CostCurve, Floats, flat_curve
 from cache_builder.evaluation.log import RecordedOutput
 from ssd.config import DraftConfig
 from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
-from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, combined_rate, cost_in_tokens, recent_pass
+from ssd.cost_model.pass_costs import best_num_steps
+from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, cost_in_tokens, recent_pass
 from ssd.drafting.acceptance_mixing import acceptance_tables_at
 from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.accepted_path import accepted_path
 from ssd.drafting.candidates import learn_from_path
+from ssd.drafting.draft_batch import draft_batch_at, is_valid_draft, path_probabilities
 from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
-from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRecord, parent_of
-from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.drafting.draft_records import MAX_DRAFT, SOURCES
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,
-    Float64,
     Float64s,
     Int64,
     Int64s,
@@ -45,73 +47,28 @@ class Decoder(Record):
     """The parameters and the state of a replay of recorded outputs, in memory that the compiled kernel reads.
 
     Attributes:
+        settings: The address of the `DraftBatch`.
         costs: float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
         more: float64[num_more], the minimum cost of each additional draft token, non-decreasing.
-        sure: The acceptance probability that the first token of an output's first draft must have.
         by_source: For each of `SOURCES`, the numbers of drafts, of their tokens and of their accepted tokens.
         row: The output that is replayed. All further fields are scratch memory.
     """
 
-    workspace: Address
+    settings: Address
     model: Address
-    limit: Int64
     is_tree: Int64
-    longest_match: Int64
-    shortest_match: Int64
-    sure: Float64
     costs: Address
     more: Address
     num_more: Int64
     rate: ThroughputRecord
     by_source: Annotated[Int64s, np.int64, (NUM_SOURCES, 3)]
     prices: Annotated[Float64s, np.float64, MAX_DRAFT]
-    chances: Annotated[Float64s, np.float64, MAX_DRAFT]
-    agreed: Annotated[Int64s, np.int64, MAX_DRAFT]
-    depths: Annotated[Int64s, np.int64, MAX_DRAFT]
+    gains: Annotated[Float64s, np.float64, MAX_DRAFT]
     path: Annotated[TokenIds, np.int32, MAX_DRAFT]
     row: DraftRow
 
 
 _decoder_at = view_of(Decoder)
-
-
-@kernel
-def _best_num_tokens(decoder: Decoder, out: DraftRecord) -> int:
-    """Return the number of draft tokens that maximizes the expected output tokens per cost of the verification pass."""
-    costs, recent = float64_array(decoder.costs, decoder.limit + 1), recent_pass(decoder.rate)
-    gain, best, most = 0.0, 0, combined_rate(recent, 1.0, costs[0])
-    for node in range(out.size):
-        parent = parent_of(out, node)
-        decoder.chances[node] = out.probabilities[node] * (decoder.chances[parent] if parent >= 0 else 1.0)
-        gain += decoder.chances[node]
-        together = combined_rate(recent, 1.0 + gain, costs[node + 1])
-        if together > most:
-            best, most = node + 1, together
-    return best
-
-
-@kernel
-def _num_accepted(decoder: Decoder, out: DraftRecord, size: int, text: TokenIds, position: int) -> int:
-    """Return how many of a draft's first ``size`` tokens agree with the recorded text from ``position`` on.
-
-    The accepted path through the draft tree is written to ``decoder.path``.
-    """
-    num_left, longest, last = len(text) - position, 0, -1
-    for node in range(size):
-        parent = parent_of(out, node)
-        depth = 0 if parent < 0 else decoder.depths[parent] + 1
-        decoder.depths[node] = depth
-        before = 0 if parent < 0 else decoder.agreed[parent]
-        if before < 0 or depth >= num_left or out.tokens[node] != text[position + depth]:
-            decoder.agreed[node] = -1
-            continue
-        decoder.agreed[node] = depth + 1
-        if depth + 1 > longest:
-            longest, last = depth + 1, node
-    for depth in range(longest - 1, -1, -1):
-        decoder.path[depth] = last
-        last = parent_of(out, last)
-    return longest
 
 
 @kernel
@@ -123,37 +80,39 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
     accepts, so the last token of the text never counts as accepted.
     """
     decoder = _decoder_at(at)
-    frame, row = draft_scratch_at(decoder.workspace), decoder.row
+    settings, row = draft_batch_at(decoder.settings), decoder.row
     reset_row(row, prompt_length)
-    params, out, prices = row.params, row.draft, decoder.prices
+    params, out, prices, rate = row.params, row.draft, decoder.prices, decoder.rate
     params.context, params.snapshot, params.model, params.token_costs = (
         text_at,
         snapshot,
         decoder.model,
         prices.ctypes.data,
     )
-    params.limit, params.is_tree, params.num_token_costs = decoder.limit, decoder.is_tree, decoder.num_more
-    text, costs = int32_array(text_at, length), float64_array(decoder.costs, decoder.limit + 1)
+    params.limit, params.is_tree, params.num_token_costs = settings.limit, decoder.is_tree, decoder.num_more
+    text, costs = int32_array(text_at, length), float64_array(decoder.costs, settings.limit + 1)
     more = float64_array(decoder.more, decoder.num_more)
-    position, number, kept, agreeing = prompt_length, 0, 0, 0
+    position, number, agreeing = prompt_length, 0, 0
     while position < length:
         for i in range(decoder.num_more):
-            prices[i] = cost_in_tokens(decoder.rate, 1.0, costs[0], more[i])
+            prices[i] = cost_in_tokens(rate, 1.0, costs[0], more[i])
         params.token_cost, params.context_length = prices[0], position
-        draft_row(frame, row, decoder.longest_match, decoder.shortest_match)
-        is_kept = out.size > 0 and (number > 0 or out.probabilities[0] >= decoder.sure)
-        kept = _best_num_tokens(decoder, out) if is_kept else 0
-        agreeing = _num_accepted(decoder, out, kept, text, position)
+        draft_row(draft_scratch_at(settings.scratch), row, settings.max_match_length, settings.min_match_length)
+        is_valid_draft(settings, row, 1.0)
+        path_probabilities(out, 1.0, decoder.gains)
+        out.size = best_num_steps(recent_pass(rate), 1.0, decoder.gains[: out.size], costs)
+        tokens = out.tokens[: out.size]
+        agreeing = accepted_path(tokens, out.parents, -1, out.is_tree == 1, text[position:], False, decoder.path)
         accepted = min(agreeing, length - 1 - position)
-        if kept > 0:
+        if out.size > 0:
             decoder.by_source[out.source, 0] += 1
-            decoder.by_source[out.source, 1] += kept
+            decoder.by_source[out.source, 1] += out.size
             decoder.by_source[out.source, 2] += accepted
-        steps[3 * number], steps[3 * number + 1], steps[3 * number + 2] = kept, accepted, out.source
-        add_pass(decoder.rate, min(agreeing + 1, length - position), costs[kept])
+        steps[3 * number], steps[3 * number + 1], steps[3 * number + 2] = out.size, accepted, out.source
+        add_pass(rate, min(agreeing + 1, length - position), costs[out.size])
         position += accepted + 1
         number += 1
-    learn_from_path(row.state.scored, kept, decoder.path[:agreeing], acceptance_tables_at(decoder.model))
+    learn_from_path(row.state.scored, out.size, decoder.path[:agreeing], acceptance_tables_at(decoder.model))
     return number
 
 
@@ -191,12 +150,12 @@ class OutputDecoder:
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]
         self._more = rising(self._costs)
-        self._workspace, self._model = Workspace(), AcceptanceModel()
+        self._workspace, self._model = Workspace(draft.max_match_length, draft.min_match_length), AcceptanceModel()
+        settings = self._workspace.batch
+        settings.limit, settings.first_threshold = limit, sure
         self._memory = Records(Decoder)
         self._decoder = decoder = self._memory[0]
-        decoder.workspace, decoder.model = self._workspace.address, self._model.address
-        decoder.limit, decoder.is_tree, decoder.sure = limit, tree, sure
-        decoder.longest_match, decoder.shortest_match = checked_lengths(draft.max_match_length, draft.min_match_length)
+        decoder.settings, decoder.model, decoder.is_tree = self._workspace.address, self._model.address, tree
         decoder.costs, decoder.more, decoder.num_more = address(self._costs), address(self._more), len(self._more)
         decoder.rate.forgetting = FORGETTING
         self._steps = np.zeros(0, np.int32)

@@ -83,11 +83,11 @@ class CostModel:
         """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
         The extra time of a forward pass that has any draft (``PassTimeModel.wide``) is considered by
-        `best_draft_length` only.
+        `num_steps_to_verify` only.
         """
         return draft_token_cost(self.address, num_rows)
 
-    def best_draft_length(self, gains: Floats, num_rows: int = 1) -> int:
+    def num_steps_to_verify(self, gains: Floats, num_rows: int = 1) -> int:
         """Return the number of draft tokens per row with the greatest expected throughput.
 
         All rows are padded to this length. It may be greater if a probe is due, which verifies a longer draft to check

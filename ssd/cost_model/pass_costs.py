@@ -302,22 +302,19 @@ def draft_token_cost(address: int, num_rows: int) -> float:
 
 
 @kernel
-def best_num_steps(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length with the greatest expected throughput, in units of ``step`` positions. O(n).
+def best_num_steps(recent: tuple[float, float], num_rows: float, gains: Floats, seconds: Floats) -> int:
+    """Return the draft length with the greatest expected throughput, in steps. O(n).
 
     Args:
-        address: The address of the `PassCostRecord`.
-        num_rows: The number of rows of the forward pass.
-        step: The number of positions that one more unit of draft length adds to the pass.
-        gains: The expected number of accepted draft tokens that each unit adds, float64[n].
+        recent: The output tokens and the seconds of an average recent pass, see `combined_rate`.
+        num_rows: The number of rows of the forward pass, each of which gets one token without drafts.
+        gains: The expected number of accepted draft tokens that each step adds, float64[n].
+        seconds: The time of a pass with 0, 1, 2, ... steps, float64[n + 1].
     """
-    costs = costs_at(address)
-    recent = recent_pass(costs.rate)
-    expected = float(num_rows)
-    best, most = 0, combined_rate(recent, expected, _seconds(costs, num_rows, False))
+    expected, best, most = num_rows, 0, combined_rate(recent, num_rows, seconds[0])
     for i in range(len(gains)):
         expected += gains[i]
-        together = combined_rate(recent, expected, _seconds(costs, num_rows + step * (i + 1), True))
+        together = combined_rate(recent, expected, seconds[i + 1])
         if together > most:
             best, most = i + 1, together
     return best
@@ -329,10 +326,18 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
 
     Such a check is a probe. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length, because a
     wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return the same
-    length. The arguments are those of ``best_num_steps``.
+    length.
+
+    Args:
+        address: The address of the `PassCostRecord`.
+        num_rows: The number of rows of the forward pass.
+        step: The number of positions that one more unit of draft length adds to the pass.
+        gains: The expected number of accepted draft tokens that each unit adds, float64[n].
     """
-    costs = costs_at(address)
-    best = best_num_steps(address, num_rows, step, gains)
+    costs, seconds = costs_at(address), np.empty(len(gains) + 1)
+    for i in range(len(seconds)):
+        seconds[i] = _seconds(costs, num_rows + step * i, i > 0)
+    best = best_num_steps(recent_pass(costs.rate), float(num_rows), gains, seconds)
     is_due, left_out = costs.since_probe >= costs.probe_pause, 0.0
     for i in range(best, len(gains)):
         left_out += gains[i]
@@ -345,39 +350,3 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
         costs.is_probing = 1
         return min(len(gains), max(_PROBE_WIDTH * num_rows // step, 4 * best))
     return best
-
-
-@kernel
-def cut_drafts(address: int, probabilities: Floats, sizes: Int64s, best_first: Floats) -> None:
-    """Shorten the draft chains of all rows of a forward pass to the lengths with the greatest expected throughput.
-
-    ``probabilities`` (float64[rows, n]) are the acceptance probabilities of the draft tokens, given that those before
-    them are accepted; ``sizes`` are the draft lengths, lowered in place; and ``best_first`` is scratch for all draft
-    tokens.
-
-    The gain of a token is the probability that it and all tokens before it are accepted. The gain never increases along
-    a draft, so the m best tokens of all rows are beginnings of drafts, and the best m is found by trying all. O(n log
-    n).
-    """
-    num_rows, count = len(sizes), 0
-    if not costs_at(address).is_known:
-        return
-    for row in range(num_rows):
-        probability = 1.0
-        for i in range(sizes[row]):
-            probability *= probabilities[row, i]
-            best_first[count] = -probability
-            count += 1
-    gains = best_first[:count]
-    gains.sort()
-    gains *= -1.0
-    kept = num_steps_to_verify(address, num_rows, 1, gains)
-    least = gains[kept - 1] if kept > 0 else 2.0
-    for row in range(num_rows):
-        probability, size = 1.0, 0
-        while size < sizes[row]:
-            probability *= probabilities[row, size]
-            if probability < least:
-                break
-            size += 1
-        sizes[row] = size

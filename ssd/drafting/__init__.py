@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssd.config import DraftConfig
 from ssd.drafting.hybrid_drafter import HybridDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftRequest, NoDrafter, SamplingRow
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftOutcome, DraftRequest, NoDrafter, SamplingRow
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
@@ -33,6 +33,7 @@ __all__ = [
     "DRAFTER_NAMES",
     "EMPTY_DRAFT",
     "Draft",
+    "DraftOutcome",
     "DraftRequest",
     "Drafter",
     "HybridDrafter",

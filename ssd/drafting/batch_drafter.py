@@ -17,21 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import cut_drafts, draft_token_cost, observe_pass
+from ssd.cost_model.pass_costs import draft_token_cost, observe_pass
 from ssd.drafting.acceptance_model import NamespaceModels
-from ssd.drafting.draft_kernel import DraftRow, draft_batch, reset_row_at
+from ssd.drafting.draft_batch import DRAFT_OFFSET, cut_drafts, draft_batch, draft_batch_at, is_valid_draft
+from ssd.drafting.draft_kernel import DraftRow, reset_row_at, row_at
 from ssd.drafting.draft_records import MAX_DRAFT
-from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace, checked_lengths
+from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,
-    Float64,
     Int64,
     Record,
     Records,
-    TokenIds,
     address,
     float32_array,
-    float64_array,
     int32_array,
     int64_array,
     kernel,
@@ -69,18 +67,14 @@ class RowTextRecord(Record):
     drafting: DraftRow
 
 
-class DraftBatchRecord(Record):
-    """The rows of a batch and the settings of its drafter, in the form that numba kernels read.
+class RowBatch(Record):
+    """The rows of a batch and the counters of its drafter, in the form that numba kernels read.
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
         wanted: For each row, whether to draft for it, int64.
-        selected: Scratch, the rows that are drafted for; the next four fields are scratch for them too.
-        cost: The address of the `PassCostRecord`.
-        default_token_cost: The cost of a draft token until ``cost`` has measured enough forward passes.
-        workspace: The address of the `DraftScratch`.
-        ends: The ids of end-of-text tokens, int32[num_ends].
-        limit: The maximum number of draft tokens per row.
+        settings: The address of the `DraftBatch`.
+        model: The address of the acceptance model.
         num_new: The number of tokens appended since the last call.
         last_num_drafting: The number of rows that the last call drafted for; -1 if rows were assigned since.
         last_positions: The number of positions of the forward pass that verified the last drafts.
@@ -91,22 +85,9 @@ class DraftBatchRecord(Record):
 
     texts: Address
     wanted: Address
-    selected: Address
-    drafting: Address
-    sizes: Address
-    probabilities: Address
-    best_first: Address
-    cost: Address
-    default_token_cost: Float64
-    workspace: Address
+    settings: Address
     model: Address
-    ends: Address
-    num_ends: Int64
-    vocab_size: Int64
-    limit: Int64
     max_length: Int64
-    longest_match: Int64
-    shortest_match: Int64
     num_new: Int64
     last_num_drafting: Int64
     last_positions: Int64
@@ -115,7 +96,7 @@ class DraftBatchRecord(Record):
     num_draft_tokens: Int64
 
 
-_text_at, _batch_at = view_of(RowTextRecord), view_of(DraftBatchRecord)
+_text_at, _batch_at = view_of(RowTextRecord), view_of(RowBatch)
 _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 
 
@@ -163,76 +144,50 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int,
 
 
 @kernel
-def _usable(tokens: TokenIds, size: int, batch: DraftBatchRecord) -> int:
-    """Return the length to which to cut a draft: up to its first end-of-text token; 0 if an id is out of vocabulary."""
-    ends, usable = int32_array(batch.ends, batch.num_ends), size
-    for i in range(size):
-        if tokens[i] < 0 or tokens[i] >= batch.vocab_size:
-            return 0
-        if usable == size:
-            for end in ends:
-                if tokens[i] == end:
-                    usable = i + 1
-    return usable
-
-
-@kernel
-def _fill_params(batch: DraftBatchRecord, snapshot: int, num_rows: int) -> int:
-    texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
-    selected, drafting, num_drafting = int64_array(batch.selected, num_rows), int64_array(batch.drafting, num_rows), 0
-    for row in range(num_rows):
-        if texts[row] == 0 or wanted[row] == 0:
-            continue
-        text = _text_at(texts[row])
-        ask = text.drafting.params
-        ask.context, ask.context_length, ask.snapshot, ask.model = text.tokens, text.length, snapshot, batch.model
-        # The target adds one token to the accepted draft.
-        ask.limit = max(0, min(batch.limit, batch.max_length - text.length - 1))
-        selected[num_drafting], drafting[num_drafting] = row, texts[row] + _DRAFTING_AT
-        num_drafting += 1
-    return num_drafting
-
-
-@kernel
-def _draft_rows_of_batch(
-    batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int
-) -> None:
-    """Draft for the selected rows of a batch, cut the drafts to the best total length, and write them to an array.
+def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
+    """Draft for the wanted rows of a batch, cut the drafts to the best total length, and write them to an array.
 
     ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
     of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
     the time since the last call returned; 0 if it says nothing about the cost of a step.
     """
     batch = _batch_at(batch_address)
-    num_drafting = _fill_params(batch, snapshot, num_rows)
+    settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
+    texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
+    rows, num_drafting = np.empty(num_rows, np.int64), 0
+    for row in range(num_rows):
+        if texts[row] != 0 and wanted[row] != 0:
+            rows[num_drafting] = texts[row] + _DRAFTING_AT
+            num_drafting += 1
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
-        observe_pass(batch.cost, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
+        observe_pass(costs, batch.last_positions, batch.last_positions > num_rows, batch.num_new, seconds)
     batch.num_new = 0
-    price = draft_token_cost(batch.cost, num_drafting)
-    texts, selected = int64_array(batch.texts, num_rows), int64_array(batch.selected, num_drafting)
-    for row in selected:
-        _text_at(texts[row]).drafting.params.token_cost = price if price > 0.0 else batch.default_token_cost
-    draft_batch(batch.workspace, int64_array(batch.drafting, num_drafting), batch.longest_match, batch.shortest_match)
-    sizes = int64_array(batch.sizes, num_drafting)
-    probabilities = float64_array(batch.probabilities, num_drafting * MAX_DRAFT).reshape((num_drafting, MAX_DRAFT))
-    for number in range(num_drafting):
-        draft = _text_at(texts[selected[number]]).drafting.draft
-        size = _usable(draft.tokens, draft.size, batch)
-        sizes[number], probabilities[number, :size] = size, draft.probabilities[:size]
-    cut_drafts(batch.cost, probabilities, sizes, float64_array(batch.best_first, num_rows * MAX_DRAFT))
-    width, number, positions = NUM_HEADER_WORDS + 2 * longest, 0, num_rows
+    token_cost = draft_token_cost(costs, num_drafting)
+    rows = rows[:num_drafting]
+    for i in range(num_drafting):
+        text, params = _text_at(rows[i] - _DRAFTING_AT), row_at(rows[i]).params
+        params.context, params.context_length = text.tokens, text.length
+        params.snapshot, params.model = snapshot, batch.model
+        # The target adds one token to the accepted draft.
+        params.limit = max(0, min(settings.limit, batch.max_length - text.length - 1))
+        params.token_cost = token_cost if token_cost > 0.0 else settings.default_token_cost
+    draft_batch(batch.settings, rows)
+    for i in range(num_drafting):
+        is_valid_draft(settings, row_at(rows[i]), 1.0)
+    cut_drafts(costs, rows + DRAFT_OFFSET, np.ones(num_drafting), False)
+    width, positions = NUM_HEADER_WORDS + 2 * longest, num_rows
     words, floats = int32_array(words_at, num_rows * width), float32_array(words_at, num_rows * width)
     for row in range(num_rows):
         at = row * width
         words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
-        if number < num_drafting and selected[number] == row:
-            words[at + 1] = size = sizes[number]
-            for i in range(size):
-                words[at + NUM_HEADER_WORDS + i] = _text_at(texts[row]).drafting.draft.tokens[i]
-                floats[at + NUM_HEADER_WORDS + longest + i] = probabilities[number, i]
-            batch.num_drafts += size > 0
-            positions += size
-            number += 1
+        if texts[row] != 0 and wanted[row] != 0:
+            draft = _text_at(texts[row]).drafting.draft
+            words[at + 1] = draft.size
+            for i in range(draft.size):
+                words[at + NUM_HEADER_WORDS + i] = draft.tokens[i]
+                floats[at + NUM_HEADER_WORDS + longest + i] = draft.probabilities[i]
+            batch.num_drafts += draft.size > 0
+            positions += draft.size
     batch.num_proposals += num_drafting
     batch.num_draft_tokens += positions - num_rows
     batch.last_num_drafting, batch.last_positions = num_drafting, positions
@@ -282,14 +237,6 @@ class RowText:
         self._record.length, self._record.num_new = len(tokens), num_new
 
 
-class _BatchArrays:
-    """The arrays of a batch with ``count`` rows; each has the name of its field in `DraftBatchRecord`."""
-
-    def __init__(self, count: int) -> None:
-        self.texts, self.wanted, self.selected, self.drafting, self.sizes = np.zeros((5, count), np.int64)
-        self.probabilities, self.best_first = np.zeros((2, count * MAX_DRAFT))
-
-
 class BatchDrafter:
     """Drafts with the same method as ``SuffixDrafter``, but for all rows of a batch in one kernel call.
 
@@ -327,17 +274,18 @@ class BatchDrafter:
         """
         assert longest <= MAX_DRAFT
         self.longest = longest
-        self._workspace, self._cost_model = Workspace(), CostModel()
+        self._workspace, self._cost_model = Workspace(max_match_length, min_match_length), CostModel()
         self._models, self._learned = NamespaceModels(), learned
-        self._memory = Records(DraftBatchRecord)
+        self._end_ids = np.array(sorted(end_of_text_ids), np.int32)
+        self._settings = settings = self._workspace.batch
+        settings.end_ids, settings.num_end_ids = address(self._end_ids), len(self._end_ids)
+        settings.costs, settings.vocab_size = self._cost_model.address, vocab_size
+        settings.default_token_cost = default_token_cost
+        self._memory = Records(RowBatch)
         self._batch = batch = self._memory[0]
-        self._num_rows = 0
-        self._ends = np.array(sorted(end_of_text_ids), np.int32)
-        batch.ends, batch.num_ends = address(self._ends), len(self._ends)
-        batch.cost, batch.workspace = self._cost_model.address, self._workspace.address
+        batch.settings, batch.max_length = self._workspace.address, max_length
         batch.model = self._models.of(learned).address
-        batch.vocab_size, batch.max_length, batch.default_token_cost = vocab_size, max_length, default_token_cost
-        batch.longest_match, batch.shortest_match = checked_lengths(max_match_length, min_match_length)
+        self._num_rows = 0
         self._make_rows(16)
 
     @property
@@ -352,9 +300,9 @@ class BatchDrafter:
     def assign(self, texts: Sequence[RowText | None]) -> None:
         """Set the text of each row of the batch; None disables drafting for the row."""
         self._num_rows = len(texts)
-        if len(texts) > len(self._arrays.texts):
+        if len(texts) > len(self._texts):
             self._make_rows(2 * len(texts))
-        self._arrays.texts[: len(texts)] = _addresses(texts)
+        self._texts[: len(texts)] = _addresses(texts)
         self._batch.last_num_drafting = -1
 
     def append(self, texts: Sequence[RowText | None], words: Tokens) -> list[int]:
@@ -395,10 +343,10 @@ class BatchDrafter:
         """
         count = self._num_rows
         assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
-        self._arrays.wanted[:count] = wanted
+        self._wanted[:count] = wanted
         self._workspace.reserve(snapshot)
-        self._batch.limit = min(limit, self.longest)
-        _draft_rows_of_batch(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
+        self._settings.limit = min(limit, self.longest)
+        _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
 
     def clear(self) -> None:
         """Remove the texts of all rows, because their sequences have ended."""
@@ -420,9 +368,8 @@ class BatchDrafter:
         self._batch.model = self._models.of(self._learned).address
 
     def _make_rows(self, count: int) -> None:
-        self._arrays = arrays = _BatchArrays(count)
-        for name, array in vars(arrays).items():
-            setattr(self._batch, name, address(array))
+        self._texts, self._wanted = np.zeros((2, count), np.int64)
+        self._batch.texts, self._batch.wanted = address(self._texts), address(self._wanted)
 
 
 def _addresses(texts: Sequence[RowText | None]) -> npt.NDArray[np.int64]:

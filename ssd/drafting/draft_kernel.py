@@ -1,4 +1,4 @@
-"""Draft for the rows of a batch in one kernel: learn from the last draft, look up matches, and grow the next draft."""
+"""Draft for a row in one kernel: learn from the outcome of the last draft, look up matches, and grow the next draft."""
 
 from __future__ import annotations
 
@@ -259,18 +259,6 @@ def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length:
         _draft_tree(scratch, searched, texts, params, state, learned, max_length, min_length, out)
     else:
         _draft_chain(scratch, searched, texts, params, state, learned, max_length, min_length, out)
-
-
-@kernel
-def draft_batch(workspace: int, rows: Int64s, max_length: int, min_length: int) -> None:
-    """Draft for several rows one after another, using the snapshot and acceptance model in each row's parameters.
-
-    The acceptance model learns from a row's last draft before the next row is drafted for. ``workspace`` is the address
-    of a `DraftScratch`, and ``rows`` (int64[n]) are the addresses of the `DraftRow` records, which are updated.
-    """
-    scratch = draft_scratch_at(workspace)
-    for i in range(len(rows)):
-        draft_row(scratch, row_at(rows[i]), max_length, min_length)
 
 
 @kernel

@@ -13,30 +13,18 @@ from typing import Final
 import numpy as np
 
 from ssd.cost_model.throughput import StepThroughput, cost_at
-from ssd.drafting.proposer import ProposerState, pick_probe
+from ssd.drafting.member_drafter import MemberDrafter, pick_probe
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
     MAX_PROPOSED_TOKENS,
     Draft,
     Drafter,
+    DraftOutcome,
     DraftRequest,
     ExternalProposals,
     ScoredPass,
-    ScoreObserver,
     TokenCosts,
 )
-from ssd.errors import reraise_exits
-
-
-def path_of_tokens(draft: Draft, token_ids: Sequence[int]) -> list[int]:
-    """Return the indices of the draft tokens on the path of a draft chain or tree that agrees with ``token_ids``."""
-    path: list[int] = []
-    last = -1
-    for node, (token, parent) in enumerate(zip(draft.token_ids.tolist(), draft.parents_of_all(), strict=True)):
-        if parent == last and len(path) < len(token_ids) and token == token_ids[len(path)]:
-            path.append(node)
-            last = node
-    return path
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
@@ -85,10 +73,10 @@ other drafter was worth its cost.
 
 
 @dataclass(slots=True, eq=False)
-class _ProposerDraft:
+class _MemberDraft:
     """A draft by a secondary drafter, with the expected accepted tokens of the request's draft without it."""
 
-    proposer: ProposerState
+    member: MemberDrafter
     draft: Draft
     expected_accepted: float
     first_probability: float
@@ -110,7 +98,7 @@ class _RequestStep:
     expected_accepted: float
     first_probability: float
     expected_tokens: float
-    proposer_drafts: list[_ProposerDraft] = field(default_factory=list)
+    member_drafts: list[_MemberDraft] = field(default_factory=list)
 
     @property
     def token_costs(self) -> TokenCosts:
@@ -127,10 +115,10 @@ def _expectations(draft: Draft) -> tuple[float, float]:
     return float(draft.path_probabilities().sum()), float(estimates[draft.parents < 0].max())
 
 
-def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
-    step.proposer_drafts.append(_ProposerDraft(proposer, draft, step.expected_accepted, step.first_probability))
+def _add(step: _RequestStep, member: MemberDrafter, draft: Draft) -> int:
+    step.member_drafts.append(_MemberDraft(member, draft, step.expected_accepted, step.first_probability))
     depth = depth_of(draft)
-    proposer.record_depth(depth)
+    member.record_depth(depth)
     expected_accepted, first_probability = _expectations(draft)
     step.expected_accepted = max(step.expected_accepted, expected_accepted)
     step.first_probability = max(step.first_probability, first_probability)
@@ -140,13 +128,13 @@ def _add(step: _RequestStep, proposer: ProposerState, draft: Draft) -> int:
 def _proposals_of(step: _RequestStep) -> ExternalProposals:
     """Combine the drafts of secondary drafters for a request into one forest of at most MAX_PROPOSED_TOKENS tokens."""
     tokens, parents, probabilities, kinds = list[int](), list[int](), list[float](), list[int]()
-    for each in step.proposer_drafts:
+    for each in step.member_drafts:
         begin, draft = len(tokens), each.draft
-        size, rate = len(draft.token_ids), each.proposer.rates.rate(step.request.request_id)
+        size, rate = len(draft.token_ids), each.member.rates.rate(step.request.request_id)
         tokens += draft.token_ids.tolist()
         probabilities += [rate] * size if draft.probabilities is None else draft.probabilities.tolist()
         parents += [begin + parent if parent >= 0 else -1 for parent in draft.parents_of_all()]
-        kinds += [each.proposer.kind] * size
+        kinds += [each.member.kind] * size
     kept = slice(0, MAX_PROPOSED_TOKENS)
     return ExternalProposals(
         np.array(tokens[kept], np.int32),
@@ -178,7 +166,7 @@ class HybridDrafter:
         ``clock`` returns the time in seconds.
         """
         assert drafters
-        self._proposers = [ProposerState(drafter) for drafter in drafters]
+        self._members = [MemberDrafter(drafter) for drafter in drafters]
         self._clock, self._step_rate = clock, StepThroughput(clock)
         self._steps: dict[str, _RequestStep] = {}
         self._recent: dict[str, float] = {}
@@ -188,16 +176,16 @@ class HybridDrafter:
     @property
     def num_failures(self) -> int:
         """Return the total number of failed calls of all combined drafters."""
-        return sum(proposer.num_failures for proposer in self._proposers)
+        return sum(member.num_failures for member in self._members)
 
     @property
     def primary(self) -> Drafter:
         """Return the first drafter, which is used in every step."""
-        return self._proposers[0].drafter
+        return self._members[0].drafter
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.start_step()
-        return self.extend_drafts(requests, self._proposers[0].propose(requests))
+        return self.extend_drafts(requests, self._members[0].propose(requests))
 
     def start_step(self) -> None:
         """Start the timer of a step; call this method before the primary drafter drafts."""
@@ -207,8 +195,8 @@ class HybridDrafter:
         """Return whether to evaluate in this step if secondary drafters are worth their cost."""
         if self._num_spared + 1 < min(_LONGEST_PAUSE, 1 << (self._num_idle // _IDLE_STEPS)):
             self._num_spared += 1
-            for proposer in self._proposers[1:]:
-                proposer.rows_since_use += num_rows
+            for member in self._members[1:]:
+                member.rows_since_use += num_rows
             return False
         self._num_spared = 0
         return True
@@ -216,28 +204,26 @@ class HybridDrafter:
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
         """Replace the primary drafter's drafts where secondary drafters contribute tokens, and return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
-        latencies: list[tuple[ProposerState, float, int, int]] = []
+        latencies: list[tuple[MemberDrafter, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
-        for proposer in self._proposers[1:]:
-            selected = self._select_requests(proposer, steps)
+        for member in self._members[1:]:
+            selected = self._select_requests(member, steps)
             if not selected:
                 continue
             began, depth = self._clock(), 0
-            is_new = any(map(proposer.seconds_to_start, selected.values()))
-            for i, draft in zip(selected, proposer.propose(list(selected.values())), strict=True):
+            is_new = any(map(member.seconds_to_start, selected.values()))
+            for i, draft in zip(selected, member.propose(list(selected.values())), strict=True):
                 if len(draft.token_ids):
-                    depth = max(depth, _add(steps[i], proposer, draft))
+                    depth = max(depth, _add(steps[i], member, draft))
             if not is_new:
-                latencies.append((proposer, self._clock() - began, len(selected), depth))
+                latencies.append((member, self._clock() - began, len(selected), depth))
         self._steps.update((step.request.request_id, step) for step in steps)
-        extended = [i for i, step in enumerate(steps) if step.proposer_drafts]
+        extended = [i for i, step in enumerate(steps) if step.member_drafts]
         began = self._clock()
-        rescored = self._proposers[0].propose(
-            [replace(requests[i], proposals=_proposals_of(steps[i])) for i in extended]
-        )
+        rescored = self._members[0].propose([replace(requests[i], proposals=_proposals_of(steps[i])) for i in extended])
         ended = self._clock()
-        for proposer, seconds, num_rows, depth in latencies:
-            proposer.record_latency(seconds + ended - began, num_rows, depth)
+        for member, seconds, num_rows, depth in latencies:
+            member.record_latency(seconds + ended - began, num_rows, depth)
         self._num_idle = 0 if self._has_used_others else self._num_idle + 1
         if latencies or extended:
             self._step_rate.leave_out(ended - started)  # other drafters must beat a step without them
@@ -245,77 +231,66 @@ class HybridDrafter:
             drafts[i] = draft
         return drafts
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Report the outcome of a verified draft to each drafter: how many tokens of its own draft were accepted."""
-        self._step_rate.count(num_accepted + 1)
-        step = self._steps.pop(request_id, None)
-        if step is None:
-            return
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        """Report the outcome of a forward pass to each drafter: how many tokens of its own drafts were accepted."""
+        own: list[list[DraftOutcome]] = [[] for _ in self._members]
+        for outcome in outcomes:
+            self._step_rate.count(outcome.num_accepted + 1)
+            step = self._steps.pop(outcome.request_id, None)
+            if step is not None and step.member_drafts:
+                self._observe_members(outcome, step, own)
+            elif step is not None:
+                self._record_accepted(step, outcome.num_accepted)
+            if outcome.has_ended or (step is not None and not self._members[0].learns_from_context):
+                own[0].append(outcome)
+        for member, outcomes_of_member in zip(self._members, own, strict=True):
+            member.observe(outcomes_of_member, scored)
+
+    def _observe_members(self, outcome: DraftOutcome, step: _RequestStep, own: list[list[DraftOutcome]]) -> None:
+        """Learn from the outcome of a draft to which other drafters contributed, and add their outcomes to ``own``."""
+        draft, num_accepted = outcome.draft, outcome.num_accepted
         path = np.arange(num_accepted) if draft.path is None else draft.path[:num_accepted]
-        output = draft.token_ids[path].tolist()
-        reached = len(path_of_tokens(step.own, output))
-        self._record_accepted(request_id, step, reached)
-        self._proposers[0].drafter.observe(request_id, draft, num_accepted)
-        for selected in step.proposer_drafts if draft is not EMPTY_DRAFT else ():
-            selected.proposer.marginal_gain.learn(
-                selected.expected_accepted, selected.first_probability, max(0, num_accepted - reached)
-            )
-            verified_part = selected.draft.cut(num_shared_tokens(selected.draft, draft))
-            own_path = path_of_tokens(verified_part, output)
+        output = draft.token_ids[path]
+        reached = len(step.own.path_of(output))
+        self._record_accepted(step, reached)
+        for each in step.member_drafts if draft is not EMPTY_DRAFT else ():
+            member = each.member
+            member.marginal_gain.learn(each.expected_accepted, each.first_probability, max(0, num_accepted - reached))
+            verified_part = each.draft.cut(num_shared_tokens(each.draft, draft))
+            own_path = verified_part.path_of(output)
             if len(verified_part.token_ids):
-                selected.proposer.rates.record(request_id, len(verified_part.token_ids), len(own_path))
+                member.rates.record(outcome.request_id, len(verified_part.token_ids), len(own_path))
             if verified_part.parents is not None:
-                verified_part = replace(verified_part, path=np.array(own_path, np.int32))
-            selected.proposer.drafter.observe(request_id, verified_part, len(own_path))
+                verified_part = replace(verified_part, path=own_path)
+            own[self._members.index(member)].append(
+                DraftOutcome(outcome.request_id, verified_part, len(own_path), has_ended=outcome.has_ended)
+            )
             reached = max(reached, len(own_path))
 
-    def count_step(self, request_id: str, num_accepted: int) -> bool:
-        """Count the output tokens of a request's step for the measured throughput.
-
-        Returns:
-            Whether the caller must also call ``observe``, because a drafter other than the primary one was used.
-        """
-        step = self._steps.get(request_id)
-        if step is not None and step.proposer_drafts:
-            return True
-        self._step_rate.count(num_accepted + 1)
-        if step is not None:
-            self._record_accepted(request_id, self._steps.pop(request_id), num_accepted)
-        return False
-
-    def _record_accepted(self, request_id: str, step: _RequestStep, reached: int) -> None:
+    def _record_accepted(self, step: _RequestStep, reached: int) -> None:
+        request_id = step.request.request_id
         recent = self._recent.get(request_id, step.expected_tokens)
         self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MOST_RECENT)
 
-    def observe_scores(self, scored: ScoredPass) -> None:
-        self._tell(lambda observer: observer.observe_scores(scored))
-
     def learn_scores(self, scored: ScoredPass) -> None:
-        self._tell(lambda observer: observer.learn_scores(scored))
-
-    def _tell(self, tell: Callable[[ScoreObserver], None]) -> None:
-        for proposer in self._proposers:
-            if proposer.observer is not None:
-                try:
-                    tell(proposer.observer)
-                except BaseException as error:
-                    reraise_exits(error)
-                    proposer.count_failure()
+        for member in self._members:
+            member.learn_scores(scored)
 
     def finish(self, request_id: str) -> None:
         self._steps.pop(request_id, None)
         self._recent.pop(request_id, None)
-        for proposer in self._proposers:
-            proposer.finish(request_id)
+        for member in self._members:
+            member.finish(request_id)
 
     def warm_up(self) -> None:
-        for proposer in self._proposers:
-            getattr(proposer.drafter, "warm_up", lambda: None)()
+        EMPTY_DRAFT.path_of(())  # compiles a kernel
+        for member in self._members:
+            getattr(member.drafter, "warm_up", lambda: None)()
 
     def publish(self) -> None:
         """Publish a copy of the acceptance model of every drafter that has one."""
-        for proposer in self._proposers:
-            getattr(proposer.drafter, "publish", lambda: None)()
+        for member in self._members:
+            getattr(member.drafter, "publish", lambda: None)()
 
     def _step(self, request: DraftRequest, draft: Draft) -> _RequestStep:
         expected_accepted, first_probability = _expectations(draft)
@@ -323,21 +298,21 @@ class HybridDrafter:
         expected_tokens = _EXPECTATION_WEIGHT * expected_accepted + (1 - _EXPECTATION_WEIGHT) * recent
         return _RequestStep(request, draft, expected_accepted, first_probability, expected_tokens)
 
-    def _select_requests(self, proposer: ProposerState, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
+    def _select_requests(self, member: MemberDrafter, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
         """Return, by index, the requests for which a costly drafter's expected gain exceeds its cost.
 
         The returned requests are copies whose token costs include the drafter's time per token.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {
-            i: proposer.marginal_gain.expected(steps[i].expected_accepted, steps[i].first_probability) for i in able
+            i: member.marginal_gain.expected(steps[i].expected_accepted, steps[i].first_probability) for i in able
         }
         selected, costs, gains = able, dict[int, float](), dict[int, float]()
         for _ in range(2):  # twice, because fewer rows share the cost of a call
             each = {i: self._tokens_per_second(steps[i], len(selected), len(steps)) for i in selected}
-            costs = {i: each[i] * proposer.seconds_per_token(len(selected)) for i in selected}
+            costs = {i: each[i] * member.seconds_per_token(len(selected)) for i in selected}
             spent = {
-                i: proposer.depth * (costs[i] + cost_at(steps[i].token_costs, 0)) + each[i] * proposer.fixed_seconds
+                i: member.depth * (costs[i] + cost_at(steps[i].token_costs, 0)) + each[i] * member.fixed_seconds
                 for i in selected
             }
             gains = {i: gain_of[i] - spent[i] for i in selected}
@@ -346,19 +321,19 @@ class HybridDrafter:
         selected = [
             i
             for i in selected
-            if proposer.should_start(steps[i].request, self._tokens_to_start(proposer, steps[i]), gains[i])
+            if member.should_start(steps[i].request, self._tokens_to_start(member, steps[i]), gains[i])
         ]
         for i in set(range(len(steps))).difference(selected):
-            proposer.rates.fade(steps[i].request.request_id)
+            member.rates.fade(steps[i].request.request_id)
 
         def probe_costs() -> dict[int, float]:
-            alone = proposer.depth * proposer.seconds_per_token(1) + proposer.fixed_seconds
+            alone = member.depth * member.seconds_per_token(1) + member.fixed_seconds
             return {
-                i: self._tokens_to_start(proposer, steps[i]) + self._tokens_per_second(steps[i], 1, len(steps)) * alone
+                i: self._tokens_to_start(member, steps[i]) + self._tokens_per_second(steps[i], 1, len(steps)) * alone
                 for i in able
             }
 
-        probe = pick_probe(proposer, len(steps), len(selected), probe_costs)
+        probe = pick_probe(member, len(steps), len(selected), probe_costs)
         if probe is not None:
             self._has_used_others = True
             return {probe: steps[probe].request}
@@ -374,5 +349,5 @@ class HybridDrafter:
             return 0.0
         return (1.0 + step.expected_tokens) * num_rows / (num_used * step_s)
 
-    def _tokens_to_start(self, proposer: ProposerState, step: _RequestStep) -> float:
-        return self._step_rate.tokens_per_s * proposer.seconds_to_start(step.request)
+    def _tokens_to_start(self, member: MemberDrafter, step: _RequestStep) -> float:
+        return self._step_rate.tokens_per_s * member.seconds_to_start(step.request)

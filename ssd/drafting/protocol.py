@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ssd.config import SamplingParams
+from ssd.drafting.accepted_path import path_of_text
 from ssd.drafting.noise import SequenceNoise, UInt64
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
@@ -108,10 +109,10 @@ class Draft:
     Attributes:
         token_ids: The draft tokens, int32[k] with k <= the request's limit. Empty if nothing was found.
         match_length: The length of the longest match between the end of the context and the searched text.
-        source: Where the first token was found: "own" (the request's context), "prediction" (the client's prediction),
-            "tail" (recent text in the ring), "segment" (a segment of the cache), "warm" (a prebuilt cache), "model" or
-            "head" (a draft model or head), "recycled" (the target's earlier top-k candidates), "guess" (lookahead),
-            "coupled" (sampled before with the same Gumbel noise) or "none".
+        source: Where the first token was found: "context" (the request's context), "prediction" (the client's
+            prediction), "recent" (the memtable), "cache" (a segment), "prebuilt" (a prebuilt cache), "model" or "head"
+            (a draft model or head), "recycling" (the target's earlier top-k tokens), "lookahead" (tokens sampled after
+            a rejected draft token), "coupled" (sampled before with the same Gumbel noise) or "none".
         probabilities: The estimated probability that each token is accepted, given that the tokens before it are.
             float64[k]. None if the drafter makes no estimates.
         parents: For each token of a tree, the index of the token before it; -1 if it follows the context. int32[k]. A
@@ -143,6 +144,14 @@ class Draft:
     def parents_of_all(self) -> list[int]:
         """Return for each draft token of a tree or chain the index of the token before it; -1 for the context."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
+
+    def path_of(self, text: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
+        """Return the indices of the draft tokens that agree with the text after the context, int32[n], in order."""
+        # Copies, because numba compiles a kernel again for another dtype and for a read-only array.
+        tokens, following = np.array(self.token_ids, np.int32), np.array(text[: len(self.token_ids)], np.int32)
+        if self.parents is None:
+            return path_of_text(tokens, tokens, False, following)
+        return path_of_text(tokens, np.array(self.parents, np.int32), True, following)
 
     def cut(self, length: int) -> Draft:
         if length >= len(self.token_ids):
@@ -242,23 +251,30 @@ class ScoredPass:
     top_logits: npt.NDArray[np.float32]
 
 
-@runtime_checkable
-class ScoreObserver(Protocol):
-    """A drafter that learns from the target's logits, not only from the accepted tokens."""
+class DraftOutcome:
+    """The outcome of one request's draft in a verification pass.
 
-    def observe_scores(self, scored: ScoredPass) -> None:
-        """Save from a forward pass's logits and sampled tokens the data that the drafter needs for its next draft.
+    Attributes:
+        request_id: The request.
+        num_accepted: The number of draft tokens that the target accepted and that are in the output.
+        has_ended: Whether the request ended with this pass, so that no draft for it will follow.
+    """
 
-        The engine calls it before ``observe`` for the rows of the pass.
-        """
-        ...
+    __slots__ = ("_draft", "has_ended", "num_accepted", "request_id")
 
-    def learn_scores(self, scored: ScoredPass) -> None:
-        """Learn from the logits of a forward pass that was passed to ``observe_scores``.
+    def __init__(
+        self, request_id: str, draft: Draft | Callable[[], Draft], num_accepted: int, *, has_ended: bool = False
+    ) -> None:
+        """Create an outcome; ``draft`` may be a function, which is called when the draft is read."""
+        self.request_id, self.num_accepted, self.has_ended = request_id, num_accepted, has_ended
+        self._draft = draft
 
-        The engine calls it later, while a GPU computes the next pass.
-        """
-        ...
+    @property
+    def draft(self) -> Draft:
+        """Return the verified draft. ``draft.path`` holds the accepted tokens of a tree. EMPTY_DRAFT: none was made."""
+        if not isinstance(self._draft, Draft):
+            self._draft = self._draft()
+        return self._draft
 
 
 class Drafter(Protocol):
@@ -271,12 +287,29 @@ class Drafter(Protocol):
         """Return one draft for each request, in the order of ``requests``."""
         ...
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Learn how many tokens of ``draft`` the target accepted; for a tree, ``draft.path`` holds their indices."""
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        """Learn the outcome of a verification pass. The engine calls it before the next drafts are made.
+
+        Args:
+            outcomes: How many tokens of each draft the target accepted.
+            scored: The target's logits in the pass, for a `ScoreLearner`; None if they are not available.
+        """
         ...
 
     def finish(self, request_id: str) -> None:
         """Drop the drafter's state of a request that has ended."""
+        ...
+
+
+@runtime_checkable
+class ScoreLearner(Protocol):
+    """A drafter that learns from the target's logits, not only from the accepted tokens."""
+
+    def learn_scores(self, scored: ScoredPass) -> None:
+        """Learn from the logits of a forward pass that was passed to ``observe``.
+
+        The engine calls it later, while a GPU computes the next pass.
+        """
         ...
 
 
@@ -286,6 +319,6 @@ class NoDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [EMPTY_DRAFT] * len(requests)
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None: ...
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None: ...
 
     def finish(self, request_id: str) -> None: ...

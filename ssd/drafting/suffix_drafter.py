@@ -7,16 +7,16 @@ are further candidates.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
+from ssd.drafting.draft_batch import DraftBatch, draft_batch
 from ssd.drafting.draft_kernel import (
     DraftRow,
     DraftScratch,
-    draft_batch,
     finish_row,
     reset_row_at,
     row_at,
@@ -29,6 +29,7 @@ from ssd.drafting.protocol import (
     EMPTY_DRAFT,
     MAX_PROPOSED_TOKENS,
     Draft,
+    DraftOutcome,
     DraftRequest,
     ExternalProposals,
     ScoredPass,
@@ -55,18 +56,23 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """The scratch memory of one drafter, which grows and never shrinks.
+    """The `DraftBatch` of one drafter and its scratch memory, which grows and never shrinks.
 
-    ``address`` is that of its `DraftScratch`, for numba kernels.
+    ``batch`` is the record, with settings that validate nothing, and ``address`` its address for numba kernels.
     """
 
-    def __init__(self) -> None:
-        self._memory = Records(DraftScratch)
-        self._scratch, self.address = self._memory[0], self._memory.address
+    def __init__(self, max_match_length: int, min_match_length: int) -> None:
+        """Allocate the memory. Raises ConfigError if ``max_match_length`` is not within 1..256."""
+        if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
+            raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
+        self._memory, self._batches = Records(DraftScratch), Records(DraftBatch)
+        self.batch, self.address = self._batches[0], self._batches.address
+        self.batch.scratch, self.batch.vocab_size = self._memory.address, 1 << 32
+        self.batch.max_match_length, self.batch.min_match_length = max_match_length, max(1, min_match_length)
         self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
         self._samples = Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS)
-        self._scratch.lookups.patterns = address(self._patterns)
-        self._scratch.samples_of_lookups = self._samples.address
+        self._memory[0].lookups.patterns = address(self._patterns)
+        self._memory[0].samples_of_lookups = self._samples.address
         self._allocate_lanes(32)
 
     def reserve(self, snapshot: Snapshot) -> None:
@@ -76,11 +82,11 @@ class Workspace:
 
     def _allocate_lanes(self, count: int) -> None:
         self._lanes, self._walkers = Records(SegmentSearch, count), Records(RangeExpander, 2 * count)
-        lookups = self._scratch.lookups
+        lookups = self._memory[0].lookups
         lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
 
 
-class RequestRow:
+class RequestState:
     """The drafter's state of one request, from its first draft to its end.
 
     Attributes:
@@ -152,13 +158,6 @@ def as_kernel_array(context: TokenIds) -> TokenIds:
     return context
 
 
-def checked_lengths(max_match_length: int, min_match_length: int) -> tuple[int, int]:
-    """Return the maximum and minimum match length to use. Raises ConfigError if the maximum is not in 1..256."""
-    if not 1 <= max_match_length <= MAX_MATCH_LENGTH:
-        raise ConfigError(f"max_match_length must be within 1..{MAX_MATCH_LENGTH}, got {max_match_length}")
-    return max_match_length, max(1, min_match_length)
-
-
 class SuffixDrafter:
     """Drafts the most probable continuation of a text, as long as the expected gain exceeds the cost.
 
@@ -176,6 +175,10 @@ class SuffixDrafter:
     The acceptance model belongs to the namespace. It learns from every candidate whose outcome is known, drafted or
     not. The drafter is deterministic given its calls, and only one thread may use it. At most 112 matches are read per
     request.
+    """
+
+    learns_from_context: ClassVar[bool] = True
+    """Whether the outcome of a draft is seen in the next context, so that only a request's last one must be reported.
     """
 
     def __init__(
@@ -202,15 +205,14 @@ class SuffixDrafter:
         Raises:
             ConfigError: If ``max_match_length`` is not within 1..256.
         """
-        self._longest, self._shortest = checked_lengths(max_match_length, min_match_length)
+        self._workspace = Workspace(max_match_length, min_match_length)
         self.default_token_cost = default_token_cost
-        self._workspace = Workspace()
         self._models = NamespaceModels()
         self._uses_retrieval = retrieval
         self._recycling = NamespaceRecyclingTables() if recycling else None
         self._sample_caches = NamespaceSampleCaches() if use_sample_cache else None
-        self._rows: dict[str, RequestRow] = {}
-        self._spare: list[RequestRow] = []  # of ended requests, for reuse: new memory takes longer than a draft
+        self._rows: dict[str, RequestState] = {}
+        self._spare: list[RequestState] = []  # of ended requests, for reuse: new memory takes longer than a draft
 
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
         """Return the acceptance model of a namespace; all requests without a namespace share one model."""
@@ -227,13 +229,13 @@ class SuffixDrafter:
             row.learned = request.learned
             addresses.append(row.address)
             records.append(row.record)
-        draft_batch(self._workspace.address, np.array(addresses, np.int64), self._longest, self._shortest)
+        draft_batch(self._workspace.address, np.array(addresses, np.int64))
         for record in records:  # their arrays die with ``references``, and `draft_groups` does not write them
             record.params.num_proposed = record.params.num_token_costs = 0
         del references
         return [draft_of(record.draft) for record in records]
 
-    def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestRow:
+    def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestState:
         """Allocate the drafter's state of a request, before its first draft.
 
         ``record`` is memory of the caller for the state, at address ``at``. It receives the request's constant
@@ -241,7 +243,7 @@ class SuffixDrafter:
         """
         if len(self._rows) >= _MAX_REQUESTS:
             self._rows.clear()
-        row = RequestRow(record, at) if record is not None or not self._spare else self._spare.pop()
+        row = RequestState(record, at) if record is not None or not self._spare else self._spare.pop()
         self._rows[request.request_id] = row
         reset_row_at(row.address, request.prompt_length)
         if record is not None:
@@ -258,7 +260,7 @@ class SuffixDrafter:
             self._sample_caches.begin_pass()
         for group in groups:
             self._write_group(group)
-        draft_batch(self._workspace.address, rows, self._longest, self._shortest)
+        draft_batch(self._workspace.address, rows)
 
     def _write_group(self, group: NamespaceGroup) -> None:
         snapshot, learned = group.snapshot or NO_SNAPSHOT, group.learned
@@ -313,12 +315,16 @@ class SuffixDrafter:
     def _sample_cache_of(self, request: DraftRequest) -> int:
         return 0 if self._sample_caches is None else self._sample_caches.of(request)
 
-    def observe_scores(self, scored: ScoredPass) -> None:
-        """Save the tokens that the target sampled after a rejected draft token (lookahead) for the next draft."""
-        if self._recycling is not None:
-            row = [self._rows.get(request_id) for request_id in scored.request_ids]
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
+        """Save the outcome of drafts, and the tokens that the target sampled after rejected draft tokens (lookahead).
+
+        The acceptance model learns from the outcome of a draft when the request ends; before that, it learns from the
+        context of the next step.
+        """
+        if scored is not None and self._recycling is not None:
+            rows = [self._rows.get(request_id) for request_id in scored.request_ids]
             save_all_lookahead(
-                np.array([0 if each is None else each.address for each in row], np.int64),
+                np.array([0 if row is None else row.address for row in rows], np.int64),
                 scored.last_accepted,
                 scored.input_ids,
                 scored.num_positions,
@@ -326,27 +332,21 @@ class SuffixDrafter:
                 scored.parents is not None,
                 scored.sampled_ids,
             )
+        for outcome in outcomes:
+            row, draft = self._rows.get(outcome.request_id), outcome.draft
+            if draft is EMPTY_DRAFT or row is None:  # nothing was drafted in this step
+                continue
+            if draft.parents is None or outcome.num_accepted == 0:
+                row.verified = len(draft.token_ids), outcome.num_accepted
+            elif draft.path is None:  # a tree, and the accepted tokens are not known
+                row.verified = None
+            else:
+                row.verified = len(draft.token_ids), as_kernel_array(draft.path)
 
     def learn_scores(self, scored: ScoredPass) -> None:
         """Store the target's top-k tokens at every position of a forward pass, for token recycling."""
         if self._recycling is not None:
             self._recycling.learn(scored)
-
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """Record how many tokens of a request's draft were accepted.
-
-        The acceptance model learns from this number when the request ends; before that, it learns from the context of
-        the next step.
-        """
-        row = self._rows.get(request_id)
-        if draft is EMPTY_DRAFT or row is None:  # nothing was drafted in this step
-            return
-        if draft.parents is None or num_accepted == 0:
-            row.verified = len(draft.token_ids), num_accepted
-        elif draft.path is None:  # a tree, and the accepted tokens are not known
-            row.verified = None
-        else:
-            row.verified = len(draft.token_ids), as_kernel_array(draft.path)
 
     def finish(self, request_id: str) -> None:
         """Update the acceptance model from the last draft of a request that has ended, and drop the request's state."""
@@ -375,7 +375,7 @@ class SuffixDrafter:
         _set_group(np.zeros(0, np.int64), 0, 0, 0)
         if self._sample_caches is not None:
             warm_up_sample_cache()
-        self.observe("", draft, 0)
+        self.observe([DraftOutcome("", draft, 0)])
         self.finish("")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ssd.drafting.accepted_path import accepted_path
 from ssd.jit.addresses import kernel
 from ssd.model.kv.tree import Ints
 
@@ -13,10 +14,6 @@ def accept_drafts(
     input_ids: Ints, sampled_ids: Ints, counts: Ints, parents: Ints, is_tree: bool
 ) -> tuple[Ints, Ints, Ints]:
     """Accept the draft tokens that equal the tokens sampled from the target at the same positions. O(positions).
-
-    Starting at the first position of a sequence, the accepted path follows the draft token that equals the token
-    sampled at the current position (among equal siblings of a draft tree, the first one) until there is no such token.
-    A token comes after its parent, so one scan finds the path.
 
     Lossless: the target samples each token with exactly the prefix that precedes it in the output, and its random noise
     is a function of seed and position alone. So the output is the same as without drafts.
@@ -37,12 +34,8 @@ def accept_drafts(
     """
     paths, output_ids, sizes = np.zeros_like(input_ids), np.zeros_like(input_ids), np.ones(len(counts), np.int64)
     for b in range(len(counts)):
-        last, size = 0, 1
-        output_ids[b, 0] = sampled_ids[b, 0]
-        for node in range(1, counts[b]):
-            if (parents[b, node] if is_tree else node - 1) == last and input_ids[b, node] == sampled_ids[b, last]:
-                last = node
-                paths[b, size], output_ids[b, size] = node, sampled_ids[b, node]
-                size += 1
-        sizes[b] = size
+        draft, path = input_ids[b, 1 : max(1, counts[b])], paths[b, 1:]
+        sizes[b] += accepted_path(draft, parents[b, 1:], 0, is_tree, sampled_ids[b], True, path)
+        for i in range(sizes[b]):
+            output_ids[b, i] = sampled_ids[b, paths[b, i]]
     return paths, output_ids, sizes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ssd.drafting.draft_records import MAX_DRAFT, NUM_SOURCES
 from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.suffix_drafter import NamespaceGroup
-from ssd.engine.request import Row
+from ssd.engine.request import SequenceRecord
 from ssd.engine.sequence import Sequence
 from ssd.jit.addresses import (
     Address,
@@ -50,7 +50,7 @@ class BatchRecord(Record):
     """
 
     num_rows: Int64
-    rows: Address  # the address of each row's `Row`
+    rows: Address  # the address of each row's `SequenceRecord`
     committed: Address  # the number of tokens that the last pass appended to each row, or NEEDS_SLOW_PATH
     num_accepted: Address  # the number of these tokens that are accepted draft tokens
     num_drafted: Address  # the number of draft tokens that were verified
@@ -76,12 +76,12 @@ class BatchRecord(Record):
     accepted_by_position: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
 
 
-row_at, batch_record_at = view_of(Row), view_of(BatchRecord)
-DRAFT_ROW_OFFSET: Final = offset_of(Row, "draft_row")
+sequence_at, batch_record_at = view_of(SequenceRecord), view_of(BatchRecord)
+DRAFT_ROW_OFFSET: Final = offset_of(SequenceRecord, "draft_row")
 
 
 @inlined
-def _is_stop_id(row: Row, token: int) -> bool:
+def _is_stop_id(row: SequenceRecord, token: int) -> bool:
     found = False
     for stop_id in int32_array(row.stop_ids, row.num_stop_ids):
         found |= stop_id == token
@@ -106,7 +106,7 @@ def fill_input_ids(
     """
     rows, width = int64_array(batch_record_at(batch).rows, len(input_ids)), input_ids.shape[1]
     for b in range(len(input_ids)):
-        row = row_at(rows[b])
+        row = sequence_at(rows[b])
         tokens, draft = int32_array(row.tokens, row.length), row.drafts[buffer]
         input_ids[b, 0], lengths[b], counts[b] = tokens[row.length - 1], row.length, draft.size + 1
         previous_ids[b] = tokens[row.length - 2] if row.length > 1 else -1
@@ -129,7 +129,7 @@ def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
     lengths = int64_array(record.lengths, len(sizes))
     record.num_slow_rows = 0
     for b in range(len(sizes)):
-        row, size = row_at(rows[b]), sizes[b]
+        row, size = sequence_at(rows[b]), sizes[b]
         needs_slow_path = row.uses_fast_path == 0 or size == 0 or row.length + size >= row.end
         if not needs_slow_path:
             for i in range(size):
@@ -168,12 +168,12 @@ def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> Non
     record.by_source[:] = 0
     record.accepted_by_position[:] = 0
     for b in range(num_rows):
-        draft = row_at(rows[b]).drafts[buffer]
+        draft = sequence_at(rows[b]).drafts[buffer]
         num_drafted[b], sources[b] = draft.size, draft.source
         num_accepted[b] = max(0, min(sizes[b] - 1, committed[b]))
         if committed[b] <= 0:
             continue
-        counts = row_at(rows[b]).counts
+        counts = sequence_at(rows[b]).counts
         record.num_committed_rows += 1
         record.num_tokens += committed[b]
         counts.num_verify_steps += 1
@@ -257,7 +257,7 @@ class Batch:
         self.traced = [b for b, sequence in enumerate(sequences) if sequence.stats.steps is not None]
         # Whether the tokens of all rows depend only on the logits and on the noise of their positions.
         self.samples_by_position = all(s.is_greedy or s.is_sampled_by_position for s in sequences)
-        self._allows_speculative_launch = (
+        self._allows_launch_ahead = (
             self.samples_by_position and not self.coupled and not any(s.needs_solo_retry for s in sequences)
         )
         self._max_lengths = np.array([sequence.row.end for sequence in sequences], np.int64)
@@ -284,7 +284,7 @@ class Batch:
         grammar mask.
         """
         return (
-            self._allows_speculative_launch
+            self._allows_launch_ahead
             and len(running) == len(self.sequences)
             and all(sequence.row.uses_fast_path == 1 for sequence in self.sequences)
             and bool((lengths < self._max_lengths).all())

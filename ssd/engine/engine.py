@@ -327,7 +327,7 @@ class Engine:
         if num_tokens:
             self.metrics.histograms.step_tokens.observe(num_tokens)
         if self.target.is_asynchronous and not (self._inbox or self._cancelled or self._scheduler.can_admit()):
-            self._pipeline.launch_speculatively(self._scheduler.running)
+            self._pipeline.launch_ahead(self._scheduler.running)
         self._update_gauges()
         return outputs
 
@@ -489,7 +489,6 @@ class Engine:
         """
         if forward_pass is None:
             return None
-        self._speculation.observe_scores(forward_pass)
         batch, committed = forward_pass.batch, CommittedPass(forward_pass, {})
         append_output_ids(batch.address, forward_pass.output_ids, forward_pass.sizes)
         num_rows, num_slow_rows = len(batch.slots), batch.record.num_slow_rows
@@ -497,13 +496,16 @@ class Engine:
             if self._pipeline.current is None:  # else the next pass already continues from all of the output
                 fast_rows = slice(None) if not num_slow_rows else np.flatnonzero(batch.committed != NEEDS_SLOW_PATH)
                 self.target.truncate(batch.slots[fast_rows], batch.lengths[fast_rows] - 1)
-            self._speculation.observe(forward_pass)
             batch.sequences[0].needs_solo_retry &= num_rows > 1
         if num_slow_rows:
             for b in np.flatnonzero(batch.committed == NEEDS_SLOW_PATH).tolist():
                 self._commit_slow(committed, b, batch.sequences[b])
             if (batch.committed <= 0).all() and not forward_pass.has_late_grammar:
                 self._isolation.check_target()
+        self._speculation.observe(committed)
+        for b in committed.ended if num_slow_rows else ():
+            # Dropped before the next drafts are made, as a drafter may have only as many slots as the target.
+            self._speculation.drop_request(batch.sequences[b])
         return committed
 
     def _commit_slow(self, committed: CommittedPass, b: int, sequence: Sequence) -> None:
@@ -514,18 +516,15 @@ class Engine:
         elif b in forward_pass.failed:
             self._isolation.fail(sequence, "sampling", forward_pass.failed[b])
         elif not size:  # the grammar mask is late: repeat the pass, after another prefill if prefixes cannot be kept
-            self._speculation.observe_row(forward_pass, b, 0)
+            forward_pass.batch.committed[b] = 0
             self.target.rollback(sequence.slot, sequence.num_tokens - 1 if self.target.can_copy_prefixes else 0)
         else:
             try:
                 token_ids = forward_pass.output_ids[b, :size].tolist()
                 found = sequence.append_tokens(token_ids, forward_pass.logits(b) if sequence.needs_logprobs else None)
                 sequence.needs_solo_retry = False
-                self._speculation.observe_row(forward_pass, b, min(size - 1, len(found.token_ids)))
                 if found.finish_reason is not None:
-                    # Dropped before the next drafts are made, as a drafter may have only as many slots as the target.
                     self._scheduler.release(sequence)
-                    self._speculation.drop_request(sequence)
                 elif self._pipeline.current is None:
                     self.target.truncate([sequence.slot], [sequence.num_tokens - 1])
                 forward_pass.batch.committed[b], committed.slow_path[b] = len(found.token_ids), found
@@ -543,8 +542,7 @@ class Engine:
             sequence = batch.sequences[b]
             self.metrics.count_prompt(sequence.stats, queried=self._prefix_cache.can_reuse(sequence))
             batch.first_token_pending.remove(b)
-        self._speculation.record_outcomes(forward_pass)
-        self._speculation.observe_pass(forward_pass, batch.record.num_tokens)
+        self._speculation.learn(forward_pass, batch.record.num_tokens)
         return batch.record.num_tokens
 
     def _make_outputs(self, committed: CommittedPass | None) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ssd.drafting.draft_records import source_name
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, ScoredPass
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingRow, ScoredPass
 from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.acceptance import accept_drafts
 from ssd.engine.batch import Batch, fill_input_ids, update_row_counts
@@ -104,8 +104,8 @@ class ForwardPass:
     def _draft(self, b: int) -> Draft:
         return draft_of(self.batch.sequences[b].row.drafts[self.buffer])
 
-    def draft(self, b: int) -> Draft:
-        """Return the draft of sequence ``b``; a draft tree also has the path of its accepted tokens.
+    def draft(self, b: int, num_accepted: int) -> Draft:
+        """Return the draft of sequence ``b``; a draft tree also has the path of its ``num_accepted`` accepted tokens.
 
         The draft is valid until the next drafts are made. EMPTY_DRAFT itself means that no draft was requested; another
         empty draft means that the drafter proposed nothing.
@@ -114,7 +114,7 @@ class ForwardPass:
             return EMPTY_DRAFT
         draft = self._draft(b)
         if draft.parents is not None:
-            draft.path = (self.paths[b, 1 : self.sizes[b]] - 1).astype(np.int32)
+            draft.path = (self.paths[b, 1 : 1 + num_accepted] - 1).astype(np.int32)
         return draft if len(draft.token_ids) else Draft(EMPTY_DRAFT.token_ids)
 
     def verify(self) -> None:
@@ -186,9 +186,9 @@ class ForwardPass:
     def scored_pass(self) -> ScoredPass:
         """Return the top-k token ids and logits at every position, from which the drafter learns.
 
-        Call it after `verify` and before the output tokens are appended.
+        Call it after the output tokens were appended. Sequences without output are left out.
         """
-        has_output = self.sizes > 0
+        has_output = self.batch.committed > 0
         used = np.where(has_output, self._counts, 0)
         top_ids, top_logits = self._output.top(used.tolist())
         request_ids, learned, allow_caching = self.batch.row_namespaces()
@@ -215,6 +215,27 @@ class CommittedPass:
     # The result for each row on the slow path. For all other rows, the result is the first ``batch.committed[b]``
     # output tokens.
     slow_path: dict[int, Committed]
+
+    @property
+    def ended(self) -> list[int]:
+        """The rows of the sequences that the pass ended, in order."""
+        return [b for b, found in self.slow_path.items() if found.finish_reason is not None]
+
+    def rows(self) -> list[int]:
+        """Return the rows whose tokens were verified, i.e. for which the pass did not fail."""
+        rows: list[int] = np.flatnonzero(self.forward_pass.batch.committed >= 0).tolist()
+        return rows
+
+    def outcome(self, b: int) -> DraftOutcome:
+        """Return the outcome of the draft of sequence ``b``; read its draft before the next drafts are made."""
+        forward_pass, sequence = self.forward_pass, self.forward_pass.batch.sequences[b]
+        num_accepted = max(0, min(int(forward_pass.sizes[b]) - 1, int(forward_pass.batch.committed[b])))
+        return DraftOutcome(
+            sequence.request.request_id,
+            lambda: forward_pass.draft(b, num_accepted),
+            num_accepted,
+            has_ended=sequence.finish_reason is not None,
+        )
 
     def update_counts(self) -> None:
         """Update the counters of the sequences and of the batch; call it in the step that appended the tokens."""

@@ -41,7 +41,7 @@ class Pipeline:
         except BaseException as error:
             self._isolation.fail_batch(batch.sequences, error)
 
-    def launch_speculatively(self, running: Rows[Sequence]) -> None:
+    def launch_ahead(self, running: Rows[Sequence]) -> None:
         """Launch the next forward pass before the current pass ends, so that the device is not idle in between.
 
         This is possible if the current pass has no drafts, so that it adds exactly one token to each sequence, and all

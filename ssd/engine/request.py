@@ -100,7 +100,7 @@ class RowCounts(Record):
     by_source: Annotated[Int64s, np.int64, NUM_SOURCES]
 
 
-class Row(Record):
+class SequenceRecord(Record):
     """The state of a sequence that compiled kernels update, in a record at a fixed address.
 
     A prepared draft is one long draft for several forward passes: it consists of the draft being verified, the token
@@ -110,7 +110,6 @@ class Row(Record):
     tokens: Address  # the address of prompt and output, int32[end], of which the first ``length`` tokens exist
     length: Int64
     end: Int64  # the maximum number of tokens
-    prompt_length: Int64
     stop_ids: Address  # the address of the token ids that end the output, int32[num_stop_ids]
     num_stop_ids: Int64
     uses_fast_path: Int64  # whether kernels may append tokens that do not end the output

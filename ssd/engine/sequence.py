@@ -18,8 +18,8 @@ from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.cost_model.calibration import temperature_bucket_of
 from ssd.drafting.noise import SequenceNoise, request_key
 from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
-from ssd.drafting.suffix_drafter import RequestRow
-from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, Row, VerifiedDraft
+from ssd.drafting.suffix_drafter import RequestState
+from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, SequenceRecord, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, quote_value
 from ssd.jit.addresses import Records, address
 from ssd.model.sampling.sampler import TokenLogprobs, token_logprobs
@@ -115,15 +115,16 @@ class Sequence:
         self.namespace = namespace
         self.prediction = np.array(request.prediction_token_ids, np.int32) if request.prediction_token_ids else None
         self.num_prompt_tokens = len(prompt)
-        self._memory = Records(Row)
+        self._memory = Records(SequenceRecord)
         self.row, self.address = self._memory[0], self._memory.address
         max_length_of_request = max_length if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         self.max_length = self.row.end = min(max_length, max_length_of_request)
         # Prompt and output; the first ``num_tokens`` are the context.
         self.tokens: npt.NDArray[np.int32] = np.empty(self.max_length, np.int32)
         self.tokens[: len(prompt)] = prompt
-        self.row.tokens, self.row.length, self.row.prompt_length = address(self.tokens), len(prompt), len(prompt)
-        self.row.draft_row.params.context = self.row.tokens
+        self.row.tokens, self.row.length = address(self.tokens), len(prompt)
+        params = self.row.draft_row.params
+        params.context, params.prompt_length = self.row.tokens, len(prompt)
         max_draft_length = request.num_speculative_tokens
         self.row.max_draft_length = MAX_SPECULATIVE_TOKENS if max_draft_length is None else max_draft_length
         self.row.allow_tree, self.row.temperature_bucket = (
@@ -154,7 +155,7 @@ class Sequence:
         self.stats.steps = [] if request.record_steps else None
         self.stats.submitted_s, self.stats.is_coupled = time.perf_counter(), noise.is_coupled
         self.draft_request: DraftRequest | None = None  # the request to the drafter, the same object at every step
-        self.request_row: RequestRow | None = None  # the suffix drafter's state, set before the first draft
+        self.request_state: RequestState | None = None  # the suffix drafter's state, set before the first draft
         self.draft: VerifiedDraft | None = None  # the draft of the last pass, until its output is made
         self.finish_reason: FinishReason | None = None
         self._stream = stream
@@ -178,7 +179,7 @@ class Sequence:
         return self.max_length - self.num_tokens
 
     def drop_drafts(self) -> None:
-        self.draft_request = self.request_row = None
+        self.draft_request = self.request_state = None
         self.row.prepared_length = self.row.used_offset = 0
 
     @property

@@ -46,7 +46,7 @@ from ssd.config import DraftConfig, SamplingParams
 from ssd.cost_model.cost_model import CostModel
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.noise import WINDOW, SequenceNoise
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, SamplingRow, TokenIds
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingRow, TokenIds
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.retrieval.cache_manager import NamespaceCache
@@ -230,7 +230,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         seconds = time.perf_counter() - self._drafted_at
         self._cost_model.observe(num_positions, int(num_matches) + 1, seconds, is_wide=num_positions > 1)
         try:
-            self._drafter.observe(self._request_id, self._draft, int(num_matches))
+            self._drafter.observe([DraftOutcome(self._request_id, self._draft, int(num_matches))])
         except Exception:
             self.num_failures += 1
 
@@ -269,9 +269,9 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         draft = self._drafter.propose([request])[0]
         if ((draft.token_ids < 0) | (draft.token_ids >= self._vocab_size)).any():
             return EMPTY_DRAFT
-        return (
-            draft.cut(self._cost_model.best_draft_length(draft.path_probabilities())) if len(draft.token_ids) else draft
-        )
+        if not len(draft.token_ids):
+            return draft
+        return draft.cut(self._cost_model.num_steps_to_verify(draft.path_probabilities()))
 
 
 SampleToken = Callable[[torch.Tensor, torch.Tensor], int]

@@ -132,7 +132,7 @@ class SlowRowPrices:
         """How much of each draft pays."""
         rows = [np.cumprod(row).tolist() for row in probabilities]
         everything = [len(row) for row in rows]
-        if not self.is_known:
+        if not self.is_known or not any(rows):
             return everything
         ordered = sorted((gain for row in rows for gain in row), reverse=True)
         tokens, seconds = self.recent()

@@ -10,7 +10,7 @@ from cache_builder.evaluation.costs import CostCurve
 from cache_builder.evaluation.decoding import rising
 from cache_builder.evaluation.log import RecordedOutput
 from ssd.cost_model.throughput import FORGETTING
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest, TokenCosts
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, DraftRequest, TokenCosts
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.retrieval.snapshot import Snapshot
 from tests.reference.tree import path_of
@@ -70,7 +70,7 @@ class SlowDecoder:
             path = max(agreeing, key=len, default=[])
             if draft.parents is not None and path:
                 draft = replace(draft, path=np.array(path, np.int32))
-            self._drafter.observe("", draft, len(path))
+            self._drafter.observe([DraftOutcome("", draft, len(path))])
             self._pricing.learn(len(draft.token_ids), min(len(path) + 1, len(truth)))
             accepted = min(len(path), len(truth) - 1)
             steps.append((len(draft.token_ids), accepted, draft.source))

@@ -106,7 +106,7 @@ class SlowDrafts:
         for row, draft in zip(self.rows, drafts, strict=True):
             if len(draft.token_ids):
                 gains[: len(draft.token_ids)] += self.shares.share(row.kind) * draft.path_probabilities()
-        return self.prices.best_draft_length(gains, len(drafts)) if widest else 0
+        return self.prices.num_steps_to_verify(gains, len(drafts)) if widest else 0
 
     def plan_ahead(self, limit: int, came_true: Sequence[bool]) -> None:
         for row, is_right in zip(self.rows, came_true, strict=True):

@@ -30,6 +30,18 @@ def agreeing(tokens: Sequence[int], path: Sequence[int], choose: Choose) -> list
     return list(path[: len(said)])
 
 
+def path_of_text(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The tokens that agree with ``text``, as indices: of equal siblings the first."""
+    path: list[int] = []
+    for token in text:
+        last = path[-1] if path else -1
+        right = [i for i in range(len(tokens)) if parents[i] == last and tokens[i] == token]
+        if not right:
+            break
+        path.append(right[0])
+    return path
+
+
 def output_of(tokens: Sequence[int], parents: Sequence[int], choose: Choose) -> list[int]:
     """What a verify step of the tree puts out when it follows the best of its paths."""
     best = max((agreeing(tokens, path, choose) for path in leaf_paths(parents)), key=len)

@@ -23,8 +23,10 @@ from ssd.drafting.protocol import (
     MAX_PROPOSED_TOKENS,
     MODEL,
     Draft,
+    DraftOutcome,
     DraftRequest,
     SamplingRow,
+    ScoredPass,
     TokenCosts,
 )
 from ssd.errors import ModelError
@@ -40,7 +42,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 
 @dataclass(slots=True, eq=False)
-class _RowState:
+class _GrowingDraft:
     """The draft of one request while `NetworkDrafter.propose` extends the draft token by token."""
 
     index: int
@@ -104,20 +106,21 @@ class NetworkDrafter:
         """Return one draft per request, in order; it is empty if the network has not read the whole context yet."""
         return self._propose(requests, [self._slots.can_read(request) for request in requests])
 
-    def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Calibrate the network's acceptance probabilities with the number of draft tokens that the target accepted.
 
         Only the tokens of the draft's main chain are used, up to the chain's first rejected token.
         """
-        greedy, own = self._last.get(request_id, (True, np.empty(0)))
-        if draft.source != self.source or not len(own):
-            return
-        length = min(len(own), len(draft.token_ids) if draft.parents is None else leading_chain(draft.parents))
-        path = np.arange(num_accepted) if draft.path is None else draft.path
-        wrong = np.flatnonzero(path[:length] != np.arange(min(length, len(path))))
-        right = int(wrong[0]) if len(wrong) else min(length, len(path))
-        tested = min(length, right + 1)
-        self._calibration[greedy].learn(own[:tested], np.arange(tested) < right)
+        for outcome in outcomes:
+            draft, (greedy, own) = outcome.draft, self._last.get(outcome.request_id, (True, np.empty(0)))
+            if draft.source != self.source or not len(own):
+                continue
+            length = min(len(own), len(draft.token_ids) if draft.parents is None else leading_chain(draft.parents))
+            path = np.arange(outcome.num_accepted) if draft.path is None else draft.path
+            wrong = np.flatnonzero(path[:length] != np.arange(min(length, len(path))))
+            right = int(wrong[0]) if len(wrong) else min(length, len(path))
+            tested = min(length, right + 1)
+            self._calibration[greedy].learn(own[:tested], np.arange(tested) < right)
 
     def finish(self, request_id: str) -> None:
         """Drop the drafter's state of a request that has ended."""
@@ -159,7 +162,7 @@ class NetworkDrafter:
             drafts[row.index] = replace(draft, source=self.source)
         return drafts
 
-    def _row(self, index: int, request: DraftRequest) -> _RowState | None:
+    def _row(self, index: int, request: DraftRequest) -> _GrowingDraft | None:
         limit = min(request.limit, self._slots.target.max_length - len(request.context), MAX_PROPOSED_TOKENS)
         if limit < 1 or not self._has_slot(request):
             return None
@@ -167,12 +170,12 @@ class NetworkDrafter:
         if state is None:
             return None
         token_costs = _DEFAULT_COSTS if request.token_costs is None else request.token_costs
-        return _RowState(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
+        return _GrowingDraft(index, request, request.sampling or _UNKNOWN_SAMPLING, limit, token_costs, state)
 
     def _has_slot(self, request: DraftRequest) -> bool:
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
-    def _draft_rows(self, rows: list[_RowState]) -> list[_RowState]:
+    def _draft_rows(self, rows: list[_GrowingDraft]) -> list[_GrowingDraft]:
         """Draft tokens for a batch of requests; return the requests whose contexts the network has read completely."""
         ready, result = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
@@ -191,7 +194,7 @@ class NetworkDrafter:
             self._observe_pass(len(writing), time.perf_counter() - began)
         return rows
 
-    def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_RowState]) -> None:
+    def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_GrowingDraft]) -> None:
         sampling = [row.sampling_row() for row in rows]
         token_ids, probs = best_candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
@@ -201,7 +204,7 @@ class NetworkDrafter:
             row.token_ids.append(token_ids[b])
             row.acceptance_probs.append(probs[b])
 
-    def _is_worthwhile(self, row: _RowState) -> bool:
+    def _is_worthwhile(self, row: _GrowingDraft) -> bool:
         most = row.limit if self._slots.num_tokens is None else min(row.limit, self._slots.num_tokens)
         return row.depth < most and row.chain_acceptance > cost_at(row.token_costs, row.depth)
 

@@ -1,4 +1,4 @@
-"""The state of one of the drafters that `HybridDrafter` combines: its failures, latency, gains and next probe."""
+"""One of the drafters that `HybridDrafter` combines: its failures, latency, gains and next probe."""
 
 from __future__ import annotations
 
@@ -8,14 +8,23 @@ from typing import Final, Protocol, runtime_checkable
 
 from ssd.cost_model.pass_costs import OUTLIER
 from ssd.cost_model.throughput import AcceptanceRates, MarginalGain
-from ssd.drafting.protocol import EMPTY_DRAFT, MODEL, Draft, Drafter, DraftRequest, ScoreObserver
+from ssd.drafting.protocol import (
+    EMPTY_DRAFT,
+    MODEL,
+    Draft,
+    Drafter,
+    DraftOutcome,
+    DraftRequest,
+    ScoredPass,
+    ScoreLearner,
+)
 from ssd.errors import reraise_exits
 
 
 class FaultIsolatingDrafter:
     """Calls a drafter for all requests at once, and after a failure for each request alone, to find the cause.
 
-    A request that causes a failure gets no draft until ``forget`` is called for it. If all requests fail, the drafter
+    A request that causes a failure gets no draft until ``finish`` is called for it. If all requests fail, the drafter
     is at fault, and its exception is raised. If the only request fails and the last call succeeded, the request is at
     fault.
     """
@@ -35,9 +44,10 @@ class FaultIsolatingDrafter:
         drafts = iter(self._propose([request for request, yes in zip(requests, is_included, strict=True) if yes]))
         return [next(drafts) if yes else EMPTY_DRAFT for yes in is_included]
 
-    def forget(self, request_id: str) -> None:
-        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
+    def finish(self, request_id: str) -> None:
+        """Drop the drafter's state of a request that ends or restarts, and allow drafts for it again."""
         self._failing.discard(request_id)
+        self._drafter.finish(request_id)
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         if not requests:
@@ -88,8 +98,8 @@ class CostlyDrafter(Protocol):
         ...
 
 
-class ProposerState:
-    """The failures, latency and gains of one of the drafters that a hybrid drafter combines.
+class MemberDrafter:
+    """One of the drafters that a hybrid drafter combines, with its failures, latency and gains.
 
     Attributes:
         marginal_gain: The accepted tokens that the drafter added to the primary drafter's drafts.
@@ -97,7 +107,8 @@ class ProposerState:
         depth: The running mean of the depth of the drafter's drafts, in tokens.
         fixed_seconds: The running mean of a call's fixed time, i.e. without the time per draft token.
         rows_since_use: The number of rows of all steps since the drafter was used.
-        observer: The drafter, if it learns from the logits of a forward pass; else None.
+        learner: The drafter, if it learns from the logits of a forward pass; else None.
+        learns_from_context: Whether the drafter must be told only the last outcome of each request.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -111,7 +122,8 @@ class ProposerState:
         self._isolated = FaultIsolatingDrafter(drafter)
         # Checked once, because checking whether an object implements a protocol takes ten microseconds.
         self._costly = drafter if isinstance(drafter, CostlyDrafter) else None
-        self.observer = drafter if isinstance(drafter, ScoreObserver) else None
+        self.learner = drafter if isinstance(drafter, ScoreLearner) else None
+        self.learns_from_context: bool = getattr(drafter, "learns_from_context", False)
         self._num_failures = self._failures_in_a_row = self._num_to_skip = 0
 
     @property
@@ -134,7 +146,7 @@ class ProposerState:
             drafts = self._isolated.propose(requests)
         except BaseException as error:
             reraise_exits(error)
-            self.count_failure()
+            self._count_failure()
             self._num_to_skip = min(2 ** (self._failures_in_a_row - 1), _MAX_SKIPPED)
             return nothing
         self._failures_in_a_row = 0
@@ -167,21 +179,27 @@ class ProposerState:
             fixed = min(seconds, OUTLIER * (known + self.fixed_seconds)) - known
             self.fixed_seconds = max(0.0, self.fixed_seconds + _RECENT * (fixed - self.fixed_seconds))
 
-    def forget(self, request_id: str) -> None:
-        """Allow drafts again for a request that made the drafter fail; call it when the request ends or restarts."""
-        self._isolated.forget(request_id)
+    def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None) -> None:
+        if outcomes or (scored is not None and self.learner is not None):
+            self._call(lambda: self.drafter.observe(outcomes, scored))
+
+    def learn_scores(self, scored: ScoredPass) -> None:
+        if (learner := self.learner) is not None:
+            self._call(lambda: learner.learn_scores(scored))
 
     def finish(self, request_id: str) -> None:
         self.rates.forget(request_id)
         self.forgone_gains.pop(request_id, None)
-        self.forget(request_id)
+        self._call(lambda: self._isolated.finish(request_id))
+
+    def _call(self, call: Callable[[], None]) -> None:
         try:
-            self.drafter.finish(request_id)
+            call()
         except BaseException as error:
             reraise_exits(error)
-            self.count_failure()
+            self._count_failure()
 
-    def count_failure(self) -> None:
+    def _count_failure(self) -> None:
         """Count the exception that is being handled, and log it if it is the 1st, 2nd, 4th, 8th, ... one."""
         self._num_failures += 1
         self._failures_in_a_row += 1
@@ -197,19 +215,19 @@ _PROBE_SHARE = 0.005
 
 
 def pick_probe(
-    proposer: ProposerState, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
+    member: MemberDrafter, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
 ) -> int | None:
     """Return the row for which to try a drafter again that has not been worth its cost; None if no trial is due.
 
     The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a trial
     in output tokens for each possible row; it is called only if a trial is due.
     """
-    proposer.rows_since_use = 0 if num_used else proposer.rows_since_use + num_rows
-    if proposer.rows_since_use < PROBE_INTERVAL:
+    member.rows_since_use = 0 if num_used else member.rows_since_use + num_rows
+    if member.rows_since_use < PROBE_INTERVAL:
         return None
     known = costs()
     cheapest = min(known, key=lambda i: known[i], default=None)
-    if cheapest is None or known[cheapest] > _PROBE_SHARE * proposer.rows_since_use:
+    if cheapest is None or known[cheapest] > _PROBE_SHARE * member.rows_since_use:
         return None
-    proposer.rows_since_use = 0
+    member.rows_since_use = 0
     return cheapest

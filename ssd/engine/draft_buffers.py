@@ -1,4 +1,4 @@
-"""Kernels that prepare, collect, shorten and reuse the drafts of a batch, and record how many tokens were accepted."""
+"""Kernels that fill the draft buffers of a batch, and record how many draft tokens were accepted."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import numpy as np
 
 from ssd.cost_model.calibration import (
     BACKOFF_AFTER,
-    FIRST_TOKEN_THRESHOLD,
     AcceptanceCalibration,
-    CalibrationRecord,
     accepted_share,
     calibration_at,
     record_outcome,
 )
 from ssd.cost_model.cost_model import CostModel
-from ssd.cost_model.pass_costs import costs_at, draft_token_cost, num_steps_to_verify
+from ssd.cost_model.pass_costs import costs_at, draft_token_cost
+from ssd.drafting.draft_batch import DraftBatch, cut_drafts, draft_batch_at, is_valid_draft
 from ssd.drafting.draft_records import MAX_DRAFT, DraftRecord, clear_draft
-from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch, BatchRecord, batch_record_at, row_at
-from ssd.engine.request import Row
-from ssd.jit.addresses import Int64s, inlined, int32_array, int64_array, kernel
+from ssd.engine.batch import DRAFT_ROW_OFFSET, Batch, BatchRecord, batch_record_at, sequence_at
+from ssd.engine.request import SequenceRecord
+from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, int64_array, kernel, offset_of
 
+_DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
+_DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
 _NUM_PREPARED_PASSES: Final = 3
 """The number of forward passes that one long draft is made for if the output repeats an earlier text verbatim."""
 
 
 @inlined
-def _max_draft_length(row: Row, limit: int) -> int:
+def _max_draft_length(row: SequenceRecord, limit: int) -> int:
     return max(0, min(limit, row.end - row.length - 1, row.max_draft_length))
 
 
@@ -41,22 +42,10 @@ def _copy_draft(draft: DraftRecord, begin: int, end: int, out: DraftRecord) -> N
 
 
 @inlined
-def _is_in_vocabulary(draft: DraftRecord, vocab_size: int) -> bool:
-    """Return whether all draft tokens are valid token ids. Also mark a draft tree without branches as a chain."""
-    is_chain = True
-    for i in range(draft.size):
-        if draft.tokens[i] < 0 or draft.tokens[i] >= vocab_size:
-            return False
-        is_chain &= draft.is_tree == 0 or draft.parents[i] == i - 1
-    draft.is_tree = draft.is_tree if not is_chain else 0
-    return True
-
-
-@inlined
 def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
     record.width, record.has_trees = 1, 0
     for b in range(len(rows)):
-        draft = row_at(rows[b]).drafts[buffer]
+        draft = sequence_at(rows[b]).drafts[buffer]
         record.width = max(record.width, draft.size + 1)
         record.has_trees |= draft.is_tree == 1 and draft.size > 0
 
@@ -72,7 +61,7 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     record.num_in_backoff = 0
     for b in range(record.num_rows):
-        row = row_at(rows[b])
+        row = sequence_at(rows[b])
         draft, at, begin = row.drafts[buffer], row.prepared_length, row.prepared_begin
         end = begin + _max_draft_length(row, limit)
         clear_draft(draft)
@@ -89,40 +78,34 @@ def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all:
 
 
 @kernel
-def fill_draft_params(
-    batch: int, buffer: int, costs: int, calibration: int, limit: int, token_cost: float, shape: int
-) -> int:
+def fill_draft_params(batch: int, buffer: int, settings: int, shape: int) -> int:
     """Write the drafter's input for each sequence that needs a draft, and return the number of these sequences.
 
     Args:
         batch: The address of the `BatchRecord`.
         buffer: The number (0 or 1) of the buffer with the drafts that are being verified; used only for PREPARED_CHAIN.
-        costs: The address of the cost model.
-        calibration: The address of the acceptance calibration.
-        limit: The maximum draft length.
-        token_cost: The cost of verifying a draft token, in accepted tokens, until passes have been measured.
+        settings: The address of the `DraftBatch`.
         shape: CHAIN, TREE, or PREPARED_CHAIN: a chain that repeats the draft being verified and continues it, long
             enough for several forward passes.
     """
-    record = batch_record_at(batch)
+    record, drafting = batch_record_at(batch), draft_batch_at(settings)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
-    draft_rows, outcomes = int64_array(record.draft_rows, record.num_rows), calibration_at(calibration)
-    if costs_at(costs).is_known == 1:
-        token_cost = draft_token_cost(costs, record.num_rows)
+    draft_rows, outcomes = int64_array(record.draft_rows, record.num_rows), calibration_at(drafting.calibration)
+    is_known, token_cost = costs_at(drafting.costs).is_known == 1, drafting.default_token_cost
+    if is_known:
+        token_cost = draft_token_cost(drafting.costs, record.num_rows)
     record.num_draft_rows = 0
     for b in range(record.num_rows):
         if needs_draft[b] == 0:
             continue
-        row = row_at(rows[b])
-        params, max_tokens = row.draft_row.params, limit
+        row = sequence_at(rows[b])
+        params, limit = row.draft_row.params, drafting.limit
         if shape == PREPARED_CHAIN:
-            max_tokens = row.drafts[buffer].size + _NUM_PREPARED_PASSES * (1 + limit)
-        params.context_length, params.limit = row.length, min(MAX_DRAFT, _max_draft_length(row, max_tokens))
-        params.token_cost = (
-            token_cost / accepted_share(outcomes, row.temperature_bucket)
-            if costs_at(costs).is_known == 1
-            else token_cost
-        )
+            limit = row.drafts[buffer].size + _NUM_PREPARED_PASSES * (1 + limit)
+        params.context_length, params.limit = row.length, min(MAX_DRAFT, _max_draft_length(row, limit))
+        params.token_cost = token_cost
+        if is_known:
+            params.token_cost /= accepted_share(outcomes, row.temperature_bucket)
         params.is_tree = shape == TREE and row.allow_tree == 1
         draft_rows[record.num_draft_rows] = rows[b] + DRAFT_ROW_OFFSET
         record.num_draft_rows += 1
@@ -134,77 +117,43 @@ TREE: Final = 1
 PREPARED_CHAIN: Final = 2
 
 
-@inlined
-def _cut_drafts(record: BatchRecord, rows: Int64s, buffer: int, costs: int, calibration: CalibrationRecord) -> None:
-    """Cut all drafts in a batch to the one maximum length that maximizes the expected tokens per second.
-
-    The maximum is common because the batch is padded to its longest draft. With drafts of at most w tokens, a
-    sequence is expected to emit 1 + P1 + ... + Pw tokens, where Pi is the estimated probability that its first i draft
-    tokens are accepted, calibrated with past outcomes. No draft is cut if one has no probabilities.
-    """
-    gains, path_probabilities, widest = np.zeros(MAX_DRAFT), np.empty(MAX_DRAFT), 0
-    for b in range(len(rows)):
-        row = row_at(rows[b])
-        draft = row.drafts[buffer]
-        if draft.size > 0 and draft.has_estimates == 0:
-            return
-        share = accepted_share(calibration, row.temperature_bucket)
-        for i in range(draft.size):
-            parent = np.int64(draft.parents[i]) if draft.is_tree == 1 else i - 1
-            path_probabilities[i] = draft.probabilities[i] * (path_probabilities[parent] if parent >= 0 else share)
-            gains[i] += path_probabilities[i]
-        widest = max(widest, draft.size)
-    if widest > 0 and costs_at(costs).is_known == 1:
-        width = num_steps_to_verify(costs, len(rows), len(rows), gains[:widest])
-        for b in range(len(rows)):
-            draft = row_at(rows[b]).drafts[buffer]
-            draft.size = min(draft.size, width)
-
-
 @kernel
-def collect_drafts(batch: int, buffer: int, costs: int, calibration: int, vocab_size: int) -> int:
-    """Copy new drafts to their sequences, cut to the best length; return how many of the drafts were invalid."""
-    record, num_invalid = batch_record_at(batch), 0
+def collect_drafts(batch: int, buffer: int, settings: int) -> None:
+    """Copy new drafts to their sequences, and cut the drafts of all sequences to the best length.
+
+    A forward pass is padded to its longest draft, so one maximum length holds for all drafts.
+    """
+    record, drafting = batch_record_at(batch), draft_batch_at(settings)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
-    outcomes = calibration_at(calibration)
+    outcomes, shares = calibration_at(drafting.calibration), np.empty(record.num_rows)
     for b in range(record.num_rows):
-        if needs_draft[b] == 0:
-            continue
-        row = row_at(rows[b])
-        found = row.draft_row.draft
-        if not _is_in_vocabulary(found, vocab_size):
-            num_invalid += 1
-            continue
-        is_sure = found.size == 0 or found.has_estimates == 0 or row.length > row.prompt_length
-        if (
-            is_sure
-            or accepted_share(outcomes, row.temperature_bucket) * found.probabilities[0] >= FIRST_TOKEN_THRESHOLD
-        ):
-            _copy_draft(found, 0, found.size, row.drafts[buffer])
+        row = sequence_at(rows[b])
+        shares[b] = accepted_share(outcomes, row.temperature_bucket)
+        if needs_draft[b] == 1 and is_valid_draft(drafting, row.draft_row, shares[b]):
+            _copy_draft(row.draft_row.draft, 0, row.draft_row.draft.size, row.drafts[buffer])
             row.was_drafted[buffer] = 1
-    _cut_drafts(record, rows, buffer, costs, outcomes)
+    cut_drafts(drafting.costs, rows + (_DRAFTS_OFFSET + buffer * _DRAFT_BYTES), shares, True)
     for b in range(record.num_rows):
         if needs_draft[b] == 1:
-            row = row_at(rows[b])
+            row = sequence_at(rows[b])
             row.num_empty_drafts = 0 if row.drafts[buffer].size > 0 else row.num_empty_drafts + 1
     _update_width(record, rows, buffer)
-    return num_invalid
 
 
 @kernel
-def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
+def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
     """Mark the sequences whose next drafts are made while a forward pass runs, instead of after the pass.
 
     These are the sequences whose last draft was fully accepted and that have no long prepared draft already.
     """
-    record = batch_record_at(batch)
+    record, limit = batch_record_at(batch), draft_batch_at(settings).limit
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     num_drafted, num_accepted = (
         int64_array(record.num_drafted, record.num_rows),
         int64_array(record.num_accepted, record.num_rows),
     )
     for b in range(record.num_rows):
-        row = row_at(rows[b])
+        row = sequence_at(rows[b])
         size, begin = row.drafts[buffer].size, row.used_offset
         needs_draft[b] = 0 < num_drafted[b] == num_accepted[b] and size > 0 and row.drafts[buffer].is_tree == 0
         if needs_draft[b] == 1 and begin > 0 and begin + size + 1 + limit <= row.prepared.size:
@@ -214,24 +163,22 @@ def plan_prepared_drafts(batch: int, buffer: int, limit: int) -> None:
 
 
 @kernel
-def store_prepared_drafts(batch: int, buffer: int, vocab_size: int) -> int:
-    """Store the drafts that were made while a forward pass runs, and return how many drafts were invalid."""
-    record, num_invalid = batch_record_at(batch), 0
+def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
+    """Store the drafts that were made while a forward pass runs."""
+    record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):
         if needs_draft[b] == 0:
             continue
-        row = row_at(rows[b])
+        row = sequence_at(rows[b])
         found, draft, common = row.draft_row.draft, row.drafts[buffer], 0
-        if not _is_in_vocabulary(found, vocab_size):
-            num_invalid += 1
+        if not is_valid_draft(draft_batch_at(settings), row.draft_row, 1.0):
             clear_draft(found)
         _copy_draft(found, 0, found.size, row.prepared)
         while common < min(draft.size, found.size) and found.tokens[common] == draft.tokens[common]:
             common += 1
         row.prepared_offset, row.prepared_begin = 0, common + 1
         row.prepared_length = row.length + draft.size + 1 if common == draft.size else -1
-    return num_invalid
 
 
 @inlined
@@ -254,27 +201,28 @@ def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> f
 
 
 @kernel
-def record_draft_outcomes(batch: int, buffer: int, calibration: int, sizes: Int64s, paths: Int64s) -> None:
+def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s, paths: Int64s) -> None:
     """Update the calibration of acceptance estimates with the result of a forward pass.
 
     ``sizes`` and ``paths`` are the result of `accept_drafts`. Sequences for which no draft was requested are skipped.
     """
-    record, outcomes = batch_record_at(batch), calibration_at(calibration)
+    record, outcomes = batch_record_at(batch), calibration_at(draft_batch_at(settings).calibration)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
     for b in range(len(sizes)):
-        row = row_at(rows[b])
+        row = sequence_at(rows[b])
         draft = row.drafts[buffer]
         if row.was_drafted[buffer] == 1 and committed[b] > 0 and (draft.has_estimates == 1 or draft.size == 0):
             expected = _expected_accepted(draft, paths[b], sizes[b] - 1)
             record_outcome(outcomes, row.temperature_bucket, expected, sizes[b] - 1)
 
 
-def warm_up_drafts() -> None:
-    batch, cost_model, calibration = Batch(()), CostModel(), AcceptanceCalibration()
+def warm_up_draft_buffers() -> None:
+    batch, cost_model, calibration, settings = Batch(()), CostModel(), AcceptanceCalibration(), Records(DraftBatch)
     cost_model.calibrate(1, 1.0, is_wide=False)
     cost_model.begin()
-    fill_draft_params(batch.address, 0, cost_model.address, calibration.address, 0, 0.0, CHAIN)
-    collect_drafts(batch.address, 0, cost_model.address, calibration.address, 0)
-    plan_prepared_drafts(batch.address, 0, 0)
-    store_prepared_drafts(batch.address, 0, 0)
-    record_draft_outcomes(batch.address, 0, calibration.address, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
+    settings[0].costs, settings[0].calibration = cost_model.address, calibration.address
+    fill_draft_params(batch.address, 0, settings.address, CHAIN)
+    collect_drafts(batch.address, 0, settings.address)
+    plan_prepared_drafts(batch.address, 0, settings.address)
+    store_prepared_drafts(batch.address, 0, settings.address)
+    record_draft_outcomes(batch.address, 0, settings.address, np.zeros(0, np.int64), np.zeros((0, 1), np.int64))
