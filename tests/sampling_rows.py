@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.protocol import Draft, SamplingContext
 
 
 def make_row(
@@ -23,13 +23,13 @@ def make_row(
     choice_index: int = 0,
     window: int = 0,
     forbidden_ids: tuple[int, ...] = (),
-) -> SamplingRow:
+) -> SamplingContext:
     """A row at the end of ``output``.
 
     ``window`` : of coupled noise, whose secret is ``seed``; 0 for that of the seed.
     """
     tree = None if parents is None else np.array(parents, np.int32)
-    return SamplingRow(
+    return SamplingContext(
         params=params,
         noise=SequenceNoise.coupled(seed, choice_index, window) if window else SequenceNoise.seeded(seed, choice_index),
         forbidden_ids=forbidden_ids,

@@ -24,7 +24,7 @@ from ssd.bundled import MODEL_PATH
 from ssd.config import CacheConfig, DraftConfig, DraftShape, IndexConfig, SamplingParams
 from ssd.drafting import make_drafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter, SamplingRow
+from ssd.drafting.protocol import Draft, DraftRequest, NoDrafter, SamplingContext
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.engine.sequence import namespace_secret
@@ -73,7 +73,7 @@ def next_tokens(
     for noise, text in zip(noises, texts, strict=True):
         context = np.array(text, np.int32)
         noise.advance(context)
-        rows.append(SamplingRow(params=params, noise=noise, context=context, prompt_length=num_prompt))
+        rows.append(SamplingContext(params=params, noise=noise, context=context, prompt_length=num_prompt))
     logits = torch.stack([logits_after(text) for text in texts])[:, None]
     chosen: list[int] = target_tokens(PassOutput(logits), rows)[:, 0].tolist()
     return chosen

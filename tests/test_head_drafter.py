@@ -19,7 +19,7 @@ from ssd.bundled import HEAD_PATH, MODEL_PATH
 from ssd.config import DraftConfig, DraftShape, EngineConfig, SamplingParams
 from ssd.drafting import HybridDrafter
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import Draft, Drafter, DraftOutcome, DraftRequest, SamplingRow
+from ssd.drafting.protocol import Draft, Drafter, DraftOutcome, DraftRequest, SamplingContext
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.engine import Engine, Request
 from ssd.errors import ConfigError, ModelError
@@ -141,7 +141,7 @@ def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(na
 
 
 def asked(
-    slot: int, name: str, context: Sequence[int], sampling: SamplingRow | None = None, limit: int = 5
+    slot: int, name: str, context: Sequence[int], sampling: SamplingContext | None = None, limit: int = 5
 ) -> DraftRequest:
     return DraftRequest(
         name,
@@ -242,7 +242,7 @@ class House:
         raise AssertionError("it never came to an end")
 
     def _request(self, slot: int, temperature: float) -> DraftRequest:
-        sampling = SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(7))
+        sampling = SamplingContext(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(7))
         return replace(asked(slot, self.names[slot], self.texts[slot], sampling), learned=SHARED)
 
     def _fresh(self, slot: int, temperature: float) -> Draft:
@@ -461,7 +461,7 @@ def test_no_token_is_drafted_that_the_target_does_not_score(tmp_path: Path) -> N
     directory = saved(tmp_path, codec().vocab_size + 64)
     target = open_target(tiny_model(vocab_size=codec().vocab_size), num_slots=1, max_length=32)
     drafter = load_draft_model(directory, target, codec(), dtype="float32", device="cpu")
-    sampling = SamplingRow(
+    sampling = SamplingContext(
         params=SamplingParams(logit_bias=((codec().vocab_size - 1, 50.0),)), noise=SequenceNoise.seeded(1)
     )
     assert drafter.propose([asked(0, "a", [5], sampling)])[0].token_ids.max() < target.vocab_size

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.exactness import Report, Setting, compare, reference_greedy, run
 from ssd.config import SamplingParams
-from ssd.drafting.protocol import SamplingRow
+from ssd.drafting.protocol import SamplingContext
 from ssd.engine import forward_pass
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
@@ -60,13 +60,13 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def row_of(kind: int, seed: int, draft: list[int], **more: Any) -> SamplingRow:
+def row_of(kind: int, seed: int, draft: list[int], **more: Any) -> SamplingContext:
     params = SamplingParams(**KINDS[kind])
     return make_row(params, prompt=[5, 6, 7], output=[4], draft=draft, seed=seed, choice_index=1, **more)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[SamplingRow]:
+def batches(draw: st.DrawFn) -> list[SamplingContext]:
     has_trees = draw(st.booleans())
     rows = []
     for _ in range(draw(st.integers(1, 5))):
@@ -77,7 +77,7 @@ def batches(draw: st.DrawFn) -> list[SamplingRow]:
     return rows
 
 
-def check_batch(target: SlotRunner, rows: list[SamplingRow]) -> None:
+def check_batch(target: SlotRunner, rows: list[SamplingContext]) -> None:
     """What is chosen inside of the pass and what is chosen from its logits alone."""
     fed = np.zeros((len(rows), max(row.width for row in rows)), np.int64)
     for b, row in enumerate(rows):
@@ -99,7 +99,7 @@ def check_batch(target: SlotRunner, rows: list[SamplingRow]) -> None:
             assert np.array_equal(expected[b, :count], blind[b, :count])
 
 
-def plain(row: SamplingRow) -> bool:
+def plain(row: SamplingContext) -> bool:
     return row.params == SamplingParams(temperature=row.params.temperature)
 
 
@@ -108,7 +108,7 @@ STATIC = pair_of_targets(MODEL, num_slots=5, max_width=7, sampler=formula)[1]
 
 @settings(max_examples=60)
 @given(batches())
-def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingRow]) -> None:
+def test_a_pass_chooses_what_is_chosen_from_its_logits(rows: list[SamplingContext]) -> None:
     check_batch(STATIC, rows)
     assert STATIC.graph_runner is not None and STATIC.graph_runner.failure is None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ssd.config import SamplingParams
 from ssd.drafting import sample_cache
 from ssd.drafting.noise import SequenceNoise, UInt
-from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.drafting.protocol import Draft, DraftRequest, SamplingContext
 from ssd.drafting.sample_cache import (
     BUCKET_SIZE,
     MAX_CONFIRMED,
@@ -91,7 +91,7 @@ def asked(
     temperature: float = 0.7,
     **more: Any,
 ) -> DraftRequest:
-    sampling = SamplingRow(params=SamplingParams(temperature=temperature), noise=noise)
+    sampling = SamplingContext(params=SamplingParams(temperature=temperature), noise=noise)
     return DraftRequest(
         name, int32(text), 0, more.pop("snapshot", None), limit, sampling=sampling, learned=learned, **more
     )

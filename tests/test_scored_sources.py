@@ -23,7 +23,7 @@ from ssd.drafting.protocol import (
     Draft,
     DraftRequest,
     ExternalProposals,
-    SamplingRow,
+    SamplingContext,
     ScoredPass,
 )
 from ssd.drafting.suffix_drafter import SuffixDrafter
@@ -79,7 +79,7 @@ def asked(
         snapshot,
         limit,
         proposals=offers_of(offered),
-        sampling=SamplingRow(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(0)),
+        sampling=SamplingContext(params=SamplingParams(temperature=temperature), noise=SequenceNoise.seeded(0)),
         **more,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssd.config import DraftConfig
 from ssd.drafting.hybrid_drafter import HybridDrafter
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftOutcome, DraftRequest, NoDrafter, SamplingRow
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, Drafter, DraftOutcome, DraftRequest, NoDrafter, SamplingContext
 from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 
@@ -37,6 +37,6 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "HybridDrafter",
-    "SamplingRow",
+    "SamplingContext",
     "make_drafter",
 ]

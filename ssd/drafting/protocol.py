@@ -95,7 +95,7 @@ class DraftRequest:
     token_costs: TokenCosts | None = None
     allow_tree: bool = False
     prediction: TokenIds | None = None
-    sampling: SamplingRow | None = None
+    sampling: SamplingContext | None = None
     learned: LearnedState | None = None
     slot: int | None = None
     proposals: ExternalProposals | None = None
@@ -165,7 +165,7 @@ EMPTY_DRAFT = Draft(np.empty(0, np.int32))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)  # not frozen, because one is created per row and step
-class SamplingRow:
+class SamplingContext:
     """The sampling parameters of a request, together with the text after which its next tokens are sampled.
 
     Attributes:
@@ -204,8 +204,8 @@ class SamplingRow:
 
     def with_text(
         self, context: TokenIds, prompt_length: int, draft: Draft = EMPTY_DRAFT, grammar: GrammarState | None = None
-    ) -> SamplingRow:
-        return SamplingRow(
+    ) -> SamplingContext:
+        return SamplingContext(
             params=self.params,
             noise=self.noise,
             forbidden_ids=self.forbidden_ids,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ssd.drafting.draft_records import source_name
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingRow, ScoredPass
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingContext, ScoredPass
 from ssd.drafting.suffix_drafter import draft_of
 from ssd.engine.acceptance import accept_drafts
 from ssd.engine.batch import Batch, fill_input_ids, update_row_counts
@@ -98,8 +98,8 @@ class ForwardPass:
                 grammar.begin(tokens)
 
     @cached_property
-    def _rows(self) -> list[SamplingRow]:
-        return [s.sampling_row(self._draft(b)) for b, s in enumerate(self.batch.sequences)]
+    def _rows(self) -> list[SamplingContext]:
+        return [s.sampling_context(self._draft(b)) for b, s in enumerate(self.batch.sequences)]
 
     def _draft(self, b: int) -> Draft:
         return draft_of(self.batch.sequences[b].row.drafts[self.buffer])

@@ -17,7 +17,7 @@ import torch
 from ssd.config import MAX_COUPLED_STREAMS, MAX_SPECULATIVE_TOKENS
 from ssd.cost_model.calibration import temperature_bucket_of
 from ssd.drafting.noise import SequenceNoise, request_key
-from ssd.drafting.protocol import Draft, DraftRequest, SamplingRow
+from ssd.drafting.protocol import Draft, DraftRequest, SamplingContext
 from ssd.drafting.suffix_drafter import RequestState
 from ssd.engine.request import FinishReason, Request, RequestOutput, RequestStats, SequenceRecord, VerifiedDraft
 from ssd.errors import ContextTooLong, RequestError, quote_value
@@ -136,7 +136,7 @@ class Sequence:
         self._is_coupled = noise.is_coupled
         self._stop_ids = np.array(sorted(self.eos_token_ids | self.stop_token_ids), np.int32)
         self.row.stop_ids, self.row.num_stop_ids = address(self._stop_ids), len(self._stop_ids)
-        self.sampling = SamplingRow(
+        self.sampling = SamplingContext(
             params=sampling,
             noise=noise,
             forbidden_ids=tuple(sorted({*eos_token_ids, *sampling.stop_token_ids})),
@@ -203,7 +203,7 @@ class Sequence:
         if self._is_coupled:
             self.sampling.noise.advance(self.context)
 
-    def sampling_row(self, draft: Draft) -> SamplingRow:
+    def sampling_context(self, draft: Draft) -> SamplingContext:
         self.advance_noise()
         return self.sampling.with_text(self.context, self.num_prompt_tokens, draft, self.grammar)
 

@@ -46,7 +46,7 @@ from ssd.config import DraftConfig, SamplingParams
 from ssd.cost_model.cost_model import CostModel
 from ssd.drafting import Drafter, DraftRequest, make_drafter
 from ssd.drafting.noise import WINDOW, SequenceNoise
-from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingRow, TokenIds
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, SamplingContext, TokenIds
 from ssd.errors import RequestError
 from ssd.model.sampling.sampler import argmax_with_noise
 from ssd.retrieval.cache_manager import NamespaceCache
@@ -147,7 +147,7 @@ def generate(
             if not config.do_sample:
                 raise RequestError("coupled requires sampling: pass do_sample=True too", param="coupled")
             noise = coupled.noise(input_ids.shape[1])
-            proposer.sampling = SamplingRow(params=_sampling_params_of(config), noise=noise)
+            proposer.sampling = SamplingContext(params=_sampling_params_of(config), noise=noise)
             sample = partial(_sample_with_noise, noise)
         if config.do_sample or prepared["logits_processor"]:
             proposer.token_sampler = _TokenSampler(
@@ -181,7 +181,7 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         """Create a candidate generator; drafts with token ids of ``vocab_size`` or more are discarded."""
         self.num_failures = 0
         self.stopping_criteria = StoppingCriteriaList()  # set by `generate`
-        self.sampling: SamplingRow | None = None  # set if noise is shared, so that drafters can know it
+        self.sampling: SamplingContext | None = None  # set if noise is shared, so that drafters can know it
         self.allow_caching = False  # whether the generated text may be used in other calls
         self.token_sampler: _TokenSampler | None = None  # None if transformers takes the argmax of the logits
         self._drafter = drafter

@@ -11,7 +11,7 @@ import torch
 
 from ssd.cost_model.throughput import cost_at
 from ssd.drafting.noise import UInt64, gumbel_at
-from ssd.drafting.protocol import Draft, SamplingRow
+from ssd.drafting.protocol import Draft, SamplingContext
 from ssd.jit.addresses import kernel
 from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE
 from ssd.model.sampling.target_tokens import has_rules, logits_with_rules
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def best_candidates(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], draft_to_target: torch.Tensor | None, vocab_size: int
+    logits: torch.Tensor, rows: Sequence[SamplingContext], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
     """Return each request's most probable next tokens and their acceptance probabilities, both [R, M].
 

@@ -25,7 +25,7 @@ from ssd.drafting.protocol import (
     Draft,
     DraftOutcome,
     DraftRequest,
-    SamplingRow,
+    SamplingContext,
     ScoredPass,
     TokenCosts,
 )
@@ -47,7 +47,7 @@ class _GrowingDraft:
 
     index: int
     request: DraftRequest
-    sampling: SamplingRow
+    sampling: SamplingContext
     limit: int
     token_costs: TokenCosts
     state: TextSlot
@@ -59,13 +59,13 @@ class _GrowingDraft:
     def depth(self) -> int:
         return len(self.token_ids)
 
-    def sampling_row(self) -> SamplingRow:
+    def sampling_context(self) -> SamplingContext:
         """Return the parameters for sampling the next draft token; the earlier draft tokens count as output."""
         end = len(self.request.context) + self.depth
         return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
 
-_UNKNOWN_SAMPLING = SamplingRow(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
+_UNKNOWN_SAMPLING = SamplingContext(params=SamplingParams(temperature=0.0), noise=SequenceNoise.seeded(0))
 _WARM_UP_ROWS, _WARM_UP_TOKENS = 8, 64
 _CHUNK_TOKENS = 512
 _DEFAULT_COSTS = np.array([0.2])  # the cost of a draft token, in expected accepted tokens, if a request gives none
@@ -195,7 +195,7 @@ class NetworkDrafter:
         return rows
 
     def _add_candidates(self, logits: torch.Tensor, rows: Sequence[_GrowingDraft]) -> None:
-        sampling = [row.sampling_row() for row in rows]
+        sampling = [row.sampling_context() for row in rows]
         token_ids, probs = best_candidates(logits, sampling, self._slots.draft_to_target, self._vocab_size)
         for b, row in enumerate(rows):
             row.state.text[len(row.request.context) + row.depth] = token_ids[b, 0]

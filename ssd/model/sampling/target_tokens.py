@@ -14,7 +14,7 @@ import torch
 
 from ssd.config import SamplingParams
 from ssd.drafting.noise import SequenceNoise
-from ssd.drafting.protocol import SamplingRow
+from ssd.drafting.protocol import SamplingContext
 from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE, MASS_OF_ONE, DeviceRules, masses_of, rule_out
 from ssd.model.kv.tree import Parents, path_to
 from ssd.model.sampling.sampler import Noise, PassOutput, argmax_with_noise, host_tokens, log_min_p
@@ -23,7 +23,7 @@ from ssd.token_rules import BadWords
 _FIRST_TOP = 256
 
 
-def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArray[np.int64]:
+def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.NDArray[np.int64]:
     """Sample the target's token at each position of a verification pass, int64[B, T].
 
     ``output`` is the output of a pass over [last token, draft ...] of ``rows``, with the noise of `make_noise`, if any.
@@ -46,7 +46,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingRow]) -> npt.NDArra
     return chosen
 
 
-def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+def sampling_scores(logits: torch.Tensor, row: SamplingContext) -> torch.Tensor:
     """Return the scores from which a row's tokens are sampled: log-probabilities up to a constant, float32[T, V].
 
     The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V] are the
@@ -57,12 +57,12 @@ def sampling_scores(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
 
 
 # Padding positions are skipped, because they would cost as much as the tokens of a short draft.
-def _position_indices(rows: Sequence[SamplingRow], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
+def _position_indices(rows: Sequence[SamplingContext], picks: Sequence[int]) -> tuple[npt.NDArray[np.int64], ...]:
     counts = [rows[b].width for b in picks]
     return np.repeat(np.array(picks), counts), np.concatenate([np.arange(count) for count in counts])
 
 
-def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Sequence[int]) -> npt.NDArray[np.int64]:
+def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingContext], picks: Sequence[int]) -> npt.NDArray[np.int64]:
     keys = np.concatenate([rows[b].noise_keys() for b in picks])
     if logits.device.type == "cpu":
         return host_tokens(logits, picks, [rows[b].width for b in picks], [rows[b].params for b in picks], keys)
@@ -70,19 +70,19 @@ def _sample_rows(logits: torch.Tensor, rows: Sequence[SamplingRow], picks: Seque
     return argmax_with_noise(truncated_scores(logits[_position_indices(rows, picks)], params), keys)
 
 
-def has_rules(row: SamplingRow) -> bool:
+def has_rules(row: SamplingContext) -> bool:
     """Return whether penalties, a bias, a grammar or other rules change the row's logits at this step."""
     return _has_request_rules(row.params) or len(row.output) < row.params.min_tokens or row.grammar is not None
 
 
-def _is_sampled(row: SamplingRow, b: int, noise: Noise | None) -> bool:
+def _is_sampled(row: SamplingContext, b: int, noise: Noise | None) -> bool:
     """Return whether the forward pass, which had ``noise``, has already sampled the tokens of its row b."""
     if row.params.greedy:
         return not has_rules(row)
     return noise is not None and bool(noise.temperatures[b, 0] > 0)
 
 
-def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingContext]) -> torch.Tensor:
     """Return logits, [B, T, V], after bias, penalties and forbidden tokens; the same tensor if no row has rules."""
     ruled = [b for b, row in enumerate(rows) if has_rules(row)]
     if ruled:
@@ -97,7 +97,7 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torc
     return logits
 
 
-def _at_node(row: SamplingRow, parents: Parents, node: int) -> SamplingRow:
+def _at_node(row: SamplingContext, parents: Parents, node: int) -> SamplingContext:
     """Return a copy of ``row`` that samples one token after a draft tree's node, whose path counts as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
@@ -179,7 +179,7 @@ def _has_request_rules(params: SamplingParams) -> bool:
     )
 
 
-def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
+def apply_prefix_rules(logits: torch.Tensor, row: SamplingContext) -> None:
     """Apply logit bias, penalties and forbidden tokens to logits, [T, V], in place.
 
     At position t, the draft's first t tokens count as output. The definitions are vLLM's; bias is applied before
@@ -221,7 +221,7 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingRow) -> None:
         rule_out(scores, by_grammar[t] if t < len(by_grammar) else None, rules.allowed, forbidden)
 
 
-def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
+def make_noise(rows: Sequence[SamplingContext], width: int) -> Noise | None:
     """Return the noise with which a forward pass over ``rows`` can sample tokens on the device.
 
     Rows that need more than a temperature for sampling get no noise and temperature 0. Returns None if all rows are
@@ -243,7 +243,7 @@ def make_noise(rows: Sequence[SamplingRow], width: int) -> Noise | None:
     return Noise(keys, temperatures)
 
 
-def has_only_temperature(row: SamplingRow) -> bool:
+def has_only_temperature(row: SamplingContext) -> bool:
     """Return whether a row is sampled by temperature and Gumbel noise alone, without further rules."""
     params = row.params
     if params.greedy:
