@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.workloads import snippets
 from ssd.config import EngineConfig, SamplingParams
-from ssd.drafting.draft_kernel import DraftRow, row_at
-from ssd.drafting.draft_records import clear_draft
+from ssd.drafting.draft_records import DraftRow, clear_draft, row_at
 from ssd.drafting.protocol import Drafter, DraftRequest
 from ssd.drafting.suffix_drafter import NamespaceGroup, RequestState, SuffixDrafter
 from ssd.engine import Engine, Request

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from ssd.config import CacheConfig
 from ssd.drafting.acceptance_model import AcceptanceModel
+from ssd.drafting.draft_scratch import MAX_LEVELS, MAX_RECYCLED_CANDIDATES, MAX_SCANNED_SAMPLES
 from ssd.drafting.grow import CHAIN_CANDIDATES, CHAIN_RECYCLED
-from ssd.drafting.lookup import ENOUGH_SUPPORT, MAX_LEVELS, MAX_SCANNED_SAMPLES
+from ssd.drafting.lookup import ENOUGH_SUPPORT
 from ssd.drafting.protocol import Draft, DraftOutcome, DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter
-from ssd.drafting.votes import MAX_RECYCLED_CANDIDATES
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.segment import SEPARATOR

@@ -11,7 +11,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssd.drafting.acceptance_mixing import _KNOT_RATE, DEPTH_BUCKETS, ENTRIES, KNOTS, NUM_LEARNED
+from ssd.drafting.acceptance_features import DEPTH_BUCKETS, ENTRIES, KNOTS, NUM_LEARNED
+from ssd.drafting.acceptance_mixing import _KNOT_RATE
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.protocol import DraftRequest
 from ssd.drafting.suffix_drafter import SuffixDrafter

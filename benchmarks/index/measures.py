@@ -19,7 +19,7 @@ import numpy.typing as npt
 from benchmarks.index.longest_match import longest_match
 from ssd.config import CacheConfig, DraftConfig, IndexConfig
 from ssd.drafting import DraftRequest
-from ssd.drafting.draft_kernel import DraftRow
+from ssd.drafting.draft_records import DraftRow
 from ssd.drafting.suffix_drafter import NamespaceGroup, SuffixDrafter, draft_of
 from ssd.jit.addresses import Records, address
 from ssd.retrieval.cache_manager import CacheManager, NamespaceCache

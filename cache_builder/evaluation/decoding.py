@@ -16,13 +16,14 @@ from ssd.config import DraftConfig
 from ssd.cost_model.calibration import FIRST_TOKEN_THRESHOLD
 from ssd.cost_model.pass_costs import best_num_steps
 from ssd.cost_model.throughput import FORGETTING, ThroughputRecord, add_pass, cost_in_tokens, recent_pass
-from ssd.drafting.acceptance_mixing import acceptance_tables_at
+from ssd.drafting.acceptance_features import acceptance_tables_at
 from ssd.drafting.acceptance_model import AcceptanceModel
 from ssd.drafting.accepted_path import accepted_path
-from ssd.drafting.candidates import learn_from_path
 from ssd.drafting.draft_batch import draft_batch_at, is_valid_draft, path_probabilities
-from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, reset_row
-from ssd.drafting.draft_records import MAX_DRAFT, SOURCES
+from ssd.drafting.draft_kernel import draft_row, reset_row
+from ssd.drafting.draft_outcomes import learn_from_path
+from ssd.drafting.draft_records import MAX_DRAFT, SOURCES, DraftRow
+from ssd.drafting.draft_scratch import draft_scratch_at
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,

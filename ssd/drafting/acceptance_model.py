@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ssd.drafting.acceptance_mixing import (
+from ssd.drafting.acceptance_features import (
     DEPTH_BUCKETS,
     ENTRIES,
     KNOTS,
@@ -20,9 +20,8 @@ from ssd.drafting.acceptance_mixing import (
     NUM_FEATURES,
     NUM_LEARNED,
     NUM_WEIGHT_SETS,
-    clip_to_learnable,
-    prior_model,
 )
+from ssd.drafting.acceptance_mixing import clip_to_learnable, prior_model
 from ssd.jit.addresses import address
 from ssd.retrieval.cache_state import LearnedState
 

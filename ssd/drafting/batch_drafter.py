@@ -20,8 +20,8 @@ from ssd.cost_model.cost_model import CostModel
 from ssd.cost_model.pass_costs import draft_token_cost, observe_pass
 from ssd.drafting.acceptance_model import NamespaceModels
 from ssd.drafting.draft_batch import DRAFT_OFFSET, cut_drafts, draft_batch, draft_batch_at, is_valid_draft
-from ssd.drafting.draft_kernel import DraftRow, reset_row_at, row_at
-from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.drafting.draft_kernel import reset_row_at
+from ssd.drafting.draft_records import MAX_DRAFT, DraftRow, row_at
 from ssd.drafting.suffix_drafter import NO_SNAPSHOT, Workspace
 from ssd.jit.addresses import (
     Address,

@@ -7,8 +7,9 @@ from typing import Final
 import numpy as np
 
 from ssd.cost_model.pass_costs import costs_at, num_steps_to_verify
-from ssd.drafting.draft_kernel import DraftRow, draft_row, draft_scratch_at, row_at
-from ssd.drafting.draft_records import DraftRecord, parent_of
+from ssd.drafting.draft_kernel import draft_row
+from ssd.drafting.draft_records import DraftRecord, DraftRow, parent_of, row_at
+from ssd.drafting.draft_scratch import draft_scratch_at
 from ssd.jit.addresses import (
     Address,
     Float64,

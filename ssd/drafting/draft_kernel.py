@@ -2,103 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
-
-import numpy as np
-
-from ssd.drafting.acceptance_mixing import AcceptanceTables, acceptance_tables_at
-from ssd.drafting.candidates import (
-    Candidates,
-    ScoredDraft,
-    learn_from_context,
-    learn_from_path,
-    reset_scored,
-    start_scored,
-)
-from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, clear_draft
-from ssd.drafting.grow import (
-    CONTINUED_CONTEXT,
-    MIN_CONTINUED_MATCH,
-    ChainScratch,
-    FurtherLookups,
-    TreeScratch,
-    copy_context_end,
-    grow_chain,
-    grow_tree,
-)
-from ssd.drafting.lookup import (
-    MATCH_SAMPLES_BYTES,
-    NO_SEGMENT_TABLE,
-    LookupScratch,
-    MatchCursor,
-    MatchSamples,
-    ScanHits,
-    SearchedTexts,
-    match_samples_at,
-    resume_matches,
-    sample_matches,
-    save_matches,
-    searched_texts,
-)
+from ssd.drafting.acceptance_features import acceptance_tables_at
+from ssd.drafting.draft_outcomes import learn_from_context, learn_from_path, reset_scored, start_scored
+from ssd.drafting.draft_records import NO_SEGMENT_TABLE, DraftRow, clear_draft, row_at
+from ssd.drafting.draft_scratch import DraftScratch
+from ssd.drafting.grow import DraftInputs, grow_draft
+from ssd.drafting.lookup import resume_matches, sample_matches, save_matches, searched_texts
 from ssd.drafting.noise_prediction import start_noise
-from ssd.drafting.prediction import PredictionCursor, advance_prediction, reset_prediction
-from ssd.drafting.proposal_tree import (
-    Lookahead,
-    build_proposals,
-    propose_lookahead,
-    save_lookahead,
-)
-from ssd.jit.addresses import (
-    Address,
-    Int64s,
-    Record,
-    TokenIds,
-    inlined,
-    int32_array,
-    kernel,
-    view_of,
-)
-from ssd.retrieval.snapshot import SnapshotRecord, snapshot_at
-
-
-class RowState(Record):
-    match_cursor: MatchCursor
-    scored: ScoredDraft
-    prediction: PredictionCursor
-    lookahead: Lookahead
-
-
-class DraftRow(Record):
-    """The drafting kernel's data of one sequence: parameters, last draft, and state that is kept between steps.
-
-    The record must not move in memory until the sequence ends.
-    """
-
-    params: DraftParams
-    draft: DraftRecord
-    state: RowState
-
-
-class DraftScratch(Record):
-    """The scratch memory of a drafter.
-
-    Attributes:
-        samples_of_lookups: The address of MatchSamples[1 + MAX_FURTHER_LOOKUPS]: the matches of the context, then those
-            of a tree's further lookups.
-        prediction_hits: Scratch for the search in a client's predicted output.
-        continued: The text of a chain's further lookups: the end of the context followed by the draft.
-    """
-
-    samples_of_lookups: Address
-    lookups: LookupScratch
-    prediction_hits: ScanHits
-    candidates: Candidates
-    chain: ChainScratch
-    tree: TreeScratch
-    continued: Annotated[TokenIds, np.int32, CONTINUED_CONTEXT + MAX_DRAFT]
-
-
-draft_scratch_at, row_at = view_of(DraftScratch), view_of(DraftRow)
+from ssd.drafting.prediction import advance_prediction, reset_prediction
+from ssd.drafting.proposal_tree import build_proposals, propose_lookahead, save_lookahead
+from ssd.jit.addresses import Int64s, TokenIds, inlined, int32_array, kernel
+from ssd.retrieval.snapshot import snapshot_at
 
 
 @inlined
@@ -137,116 +51,24 @@ def save_all_lookahead(
             save_lookahead(lookahead, input_ids[b], parents[b], is_tree, counts[b], sampled_ids[b], ends[b])
 
 
-_MAX_CONTINUATIONS: Final = 4
-"""The maximum number of lookups that continue a draft chain after its text matches have ended.
-
-Each lookup searches for the last tokens of the chain.
-"""
-
-
-@kernel
-def _search(
-    scratch: DraftScratch,
-    snapshot: SnapshotRecord,
-    params: DraftParams,
-    context: TokenIds,
-    max_length: int,
-    min_length: int,
-    samples: MatchSamples,
-) -> None:
-    if params.no_lookup == 1:
-        samples.num_levels = 0
-    else:
-        sample_matches(snapshot, scratch.lookups, context, max_length, min_length, samples)
-
-
 @inlined
-def _continued(scratch: DraftScratch, context: TokenIds, out: DraftRecord) -> TokenIds:
-    kept, drafted = copy_context_end(context, scratch.continued), out.size
-    scratch.continued[kept : kept + drafted] = out.tokens[:drafted]
-    return scratch.continued[: kept + drafted]
-
-
-@kernel
-def _draft_tree(
-    scratch: DraftScratch,
-    snapshot: SnapshotRecord,
-    texts: SearchedTexts,
-    params: DraftParams,
-    state: RowState,
-    model: AcceptanceTables,
-    max_length: int,
-    min_length: int,
-    out: DraftRecord,
-) -> None:
-    samples, out.is_tree = match_samples_at(scratch.samples_of_lookups), 1
-    _search(scratch, snapshot, params, texts.context, max_length, min_length, samples)
-    further_at, least = scratch.samples_of_lookups + MATCH_SAMPLES_BYTES, max(min_length, MIN_CONTINUED_MATCH)
-    further = FurtherLookups(snapshot, scratch.lookups, further_at, max_length, least)
-    grow_tree(
-        texts, samples, further, params, state.prediction, model, scratch.candidates, scratch.tree, state.scored, out
-    )
-    state.match_cursor.table = NO_SEGMENT_TABLE
-
-
-@kernel
-def _draft_chain(
-    scratch: DraftScratch,
-    snapshot: SnapshotRecord,
-    texts: SearchedTexts,
-    params: DraftParams,
-    state: RowState,
-    model: AcceptanceTables,
-    max_length: int,
-    min_length: int,
-    out: DraftRecord,
-) -> None:
-    prediction, scored, candidates, chain_scratch = state.prediction, state.scored, scratch.candidates, scratch.chain
-    samples = match_samples_at(scratch.samples_of_lookups)
-    resume_matches(state.match_cursor, snapshot.table_number, texts, max_length, samples)
-    has_ended, may_look_up = True, params.no_lookup == 0
-    if samples.num_levels > 0:
-        has_ended = grow_chain(
-            texts, samples, 0, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
-        )
-    if out.size < params.limit:  # no saved matches, or they ended too early
-        start_scored(scored, len(texts.context))
-        clear_draft(out)
-        _search(scratch, snapshot, params, texts.context, max_length, min_length, samples)
-        has_ended = grow_chain(
-            texts, samples, 0, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
-        )
-    save_matches(state.match_cursor, snapshot.table_number, texts, samples)
-    context = texts.context
-    for number in range(_MAX_CONTINUATIONS + 1):
-        # All matches have ended, but another token would be worth its cost: look up the end of the draft.
-        drafted = out.size
-        if not has_ended or drafted == 0 or drafted == params.limit:
-            break
-        texts = searched_texts(_continued(scratch, context, out), snapshot)
-        may_look_up = may_look_up and number < _MAX_CONTINUATIONS
-        if may_look_up:
-            _search(scratch, snapshot, params, texts.context, max_length, max(min_length, MIN_CONTINUED_MATCH), samples)
-        else:
-            samples.num_levels = 0
-        has_ended = grow_chain(
-            texts, samples, drafted, may_look_up, params, prediction, model, candidates, chain_scratch, scored, out
-        )
-        if out.size == drafted:
-            break
+def _start_draft(row: DraftRow) -> None:
+    clear_draft(row.draft)
+    row.draft.is_tree = int(row.params.is_tree != 0)
+    start_scored(row.state.scored, row.params.context_length)
 
 
 @kernel
 def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length: int) -> None:
     """Learn from the outcome of a row's last draft, and write its next draft."""
     params, out, state = row.params, row.draft, row.state
-    searched, learned = snapshot_at(params.snapshot), acceptance_tables_at(params.model)
+    snapshot, model = snapshot_at(params.snapshot), acceptance_tables_at(params.model)
     context = int32_array(params.context, params.context_length)
     clear_draft(out)
-    learn_from_context(state.scored, context, learned)
+    learn_from_context(state.scored, context, model)
     if params.limit < 1 or len(context) == 0:
         return
-    start_scored(state.scored, len(context))
+    _start_draft(row)
     if params.prediction_length > 0:
         prediction = int32_array(params.prediction, params.prediction_length)
         advance_prediction(state.prediction, prediction, context, scratch.prediction_hits)
@@ -254,11 +76,22 @@ def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length:
     start_noise(params, scratch.candidates.position_noise, scratch.candidates.cached_sample)
     build_proposals(params, scratch.candidates.proposals)
     propose_lookahead(state.lookahead, context, scratch.candidates.proposals)
-    texts = searched_texts(context, searched)
-    if params.is_tree:
-        _draft_tree(scratch, searched, texts, params, state, learned, max_length, min_length, out)
-    else:
-        _draft_chain(scratch, searched, texts, params, state, learned, max_length, min_length, out)
+    inputs = DraftInputs(searched_texts(context, snapshot), snapshot, model, max_length, min_length)
+    samples, cursor, table = scratch.samples[0], state.match_cursor, snapshot.table_number
+    samples.num_levels = 0
+    if out.is_tree == 0:
+        resume_matches(cursor, table, inputs.texts, max_length, samples)
+    if samples.num_levels > 0:
+        grow_draft(scratch, row, inputs, True)
+    if out.size < params.limit:  # no saved matches, or they ended too early
+        _start_draft(row)
+        samples.num_levels = 0
+        if params.no_lookup == 0:
+            sample_matches(snapshot, scratch.lookups, context, max_length, min_length, samples)
+        grow_draft(scratch, row, inputs, False)
+    cursor.table = NO_SEGMENT_TABLE
+    if out.is_tree == 0:
+        save_matches(cursor, table, inputs.texts, samples)
 
 
 @kernel

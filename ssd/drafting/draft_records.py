@@ -1,12 +1,28 @@
-"""Define the records that Python shares with the drafting kernels: the parameters of a draft, and the draft itself."""
+"""Define the drafting kernels' record of a sequence: the parameters of a draft, the draft, and state between steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import numpy as np
 
-from ssd.jit.addresses import Address, Float64, Float64s, Int64, Record, TokenIds, float64_array, inlined
+from ssd.drafting.acceptance_features import NUM_FEATURES
+from ssd.jit.addresses import (
+    Address,
+    Float64,
+    Float64s,
+    Int64,
+    Int64s,
+    Record,
+    TokenIds,
+    float64_array,
+    inlined,
+    view_of,
+)
+
+NO_TOKEN: Final = -1
+"""The value that is used in place of a token if there is none. It equals SEPARATOR and is never a token id."""
 
 MAX_DRAFT: Final = 128
 """The maximum number of draft tokens per draft. A greater configured limit is reduced to this number."""
@@ -139,3 +155,146 @@ def cost_of_token(params: DraftParams, number: int) -> float:
     if params.num_token_costs == 0:
         return params.token_cost
     return float(float64_array(params.token_costs, params.num_token_costs)[min(number, params.num_token_costs - 1)])
+
+
+IN_SEGMENT: Final = 0
+IN_MEMTABLE: Final = 1
+IN_CONTEXT: Final = 2
+
+
+class MatchSample(Record):
+    """A sampled occurrence of the last tokens of a context.
+
+    Attributes:
+        kind: The kind of text: IN_SEGMENT, IN_MEMTABLE or IN_CONTEXT.
+        at: The token after the match: its address in a segment, its position in the memtable or in the context.
+        width: The size of a token in bytes, in a segment.
+        recency: Greater means later. The context is later than the memtable, which is later than segments.
+        weight: The number of occurrences that the sample stands for.
+    """
+
+    kind: Int64
+    at: Int64
+    width: Int64
+    recency: Int64
+    weight: Float64
+
+
+MAX_SAVED: Final = 8
+"""The maximum number of matches of the longest match length that are saved for a request's next step."""
+
+NO_SEGMENT_TABLE: Final = -1
+"""The value of ``MatchCursor.table`` if no text matches are saved."""
+
+
+class MatchCursor(Record):
+    """The text matches that are saved from one step of a request to the next.
+
+    Attributes:
+        table: The number of the segment table that the matches refer to; NO_SEGMENT_TABLE if no matches are saved.
+        length: The length of the context for which the matches were found.
+        ends_with: A hash of the last tokens of that context.
+    """
+
+    table: Int64
+    length: Int64
+    ends_with: Int64
+    match_length: Int64
+    count: Int64
+    matches: Annotated[Sequence[MatchSample], MatchSample, MAX_SAVED]
+
+
+class PredictionCursor(Record):
+    """The position in the client's predicted output that the output has reached.
+
+    Attributes:
+        position: The position in the prediction where the output is expected to continue.
+        match_length: The number of tokens before ``position`` that match the output since the last difference.
+        num_compared: The length of the context that has been compared.
+    """
+
+    position: Int64
+    match_length: Int64
+    num_compared: Int64
+    has_differed: Int64
+
+
+MAX_LOOKAHEAD: Final = 16
+"""The maximum number of lookahead tokens, i.e. tokens that the target sampled after a rejected draft token."""
+
+
+class Lookahead(Record):
+    """The tokens that the target sampled after the first rejected draft token of a request's last forward pass.
+
+    Attributes:
+        before: The token before ``last``.
+        last: The last token of the context after that pass; the lookahead tokens follow it.
+        was_drafted: For each token, whether it equals the next draft token.
+    """
+
+    count: Int64
+    before: Int64
+    last: Int64
+    tokens: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
+    was_drafted: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
+
+
+MAX_SCORED: Final = 48
+"""The maximum number of candidate tokens per draft that are stored until the acceptance model can learn their outcome.
+"""
+
+
+class ScoredCandidate(Record):
+    """A candidate token and its features, stored until it is known whether the target produced the token.
+
+    Attributes:
+        parent: The index of the candidate before it; -1 for the end of the context.
+        depth: The number of draft tokens before it.
+        outcome: 1 if the target produced the token, -1 if it did not, 0 while that is unknown.
+        weight_set: The index of the acceptance model's weight vector.
+        inputs: The index of the table entry of each feature.
+    """
+
+    token: Int64
+    parent: Int64
+    depth: Int64
+    outcome: Int64
+    weight_set: Int64
+    inputs: Annotated[Int64s, np.int64, NUM_FEATURES]
+
+
+class ScoredDraft(Record):
+    """The candidate tokens of a request's last draft: first the draft tokens in order, then the tokens not drafted.
+
+    Attributes:
+        start: The length of the context at the time of the draft.
+        num_drafted: The number of candidates that are draft tokens.
+        mean_error: The running mean of outcome minus estimate over all drafts of the request, in units of 2^-20.
+    """
+
+    count: Int64
+    start: Int64
+    num_drafted: Int64
+    mean_error: Int64
+    candidates: Annotated[Sequence[ScoredCandidate], ScoredCandidate, MAX_SCORED]
+
+
+class RowState(Record):
+    match_cursor: MatchCursor
+    scored: ScoredDraft
+    prediction: PredictionCursor
+    lookahead: Lookahead
+
+
+class DraftRow(Record):
+    """The drafting kernel's data of one sequence: parameters, last draft, and state that is kept between steps.
+
+    The record must not move in memory until the sequence ends.
+    """
+
+    params: DraftParams
+    draft: DraftRecord
+    state: RowState
+
+
+row_at = view_of(DraftRow)

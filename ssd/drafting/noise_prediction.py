@@ -12,12 +12,13 @@ reliable the two predictions are.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Final
+from typing import Final
 
 import numpy as np
 
-from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRecord, parent_of
-from ssd.drafting.lookup import NO_TOKEN
+from ssd.drafting.acceptance_features import NOISE_BUCKETS
+from ssd.drafting.draft_records import MAX_DRAFT, NO_TOKEN, DraftParams, DraftRecord, parent_of
+from ssd.drafting.draft_scratch import CachedSample, PositionNoise, RecycledTokens
 from ssd.drafting.noise import coupled_place, gumbel_at, hash_behind, key_at, noise_at, times_counted
 from ssd.drafting.sample_cache import (
     NO_SAMPLE,
@@ -29,43 +30,16 @@ from ssd.drafting.sample_cache import (
 )
 from ssd.drafting.token_recycling import (
     NO_ENTRY,
-    SHARES,
     TOP_K,
+    TYPICAL_SHARE,
     entry_after_pair,
     entry_after_token,
     recycling_table_at,
 )
-from ssd.jit.addresses import (
-    Address,
-    Float64,
-    Float64s,
-    Int64,
-    Int64s,
-    Record,
-    Uint64,
-    UInt64s,
-    inlined,
-    int32_array,
-)
+from ssd.jit.addresses import inlined, int32_array
 
 NOT_LOOKED_UP: Final = -1
 """The value of ``RecycledTokens.count`` if the recycling table was not read."""
-
-
-class RecycledTokens(Record):
-    """The target's earlier top-k tokens after the same token or pair of tokens, read from a `RecyclingTable`.
-
-    Attributes:
-        count: The number of tokens; 0 if there is no entry, NOT_LOOKED_UP if the table was not read.
-        is_pair: Whether a pair of tokens matched, not only the last token.
-        tokens: The tokens, most probable first.
-        shares: The bucket of each token's share of the probability, see `share_level`.
-    """
-
-    count: Int64
-    is_pair: Int64
-    tokens: Annotated[Int64s, np.int64, TOP_K]
-    shares: Annotated[Int64s, np.int64, TOP_K]
 
 
 @inlined
@@ -99,54 +73,10 @@ def rank_of(recycled: RecycledTokens, token: int) -> int:
     return TOP_K
 
 
-VERDICTS: Final = 7
-"""The number of verdicts on whether a candidate token will be sampled, given the known Gumbel noise.
-
-A verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
-0: no top-k tokens are known. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the best.
-4, 5, 6: its score is the best with a small, clear or large lead.
-"""
-
-NOISE_BUCKETS: Final = 8
-"""The number of buckets for the Gumbel noise of a candidate token."""
-
-TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""For each bucket of `share_level`, a typical probability share, to which a stored bucket is converted."""
-
-assert len(TYPICAL_SHARE) == SHARES
 _LOG_SHARE: Final = np.log(TYPICAL_SHARE)
 _CLOSE: Final = 1.0
 _CLEARLY: Final = 0.5
 _BY_FAR: Final = 1.5
-
-
-class PositionNoise(Record):
-    """The Gumbel noise at one position of a draft, and the scores (log probability plus noise) of tokens there.
-
-    Attributes:
-        is_known: 1 if the target samples with known noise, else 0.
-        noise: The address of the request's `NoiseRecord`, from which ``request`` and ``window`` are copied.
-        context: The text before the draft, int32[start].
-        temperature: The request's temperature.
-        key: The noise key of the position.
-        hashes: For noise that requests share, the `hash_behind` each node n of the draft, at index n + 1.
-        best: The rank of the token with the greatest score among the target's earlier top-k tokens.
-        lead: The best score minus the second best; infinite if there is only one.
-        scores: For each of the earlier top-k tokens, its log probability at the request's temperature plus its noise.
-    """
-
-    is_known: Int64
-    noise: Address
-    request: Uint64
-    window: Int64
-    context: Address
-    start: Int64
-    temperature: Float64
-    key: Uint64
-    hashes: Annotated[UInt64s, np.uint64, MAX_DRAFT + 1]
-    best: Int64
-    lead: Float64
-    scores: Annotated[Float64s, np.float64, TOP_K]
 
 
 @inlined
@@ -198,7 +128,7 @@ def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> N
 
 @inlined
 def noise_verdict(position_noise: PositionNoise, recycled: RecycledTokens, rank: int) -> int:
-    """Return the verdict (see `VERDICTS`) on whether a candidate token will be sampled, given the known Gumbel noise.
+    """Return the verdict (see VERDICTS) on whether a candidate token will be sampled, given the known Gumbel noise.
 
     ``rank`` is the token's rank in the target's earlier top k; TOP_K stands for any other token.
     """
@@ -220,31 +150,7 @@ def noise_bucket(position_noise: PositionNoise, token: int) -> int:
     return int(min(NOISE_BUCKETS - 1, max(0, int(2.0 * (noise + 1.0) + 1.0))))
 
 
-RUN_BUCKETS: Final = 6
-"""The number of buckets for how many tokens in a row, before a position, equal those in the sample cache."""
-
 _RUN_BUCKET_OF: Final = np.searchsorted([1, 2, 4, 8, 16], np.arange(17), side="right")
-
-
-class CachedSample(Record):
-    """The token that an earlier request sampled with the same Gumbel noise key as a draft position.
-
-    Attributes:
-        sample_cache: The address of the `SampleTable`; 0 if the request does not use one.
-        token: The cached token; NO_TOKEN if the key is not in the table.
-        confirmed: How many times in a row the token was sampled again.
-        run: The number of tokens right before the position, drafted ones included, that equal their cached sample.
-        run_before: ``run`` at the end of the context.
-        tokens: The cached token after each node n of the draft, at index n + 1; ``runs`` holds ``run`` in the same way.
-    """
-
-    sample_cache: Address
-    token: Int64
-    confirmed: Int64
-    run: Int64
-    run_before: Int64
-    tokens: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
-    runs: Annotated[Int64s, np.int64, MAX_DRAFT + 1]
 
 
 @inlined

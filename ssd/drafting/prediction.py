@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from ssd.drafting.draft_records import DraftParams
-from ssd.drafting.lookup import NO_TOKEN, ScanHits
-from ssd.jit.addresses import Int64, Record, TokenIds, inlined, int32_array, kernel
+from ssd.drafting.draft_records import NO_TOKEN, DraftParams, PredictionCursor
+from ssd.drafting.draft_scratch import ScanHits
+from ssd.jit.addresses import TokenIds, inlined, int32_array, kernel
 from ssd.retrieval.scan import scan
 
 _LONGEST: Final = 32
@@ -19,21 +19,6 @@ _FAR: Final = 64
 """The distance, in tokens, from the expected position in the client's prediction beyond which one-token matches are
 ignored.
 """
-
-
-class PredictionCursor(Record):
-    """The position in the client's predicted output that the output has reached.
-
-    Attributes:
-        position: The position in the prediction where the output is expected to continue.
-        match_length: The number of tokens before ``position`` that match the output since the last difference.
-        num_compared: The length of the context that has been compared.
-    """
-
-    position: Int64
-    match_length: Int64
-    num_compared: Int64
-    has_differed: Int64
 
 
 @inlined

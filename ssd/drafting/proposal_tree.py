@@ -8,54 +8,15 @@ its position, which the next pass uses at this position too.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Final
 
-import numpy as np
-
-from ssd.drafting.draft_records import DraftParams
-from ssd.drafting.lookup import NO_TOKEN
+from ssd.drafting.draft_records import MAX_LOOKAHEAD, NO_TOKEN, DraftParams, Lookahead
+from ssd.drafting.draft_scratch import ProposalTree
 from ssd.drafting.protocol import LOOKAHEAD, MAX_PROPOSED_TOKENS, NUM_PROPOSER_KINDS
-from ssd.jit.addresses import (
-    Float64s,
-    Int64,
-    Int64s,
-    Record,
-    TokenIds,
-    float64_array,
-    inlined,
-    int32_array,
-    kernel,
-)
-
-MAX_LOOKAHEAD: Final = 16
-"""The maximum number of lookahead tokens, i.e. tokens that the target sampled after a rejected draft token."""
+from ssd.jit.addresses import Float64s, Int64s, TokenIds, float64_array, inlined, int32_array, kernel
 
 PROPOSAL_ROOT: Final = 0
 """The root of the tree of proposed tokens, which stands for the end of the context."""
-
-_MOST_NODES: Final = 1 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
-
-
-class ProposalTree(Record):
-    """The tree of tokens that other drafters propose after the context. Siblings are different tokens.
-
-    Node PROPOSAL_ROOT stands for the end of the context. Every other node below ``count`` is a token.
-
-    Attributes:
-        kinds: The kind of drafter that gave each token its greatest probability.
-        probabilities: The greatest acceptance probability that a drafter gave each token, given the tokens before it.
-        first: The first child of each node; NO_TOKEN if there is none.
-        next: The next sibling of each node; NO_TOKEN if there is none.
-        numbers: Scratch, the node of each external proposal.
-    """
-
-    count: Int64
-    tokens: Annotated[Int64s, np.int64, _MOST_NODES]
-    kinds: Annotated[Int64s, np.int64, _MOST_NODES]
-    probabilities: Annotated[Float64s, np.float64, _MOST_NODES]
-    first: Annotated[Int64s, np.int64, _MOST_NODES]
-    next: Annotated[Int64s, np.int64, _MOST_NODES]
-    numbers: Annotated[Int64s, np.int64, MAX_PROPOSED_TOKENS]
 
 
 @inlined
@@ -147,22 +108,6 @@ The acceptance model learns the actual probability.
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
 """The initial acceptance probability of a lookahead token that differs from the draft token at its position."""
-
-
-class Lookahead(Record):
-    """The tokens that the target sampled after the first rejected draft token of a request's last forward pass.
-
-    Attributes:
-        before: The token before ``last``.
-        last: The last token of the context after that pass; the lookahead tokens follow it.
-        was_drafted: For each token, whether it equals the next draft token.
-    """
-
-    count: Int64
-    before: Int64
-    last: Int64
-    tokens: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
-    was_drafted: Annotated[Int64s, np.int64, MAX_LOOKAHEAD]
 
 
 @inlined

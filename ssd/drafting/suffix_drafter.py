@@ -14,17 +14,9 @@ import numpy.typing as npt
 
 from ssd.drafting.acceptance_model import AcceptanceModel, NamespaceModels
 from ssd.drafting.draft_batch import DraftBatch, draft_batch
-from ssd.drafting.draft_kernel import (
-    DraftRow,
-    DraftScratch,
-    finish_row,
-    reset_row_at,
-    row_at,
-    save_all_lookahead,
-)
-from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, source_name
-from ssd.drafting.grow import MAX_FURTHER_LOOKUPS
-from ssd.drafting.lookup import MatchSamples
+from ssd.drafting.draft_kernel import finish_row, reset_row_at, save_all_lookahead
+from ssd.drafting.draft_records import MAX_DRAFT, DraftParams, DraftRow, row_at, source_name
+from ssd.drafting.draft_scratch import DraftScratch
 from ssd.drafting.protocol import (
     EMPTY_DRAFT,
     MAX_PROPOSED_TOKENS,
@@ -70,20 +62,18 @@ class Workspace:
         self.batch.scratch, self.batch.vocab_size = self._memory.address, 1 << 32
         self.batch.max_match_length, self.batch.min_match_length = max_match_length, max(1, min_match_length)
         self._patterns = np.zeros(PATTERNS_BYTES, np.uint8)
-        self._samples = Records(MatchSamples, 1 + MAX_FURTHER_LOOKUPS)
         self._memory[0].lookups.patterns = address(self._patterns)
-        self._memory[0].samples_of_lookups = self._samples.address
-        self._allocate_lanes(32)
+        self._allocate_searches(32)
 
     def reserve(self, snapshot: Snapshot) -> None:
         """Grow the scratch memory if the snapshot has more segments than any before."""
-        if len(snapshot.segments) > len(self._lanes):
-            self._allocate_lanes(2 * len(snapshot.segments))
+        if len(snapshot.segments) > len(self._searches):
+            self._allocate_searches(2 * len(snapshot.segments))
 
-    def _allocate_lanes(self, count: int) -> None:
-        self._lanes, self._walkers = Records(SegmentSearch, count), Records(RangeExpander, 2 * count)
+    def _allocate_searches(self, count: int) -> None:
+        self._searches, self._expanders = Records(SegmentSearch, count), Records(RangeExpander, 2 * count)
         lookups = self._memory[0].lookups
-        lookups.num_lanes, lookups.lanes, lookups.walkers = count, self._lanes.address, self._walkers.address
+        lookups.searches, lookups.expanders = self._searches.address, self._expanders.address
 
 
 class RequestState:

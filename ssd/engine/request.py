@@ -10,8 +10,7 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from ssd.config import SamplingParams
-from ssd.drafting.draft_kernel import DraftRow
-from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, source_name
+from ssd.drafting.draft_records import NUM_SOURCES, DraftRecord, DraftRow, source_name
 from ssd.errors import RequestError
 from ssd.jit.addresses import Address, Float64, Int64, Int64s, Record, Records
 from ssd.model.sampling.sampler import TokenLogprobs
