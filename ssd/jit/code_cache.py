@@ -195,7 +195,7 @@ _BASELINES: Final = {
 """For each CPU architecture, LLVM's name of the processor for which prebuilt machine code is compiled, and the CPU
 features that this code requires.
 """
-_SIMD: Final = Path(__file__).with_name("simd.py")
+_SIMD: Final = Path(__file__).parent.parent / "model" / "cpu" / "simd.py"
 """The source file of the SIMD code generator. Kernels that import it depend on the processor and are never prebuilt."""
 _is_prebuilding = False
 
