@@ -17,6 +17,8 @@ PEERS_PINS := benchmarks/peers
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PINS := benchmarks/vllm
+SGLANG := .venv-sglang
+SGLANG_READY := $(SGLANG)/.ready
 CLIENTS := .venv-clients
 CLIENTS_READY := $(CLIENTS)/.ready
 CLIENTS_PINS := benchmarks/clients
@@ -74,12 +76,17 @@ wheel: $(SERVES)
 # One thread for each of JOBS processes.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+# SGLang's worker, without what it needs on a GPU.
+$(SGLANG_READY): tests/sglang.txt | $(READY)
+	$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(SGLANG) --requirement tests/sglang.txt
+	touch $@
+
 # While editing: what needs no model, server or Redis; a minute, and another where kernels must be compiled.
 quick: $(READY)
 	$(PYTEST) --quick
 
 # What the project promises: the files that tests/conftest.py names. With ALL=1 all tests and the linters, as CI does.
-test: $(if $(ALL),$(READY),$(TESTS))
+test: $(if $(ALL),$(READY) $(SGLANG_READY),$(TESTS))
 	$(MAKE) --no-print-directory --jobs=2 $(if $(ALL),lint) kernels
 	$(PYTEST) $(if $(ALL),--slow,--promises)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Final
 
@@ -13,13 +17,14 @@ import xxhash
 from cache_builder.commands.options import (
     CACHE_DIRECTORY,
     add_redis_argument,
+    escape_value,
     progress_bar,
     redis_client,
     redis_url_from_options,
     token_count,
 )
 from cache_builder.opened_cache import open_caches
-from ssd.errors import ConfigError
+from ssd.errors import ConfigError, StoreUnavailable
 from ssd.numbers import format_number
 from ssd.replication.entry import LEAD_IN_TOKENS, MAX_ENTRY_TOKENS, Entry, max_entries_of, pack_entry, stream_key
 from ssd.replication.redis_stream import append_entries
@@ -41,6 +46,12 @@ def add(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
+    command.add_argument(
+        "--sglang",
+        metavar="URL",
+        help="Load the text into a running SGLang server with n-gram speculation, not into Redis; $SGLANG_API_KEY is "
+        "its admin key",
+    )
     command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the cache in DIR)")
     command.add_argument(
         "--max-tokens",
@@ -53,7 +64,10 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    push(options.directory, redis_url_from_options(options), options.namespace, max_tokens=options.max_tokens)
+    if options.sglang is not None:
+        push_to_sglang(options.directory, options.sglang, max_tokens=options.max_tokens)
+    else:
+        push(options.directory, redis_url_from_options(options), options.namespace, max_tokens=options.max_tokens)
     return 0
 
 
@@ -61,6 +75,7 @@ REPLICA_ID: Final = b"ssd-push"
 """The replica id of Redis entries written by ``ssd-cache push``. Servers have random replica ids."""
 
 _BATCH: Final = 64
+_SGLANG_TIMEOUT_S: Final = 300.0
 
 
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
@@ -110,3 +125,35 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
             f"  {lengths[:first].sum():,} tokens in the {first:,} oldest sequences were skipped: the stream holds "
             f"{max_tokens:,} tokens. To draft from all text, start servers with --warm {directory}"
         )
+
+
+def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
+    """Load the newest sequences of a cache directory into a running SGLang server, and print a summary.
+
+    SGLang keeps them as the external corpus "ssd-" and the last segment's id, until it ends. Raises CacheError, or
+    StoreUnavailable if the server does not accept them.
+    """
+    (cache,) = open_caches([directory])
+    newest = list[list[int]]()
+    num_tokens = 0
+    for segment in reversed(cache.segments):
+        for sequence in reversed([found.tolist() for found in iter_sequences([segment])]):
+            if (num_tokens := num_tokens + len(sequence)) <= max_tokens:
+                newest.append(sequence)
+    if not newest:
+        raise ConfigError(f"{directory} contains no text that fits into {max_tokens} tokens: nothing was pushed")
+    name = f"ssd-{cache.segments[-1].segment_id}"
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get("SGLANG_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    body = json.dumps({"corpus_id": name, "token_chunks": newest[::-1]}).encode()
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}/add_external_corpus", body, headers)
+        with urllib.request.urlopen(request, timeout=_SGLANG_TIMEOUT_S) as response:
+            loaded = json.load(response).get("loaded_token_count")
+    except urllib.error.HTTPError as error:
+        reason = escape_value(error.read(500))
+        raise StoreUnavailable(f"SGLang at {url} refused the corpus with status {error.code}: {reason}") from None
+    except (OSError, ValueError) as error:
+        raise StoreUnavailable(f"SGLang at {url} does not answer ({error}): check the address") from None
+    print(f"pushed {sum(map(len, newest)):,} tokens in {len(newest):,} sequences as corpus {name}, {loaded} loaded")

@@ -31,9 +31,12 @@ import numpy.typing as npt
 from ssd.config import CacheConfig, DraftConfig
 from ssd.drafting.batch_drafter import NUM_HEADER_WORDS, BatchDrafter, RowText
 from ssd.drafting.draft_records import MAX_DRAFT
+from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftRequest
+from ssd.drafting.suffix_drafter import SuffixDrafter
 from ssd.errors import ConfigError
 from ssd.retrieval.cache_manager import DEFAULT_NAMESPACE, CacheManager, NamespaceCache
 
+_SUNK_TOKEN_COST = 0.02  # in expected accepted tokens; the engine verifies unused nodes of a tree too
 _ANY_TOKENIZER = "0" * 32  # the fingerprint of a cache that stays in this process
 TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
@@ -100,6 +103,8 @@ class RetrievalCache:
         fingerprint = fingerprint or _ANY_TOKENIZER
         self.max_length, self.end_of_text_ids = max_length, frozenset(end_of_text_ids)
         self.texts: dict[str, RowText] = {}
+        self._vocab_size, self._draft = vocab_size, draft
+        self._tree_drafter: SuffixDrafter | None = None  # created when a tree is drafted for the first time
         self.num_stored = 0
         self._assigned: list[str] | None = None  # the ids of the drafter's rows
         self._step_began_s = self._step_s = 0.0
@@ -182,6 +187,31 @@ class RetrievalCache:
         self._step_s, self._step_began_s = 0.0, time.perf_counter()
         return [row[:size] for row, size in zip(tokens, sizes, strict=True)]
 
+    def speculate_trees(self, request_ids: Sequence[str], limit: int) -> list[Draft]:
+        """Draft a tree of at most ``limit`` tokens for each request, for engines that verify trees of a fixed size.
+
+        Requests that were not started get empty drafts. Token i follows token ``parents[i]``, or the text if that is
+        -1; without ``parents``, the draft is a chain.
+        """
+        if self._tree_drafter is None:
+            self._tree_drafter = SuffixDrafter(
+                max_match_length=self._draft.max_match_length,
+                default_token_cost=_SUNK_TOKEN_COST,
+                recycling=False,
+                use_sample_cache=False,
+            )
+        snapshot, learned = self.cache.snapshot(), self.cache.learned
+        requests = [
+            DraftRequest(name, text.tokens, text.prompt_length, snapshot, limit, allow_tree=True, learned=learned)
+            for name in request_ids
+            if (text := self.texts.get(name)) is not None
+        ]
+        found = {
+            request.request_id: draft if (draft.token_ids < self._vocab_size).all() else EMPTY_DRAFT
+            for request, draft in zip(requests, self._tree_drafter.propose(requests), strict=True)
+        }
+        return [found.get(name, EMPTY_DRAFT) for name in request_ids]
+
     def finish(self, request_id: str, num_tokens: int | None = None) -> None:
         """End a request and store its text in the cache. O(tokens); does nothing if the request was not started.
 
@@ -205,7 +235,9 @@ class RetrievalCache:
 
     def close(self) -> None:
         """Store the text of running requests and close the cache. May be called twice."""
-        self.drafter.publish()
+        for drafter in (self.drafter, self._tree_drafter):
+            if drafter is not None:
+                drafter.publish()
         self.store([text for name in list(self.texts) if (text := self.pop(name)) is not None])
         self._resources.close()
 
@@ -214,6 +246,8 @@ class RetrievalCache:
     def pop(self, request_id: str) -> Any:
         """Remove a request without storing its text; return its text, or None if it was not started."""
         self._assigned = None
+        if self._tree_drafter is not None:
+            self._tree_drafter.finish(request_id)
         return self.texts.pop(request_id, None)
 
     def store(self, texts: Iterable[RowText], num_tokens: int | None = None) -> None:

@@ -117,7 +117,7 @@ def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
 def _tree_of(module: str) -> ast.Module | None:
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
+    except (ImportError, KeyError, ValueError):  # KeyError: the import of a parent package failed
         return None
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
