@@ -37,10 +37,8 @@ class FairExecutor:
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
-        self._name = name
+        self._name, self._unit, self._num_idle = name, unit, num_threads
         self._most = (num_threads + max_waiting) * unit
-        self._unit = unit
-        self._num_idle = num_threads
         self._costs: Counter[str | None] = Counter()  # the cost of each tenant's waiting and running calls
         self._lines: OrderedDict[str | None, deque[asyncio.Future[None]]] = OrderedDict()  # the next tenant comes first
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)

@@ -74,7 +74,7 @@ class SharedBudget:
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """What one HTTP request has acquired of a shared budget and of its tenant's quotas. A context manager.
+    """The part of a shared budget and of its tenant's quotas that an HTTP request has acquired. A context manager.
 
     ``release`` gives back all of it. It must be called, and may be called more than once.
 
@@ -110,10 +110,10 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._budget.release(self._tenant, self.amount)
         self.amount = 0
         account, self._account = self._account, None
-        if account is not None:
-            num_output_tokens = num_output_tokens if self._has_begun else 0
-            num_unused_tokens = 0 if self._has_begun else self._num_prompt_tokens
-            account.release(self._num_choices, num_output_tokens, num_unused_tokens)
+        if account is not None and self._has_begun:
+            account.release(self._num_choices, num_output_tokens, num_unused_tokens=0)
+        elif account is not None:
+            account.release(self._num_choices, 0, num_unused_tokens=self._num_prompt_tokens)
 
     def __exit__(self, *_error: object) -> None:
         self.release()

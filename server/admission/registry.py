@@ -87,8 +87,7 @@ class Generations:
     """
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
-        self._path = path
-        self._shared = shared
+        self._path, self._shared = path, shared
         self._lock = threading.Lock()
         self._counting = threading.Lock()  # held while counts are exchanged with replicas
         self._numbers, is_checked = ({}, True) if path is None else _read(path)

@@ -174,9 +174,7 @@ class TenantReloader:
     """Background threads that reload the tenants after valid changes of their files, and complete cache deletions."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
-        self._tenants = tenants
-        self._paths = tuple(paths)
-        self._interval_s = interval_s
+        self._tenants, self._paths, self._interval_s = tenants, tuple(paths), interval_s
         self._seen = self._file_states()
         self._stopping = threading.Event()
         self._threads = [  # two threads: a deletion may wait for Redis, the revocation of a key must not

@@ -127,8 +127,7 @@ class EngineLoader:
     """Loads the cache, the model and the engine; the engine's thread calls it."""
 
     def __init__(self, options: Options, secret: bytes | None = None) -> None:
-        self._options = options
-        self._secret = secret
+        self._options, self._secret = options, secret
         self.log: ReplicationLog | None = None
         self.noise: NoiseSecret | None = None
 

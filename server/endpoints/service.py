@@ -110,22 +110,22 @@ class Service:
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
             answer = CompletionAnswer(self.settings, asked, echo=echo, **await self._shown(engine, body))
-            output = AnswerPlan(None, body.structured_output())
+            answer_plan = AnswerPlan(None, body.structured_output())
         else:
-            prompt, output = await self._chats.prepare(engine, body)
+            prompt, answer_plan = await self._chats.prepare(engine, body)
             kind, prompts = _CHATS.get(type(asked), ChatAnswer), [prompt]
-            answer = kind(self.settings, asked, messages=output.messages, **await self._shown(engine, body))
+            answer = kind(self.settings, asked, messages=answer_plan.messages, **await self._shown(engine, body))
         if body.stream_options is not None and body.stream_options.include_drafts:
             _require_draft_details(self.settings)
         plan = GenerationPlan(
             body=body,
             answer_id=answer.id,
             prompts=prompts,
-            answer=output,
+            answer=answer_plan,
             prediction=await self._texts.prediction(engine, body.prediction.text) if body.prediction else None,
             bad_words=await self._texts.bad_words(engine, body.bad_words) if body.bad_words else (),
         )
-        await self._compile_grammar(engine, output.output, account)
+        await self._compile_grammar(engine, answer_plan.output, account)
         answer.generation = await self._submit(engine, plan, account)
         return answer
 

@@ -167,10 +167,7 @@ class Generation:
         record.num_steps = sum(stats.num_verify_steps for stats in known)
         record.num_draft_tokens = sum(stats.num_draft_tokens for stats in known)
         record.num_accepted_tokens = sum(stats.num_accepted_tokens for stats in known)
-        by_source: Counter[str] = Counter()
-        for stats in known:
-            by_source.update(stats.accepted_by_source.copy())  # the engine's thread may be appending
-        record.accepted_by_source = dict(by_source)
+        record.accepted_by_source = sum((Counter(stats.accepted_by_source) for stats in known), Counter[str]())
         record.is_coupled = any(stats.is_coupled for stats in known)
         record.submitted_s = min((stats.submitted_s for stats in known), default=0.0)
         record.started_s = min((stats.started_s for stats in known if stats.started_s), default=0.0)

@@ -183,10 +183,7 @@ class ToolCallParser:
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
-        self._form = form
-        self._functions = functions
-        self._scanner = scanner
-        self._pieces = pieces
+        self._form, self._functions, self._scanner, self._pieces = form, functions, scanner, pieces
         self._accepts: Callable[[str], bool] = (
             functions.__contains__ if functions and (form.bare or form.opened) else bool
         )
