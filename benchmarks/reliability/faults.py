@@ -46,9 +46,12 @@ SERVER, NETWORK, STORE = KINDS = ("server", "network", "store")
 
 
 class Fault(NamedTuple):
-    """A fault: its kind, its name in the documentation, and a function that injects it and returns when it is over.
+    """A fault.
 
     Attributes:
+        kind: SERVER, NETWORK or STORE.
+        title: The name in the documentation.
+        inject: Injects the fault, and returns when it is over.
         needs_fleet: Whether the fault only matters to servers that share text.
     """
 
