@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -363,3 +364,19 @@ def test_the_installed_vllm_has_every_hook() -> None:
     code += "print(p.missing_hooks(p.V2_HOOKS + p.V1_HOOKS))"
     looked = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert looked.stdout.strip() == "[]", looked.stderr[-2000:]
+
+
+@needs_vllm
+def test_the_arguments_that_trainers_pass_on_select_ssd() -> None:
+    """Those of docs/guides/rollouts.md: verl, SkyRL and NeMo-RL pass a dict to vLLM's engine arguments."""
+    code = f"""
+from vllm.engine.arg_utils import EngineArgs
+from ssd.integrations.vllm_hooks import selects_ssd
+arguments = EngineArgs(model={str(MODEL_PATH)!r}, enforce_eager=True, max_model_len=256, speculative_config={{
+    "method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 5}})
+config = arguments.create_engine_config()
+print("selected", selects_ssd(config), config.speculative_config.num_speculative_tokens)
+"""
+    environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run([interpreter(), "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert "selected True 5" in done.stdout, done.stderr[-2000:]

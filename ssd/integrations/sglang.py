@@ -22,11 +22,11 @@ import numpy.typing as npt
 from ssd.config import DraftConfig
 from ssd.integrations.retrieval_cache import RetrievalCache
 from ssd.integrations.settings import read_settings
-from ssd.integrations.sglang_plugin import CORPUS
 from ssd.text.codec import TextCodec
 
 log = logging.getLogger("sglang.ssd")
 
+_CORPUS: Final = "sglang.srt.speculative.cpp_ngram.ngram_corpus"
 _DEFAULT_MAX_LENGTH: Final = 1 << 17
 _server_args: Any = None
 """The server arguments of the worker that is being created."""
@@ -197,7 +197,7 @@ class SsdCorpus:
 
 def _own_corpus() -> Any:
     """Return SGLang's corpus class, which hooks have replaced wherever it was imported."""
-    spec = importlib.util.find_spec(CORPUS)
+    spec = importlib.util.find_spec(_CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
