@@ -279,7 +279,16 @@ class ScoredDraft(Record):
     candidates: Annotated[Sequence[ScoredCandidate], ScoredCandidate, MAX_SCORED]
 
 
-class RowState(Record):
+class DraftState(Record):
+    """What the drafting kernel keeps of a sequence from one step to the next.
+
+    Attributes:
+        match_cursor: The text matches of the last draft, which may go on.
+        scored: The scored candidates of the last draft, whose outcome is in the next context.
+        prediction: The position in the client's predicted output.
+        lookahead: The tokens that the target sampled after rejected draft tokens.
+    """
+
     match_cursor: MatchCursor
     scored: ScoredDraft
     prediction: PredictionCursor
@@ -294,7 +303,7 @@ class DraftRow(Record):
 
     params: DraftParams
     draft: DraftRecord
-    state: RowState
+    state: DraftState
 
 
 row_at = view_of(DraftRow)
