@@ -56,7 +56,7 @@ class NamespaceNames:
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
-        """Return the key under which the number of deletions of a tenant's cache is stored for a model's namespace."""
+        """Return the name of the counter of a tenant's cache deletions; each namespace ``base`` has its own counter."""
         return self._digest("counter", base, seed)
 
     def owner(self, seed: str) -> Owner:
@@ -393,7 +393,10 @@ class Tenants:
                 found = {name: number for name, number in self._near(tenant, base).items() if name in unknown}
                 newest = max([self._generations.of(counter), *found.values()])
                 if newest > self._generations.of(counter):
-                    log.error("the lost deletion count of tenant %s was recovered from a cache directory", tenant.name)
+                    log.error(
+                        "the count of cache deletions of tenant %s was lost and is restored from a directory name",
+                        tenant.name,
+                    )
                     self._generations.adopt(counter, newest)
                 assert self._directory is not None
                 if (self._directory / self._names.tenant(base, tenant.seed, newest)).is_dir():

@@ -118,7 +118,10 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _tagged(
     form: CallTemplate, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
-    """Write grammar rules for a function's parameters, each in tags; None if such rules cannot enforce the schema."""
+    """Add grammar rules for a function's parameters, where each parameter is enclosed in tags.
+
+    Returns the body of the function's rule, or None if such rules cannot enforce the schema.
+    """
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list) or not schema.keys() <= _OF_AN_OBJECT:
         return None

@@ -96,9 +96,9 @@ def json_characters(text: str) -> str:
 
 
 class Plain:
-    """Converts an argument value without quotes to JSON while it is generated.
+    """Converts a tool-call argument that the model writes without quotes to JSON, while it is generated.
 
-    A string is passed on at once; a value of any other type only when it is complete.
+    If the schema declares a string, each piece is passed on as it arrives. Other values are passed on when complete.
     """
 
     def __init__(self, sink: Sink, types: frozenset[str]) -> None:

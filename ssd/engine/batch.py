@@ -98,9 +98,9 @@ def fill_input_ids(
         batch: The address of the `BatchRecord`.
         buffer: The number (0 or 1) of the draft buffer.
         input_ids: Output, int64[B, T]: ``counts[b]`` tokens of sequence b, then zeros.
-        parents: Output, int64[B, T]: the position before each position, -1 for the first; padding continues as a chain.
-            If no draft is a tree, the array has no columns.
-        previous_ids: Output, int32[B]: the last token but one of each sequence, -1 if there is none.
+        parents: Output, int64[B, T], or int64[B, 0] if no draft is a tree: the position of each token's parent in the
+            draft tree, -1 for the first token. The parent of a padding position is the position to its left.
+        previous_ids: Output, int32[B]: the second-to-last token of each sequence, -1 if there is none.
         lengths: Output, int64[B]: the number of tokens of each sequence.
         counts: Output, int64[B]: the number of input tokens of each sequence.
     """

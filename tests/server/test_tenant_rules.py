@@ -413,7 +413,7 @@ def test_a_lost_number_of_deletions_hides_no_cache_and_keeps_none_from_its_delet
         tenants = opened(rules, directory=tmp_path)
         use = tenants.cache_use(account_of(tenants, "alices-key"), "default", None)
         assert tmp_path / (use.namespace or "") == path
-        assert "deletion count of tenant alice was recovered" in caplog.text
+        assert "deletions of tenant alice was lost and is restored" in caplog.text
     assert tenants.delete_cache("alice")["deleted"] and not path.exists()
 
 
