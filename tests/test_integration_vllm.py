@@ -432,3 +432,26 @@ def test_inside_vllm_the_outputs_are_those_without(runner: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_counters_are_metrics_of_the_process(proposer: SuffixProposer) -> None:
+    from prometheus_client import REGISTRY
+
+    def value(name: str) -> float:
+        return REGISTRY.get_sample_value(f"ssd:{name}") or 0.0
+
+    names = ("drafts_requested_total", "drafts_total", "draft_tokens_total", "stored_requests_total")
+    before = {name: value(name) for name in names}
+    for attempt in range(2):
+        batch = VllmBatch()
+        batch.add(f"{attempt}", scripted(7))
+        while not batch.finished():
+            batch.step(proposer)
+        proposer.on_finished(batch.runner, finishing([f"{attempt}"]))
+    stats = proposer.stats()
+    counted = {name: value(name) - before[name] for name in names}
+    assert counted == dict(
+        zip(names, (stats.num_proposals, stats.num_drafts, stats.num_draft_tokens, stats.num_stored), strict=True)
+    )
+    assert stats.num_stored == 2 and stats.num_draft_tokens > 0
+    assert value("cached_tokens") == stats.num_cached_tokens > 0

@@ -96,6 +96,7 @@ class SuffixProposer(VllmDrafter):
                         _append_missing(request, state)
                         request.stop_rules = stop_rules_of(getattr(state, "sampling_params", None))
                         core.finish(name, lengths.get(name))
+                self.export_metrics()
         except Exception:
             self._record_failure("adding text to the cache")
 

@@ -17,6 +17,7 @@ from ssd.errors import ConfigError, ModelError
 from ssd.integrations.retrieval_cache import RetrievalCache, RetrievalStats
 from ssd.integrations.settings import IntegrationSettings, read_settings
 from ssd.integrations.vllm_hooks import TESTED_VERSIONS, log
+from ssd.integrations.vllm_metrics import MetricsExport
 from ssd.retrieval.segment import Tokens
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class VllmCache(RetrievalCache):
             **drafting,
         )
         log.info(
-            "SSD drafts up to %d tokens from namespace=%s cache_dir=%s redis=%s",
+            "SSD drafts in this engine: up to %d tokens from namespace=%s cache_dir=%s redis=%s",
             num_tokens,
             settings.namespace,
             settings.cache_dir,
@@ -121,7 +122,7 @@ class VllmDrafter:
         Raises ConfigError if drafting would make vLLM corrupt the model's state (Mamba, linear attention).
         """
         self._num_failures = 0
-        self._last_stats = ProposerStats()
+        self._last_stats, self._metrics = ProposerStats(), MetricsExport()
         self._core = VllmCache(vllm_config, longest=longest, **drafting) if should_draft(vllm_config) else None
         if self._core is not None:
             # Closed when vLLM drops its runner, and at exit; a forked worker runs only the first kind of finalizer.
@@ -133,11 +134,14 @@ class VllmDrafter:
             self._last_stats = ProposerStats(**asdict(self._core.stats()), num_failures=self._num_failures)
         return self._last_stats
 
+    def export_metrics(self) -> None:
+        self._metrics.update(self.stats())
+
     def close(self) -> None:
         """Add the text of running requests to the cache, and stop drafting. May be called twice."""
         if self._core is not None:
             self._close_core()
-            self.stats()
+            self.export_metrics()
             self._core = None
 
     def _record_failure(self, what: str) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -148,3 +150,25 @@ def _members(node: ast.ClassDef) -> set[str]:
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
             }
     return members
+
+
+def main() -> int:
+    """Print for each model runner whether the installed vLLM has what SSD needs. Returns 1 if neither runner has."""
+    names = packages_distributions().get("vllm")  # the distribution for CPUs has another name
+    if not names:
+        print("vLLM is not installed in this environment")
+        return 1
+    installed = version(names[0])
+    num_supported = 0
+    for runner, hooks in (("V2", V2_HOOKS), ("V1", V1_HOOKS)):
+        missing = missing_hooks(hooks)
+        num_supported += not missing
+        found = "; ".join(missing) if missing else f"the {runner} model runner has all functions that SSD needs"
+        print(f"vLLM {installed}: {found}")
+    if ".".join(installed.split(".")[:2]) not in TESTED_VERSIONS:
+        print(f"SSD was tested with vLLM {', '.join(f'{tested}.x' for tested in TESTED_VERSIONS)}")
+    return 0 if num_supported else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -340,6 +340,7 @@ class Speculator(VllmDrafter):
                 self._row_ids = None
                 core.drafter.clear()
                 core.store(done)
+                self.export_metrics()
 
     def _select_drafts(
         self,
