@@ -26,7 +26,7 @@ Integers = Sequence[int] | Int64s
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """Whether a position's logits are bit-identical in every forward pass; set by `verify_batch_invariance`."""
+    """The result of `verify_batch_invariance`: whether a position's logits are bit-identical in every forward pass."""
 
     holds: bool = False
     reason: str = "not tried"  # why the logits are not bit-identical
@@ -39,7 +39,7 @@ class BatchInvariance:
 
 
 class Target(ABC):
-    """A causal language model with a KV cache of ``num_slots`` sequences, which can be appended to and truncated."""
+    """A causal language model with a KV cache of ``num_slots`` slots, each of which can be extended and truncated."""
 
     can_roll_back: bool = True  # False for recurrent models, whose state cannot be undone; the engine then never drafts
     can_copy_prefixes: bool = True  # whether any prefix of a slot can be copied to another slot and restored cheaply
@@ -130,11 +130,10 @@ class Target(ABC):
         """Append tokens to KV cache slots and compute the logits of every position in one forward pass.
 
         ``tokens`` is int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
-        token id. ``noise`` is the noise to sample tokens with, if the target `supports_noise`. ``parents`` are the
-        parents of a draft tree's nodes, int64[B, T], if the target `can_verify_trees`: for each token the index of its
-        parent, which is smaller than its own index; -1 for the first token only. The parents -1, 0, 1 ... are a chain.
-        Each token is scored after the path to it. After a pass with ``parents``, the slots contain trees, and the
-        caller must call ``accept_paths`` next.
+        token id. With ``noise``, the pass also samples tokens; this requires `supports_noise`. With ``parents``,
+        int64[B, T], the rows are draft trees; this requires `can_verify_trees`, and ``accept_paths`` must be called
+        next. ``parents`` has for each token the index of its parent, which is smaller than its own index, and -1 for
+        the first token. The parents -1, 0, 1 ... are a chain. Each token is scored after the path to it.
         """
         assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
@@ -162,7 +161,7 @@ class Target(ABC):
         """Keep only the accepted path of each draft tree of the last pass, as if only its tokens had been appended.
 
         ``counts`` is the number of tokens of each row of the last pass; ``paths`` are the accepted nodes of each row,
-        int64[n] with n >= 1, as indices into the row, from its first token on.
+        int64[n] with n >= 1, as indices into the row; each path begins with the row's first token.
         """
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
@@ -192,5 +191,4 @@ def pad_rows(rows: Sequence[npt.NDArray[np.int32] | npt.NDArray[np.int64]]) -> T
 
 
 def has_argument(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the model's ``forward`` has an argument of this name."""
     return name in inspect.signature(model.forward).parameters

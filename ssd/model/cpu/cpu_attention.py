@@ -1,9 +1,9 @@
 """Attention over the slot KV cache on a CPU, with results that do not depend on what else a pass computes.
 
-A query's scores are sums of products in the order of a head's dimensions. Their exponentials are summed in sixteen
-lanes by the position of the key, and the values are added in the order of positions. A node of a draft tree reads the
-keys of its path in that order too. So the result does not depend on the width of the pass, on other rows, or on whether
-this pass or an earlier one wrote a key. The keys and values of a row are read in place, without a mask, a copy or
+The score of a query and a key is summed over the head's dimensions in their order. The exponentials of the scores are
+summed in sixteen SIMD lanes by key position, and the values are added in the order of positions. A node of a draft tree
+reads the keys on its path in this order too. So the result does not depend on the width of the pass, on other rows, or
+on whether this pass or an earlier one wrote a key. Keys and values are read in place, without a mask, a copy or
 padding.
 """
 
@@ -72,8 +72,8 @@ def _add_product(  # pragma: no cover - compiled
 ) -> None:
     """Add a matrix product, ``c += a @ b``, where b has any supported dtype and a and c are float32.
 
-    The shapes are a [rows, n] and b [n, 16 * vectors]. Arrays are given by their addresses and by the bytes between
-    rows.
+    The shapes are a [rows, n] and b [n, 16 * vectors]. Each array is given by its address and the number of bytes
+    between two of its rows.
     """
     step = 2 if kind else 4
     row = 0
@@ -102,8 +102,8 @@ def _add_values(  # pragma: no cover - compiled
 ) -> None:
     """Add ``count`` values, weighted by attention scores, to the attention output of ``rows`` queries from query q on.
 
-    The weights are the scores from index ``key`` on, and the values those from position ``at`` on; ``values`` are an
-    address and the bytes between positions.
+    The weights are the queries' ``scores`` from index ``key`` on; the values are those from position ``at`` on.
+    ``values`` has the address of the first value and the number of bytes between two positions.
     """
     weights, given = scores[q].ctypes.data + key * 4, values[0] + at * values[1]
     row, out, out_row = scores.strides[0], found[q].ctypes.data, found.strides[0]
@@ -232,7 +232,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the attention scores of the nodes on a draft tree's path next to each other, in the order of depth."""
+    """Move the scores of the draft tree's nodes that a query sees to adjacent entries, in the order of their depth."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):

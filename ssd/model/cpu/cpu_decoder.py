@@ -1,7 +1,8 @@
 """Decoder layers and models on a CPU that call their parts directly, without transformers' code in between.
 
 In a pass of few positions of a small model, most of the time is spent in transformers' code: modules that call modules,
-views of views, attribute look-ups. Both ways call the same faster layers, so their results are bit-identical.
+views of views, attribute look-ups. Both this code and transformers' call the same faster layers, so their results are
+bit-identical.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Return a model's decoder layers whose formula `FlatLayer` computes and whose ``forward`` is transformers'."""
+    """Return the Llama-style decoder layers of a model that still have transformers' ``forward``."""
     return [
         module
         for module in model.modules()
@@ -75,10 +76,10 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether all parts of the decoder layer are now SSD's layers; adapters may replace them later."""
+        """Return whether all parts of the decoder layer are SSD's layers now; LoRA adapters may replace them later."""
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether this layer supports a forward pass; if not, transformers' code computes the pass."""
+        """Return whether this layer can compute a pass over these rows; if not, transformers' code computes it."""
         return True
 
     @abstractmethod
@@ -90,7 +91,7 @@ class FlatLayer(ABC):
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the decoder layer for new tokens, [B, T, hidden size], or call transformers' ``forward``."""
+        """Compute the layer for new tokens, [B, T, hidden size], or call transformers' ``forward`` if it cannot."""
         rows: SlotRows | None = kwargs.get("slot_rows")
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
@@ -110,7 +111,7 @@ class FlatLayer(ABC):
 
 
 class FlatModel:
-    """A model of `FlatLayer`s that also bypasses transformers' code between the layers; requires `is_flat`."""
+    """Runs a model whose layers are `FlatLayer`s without transformers' code between the layers; requires `is_flat`."""
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head
@@ -186,7 +187,7 @@ class CpuLayer(FlatLayer):
         return hidden_states + more
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return attention, [B, T, query heads * dim]; ``read`` are concatenated queries, keys and values."""
+        """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q, k and v_proj."""
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]

@@ -1,7 +1,7 @@
 """Batch-invariant activations, RMS norms and rotary positions on a CPU.
 
-The bits of a result depend only on the numbers from which it is computed. torch computes most numbers by vectors, but
-the last numbers of a row, or of a thread's part, one by one with other rounding.
+The bits of a result depend only on its inputs. In torch they also depend on its index, because torch computes most
+elements in SIMD vectors, but the last elements of a row or of a thread's share one by one, with other rounding.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
 
 @torch.inference_mode()
 def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
-    """Return an `Activation` that computes the same as ``module``; None if its function is unknown."""
+    """Return an `Activation` that computes the same function as ``module``; None if SSD does not implement it."""
     has_parts = next(module.children(), None) is not None or bool(module.state_dict())
     if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
         return None
@@ -90,9 +90,9 @@ _PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the las
 class FusedNorm(nn.Module):
     """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
-    Input and output have the weight's dtype, float32, bfloat16 or float16; the norm is computed in float32. ``offset``
-    is the number that the model adds to the weight, [n]. `row_rule` are arguments of `normalise`: the weight's address,
-    whether x is rounded before the product, and eps.
+    Input and output have the dtype of the weight, [n]: float32, bfloat16 or float16; the norm is computed in float32.
+    The model adds the number ``offset`` to the weight. `row_rule` has three arguments of `normalise`: the weight's
+    address, whether x is rounded before the product with the weight, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
@@ -117,7 +117,7 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Replace the weight of the norm, to which the offset is not yet added, by another weight of the same size."""
+        """Copy a new weight of the same size; the norm itself adds its offset to this weight."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
@@ -210,7 +210,7 @@ def _turned_both(
 class FusedRotary:
     """A faster version of transformers' function for rotary positions; it calls the original for unsupported inputs.
 
-    ``plain`` is the original, and ``turn`` rotates queries or keys that have at most ``most_numbers`` elements.
+    ``plain`` is the original. ``turn`` is faster, for queries or keys of at most ``most_numbers`` elements.
     """
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:

@@ -4,8 +4,8 @@ A token is kept if fewer than top-k tokens, and less than top-p of the probabili
 min-p allows its score. So tokens with the same score are kept or dropped together, and nothing needs to be sorted. The
 search computes the argmax of score plus noise over a superset of the kept tokens. One sweep over the scores tells
 whether this token is kept. If it is, it is the result. Otherwise no token with an equal or lower score is kept, so the
-argmax is computed again among the tokens with higher scores. As in Hoare's selection (1961), each failure leaves only a
-part of the mass, so few rounds are needed. Masses are integers, so that their sums are exact in any order.
+argmax is computed again among the tokens with higher scores. As in Hoare's selection (1961), each repetition has only
+part of the mass left, so few are needed. Masses are integers, so that their sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ LOWEST_TEMPERATURE = 1e-4
 MASS_OF_ONE = 2.0**40
 """The integer that stands for the probability of the most probable token when probabilities are summed for top-p.
 
-The integers of other tokens are in proportion, truncated. An int64 holds the sum of 2^22 such integers.
+The integers of other tokens are proportional to their probabilities, rounded down. An int64 holds a sum of 2^22 of
+them.
 """
 
 _BLOCK = 128
@@ -51,15 +52,15 @@ _NO_WEIGHT = np.float32(-80.0)
 def choose_rows(
     logits: Float32s, rows: Int64s, counts: Int64s, temperatures: Float32s, cuts: Float64s, keys: UInt64
 ) -> Int64s:
-    """Sample a token at each position: the one with the largest score after Gumbel noise, int64[sum(counts)].
+    """Sample a token at each position, the one with the largest sum of score and Gumbel noise: int64[sum(counts)].
 
-    Only tokens that top-k, top-p and min-p keep are candidates. The first of equal tokens is selected; NaN is never
-    selected; token 0 if no token is possible. Usually O(V) per position.
+    Only tokens that top-k, top-p and min-p keep are candidates; NaN is never selected. The first of several tokens with
+    the same sum is selected, and token 0 if there is no candidate. Usually O(V) per position.
 
     Args:
         logits: [B, T, V], -inf for tokens that are ruled out.
         rows: The rows to sample; results are in this order.
-        counts: The number of positions to sample in each of ``rows``, from the row's first position on.
+        counts: The number of positions to sample in each of ``rows``, beginning with the first position.
         temperatures: [R], > 0; scores are logits divided by the temperature.
         cuts: [R, 3]: top-k >= 1 (the vocabulary size keeps all tokens); top-p > 0 (1 keeps all tokens); and the
             logarithm of min-p, <= 0 (-inf keeps all tokens).
@@ -291,7 +292,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """Return the candidate with the largest score plus noise whose score is > ``above`` and >= ``floor``."""
+    """Return the token with the largest score plus noise among candidates with score > ``above`` and >= ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -337,7 +338,7 @@ class DeviceRules:
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:
-        """Add the request's logit bias to every row of [T, V] in place; the sum is computed in float32."""
+        """Add the request's logit bias to every row of logits, [T, V], in place; the sum is computed in float32."""
         if len(self.bias_ids):
             logits[:, self.bias_ids] = (logits[:, self.bias_ids].float() + self.bias).to(logits.dtype)
 

@@ -1,8 +1,8 @@
 """Batch-invariant matrix products inside modules with their own weights, such as routers and experts.
 
-These modules call torch's functions instead of linear layers. Inside their ``forward`` the calls are redirected to
-batch-invariant functions: matrix products with numbers of rows that give the same bits (`RowPlan`), and activations
-(`Activation`).
+These modules call torch's functions instead of linear layers. Inside their ``forward`` these calls are redirected.
+Matrix products pad or split their rows to numbers of rows that give the same bits (`RowPlan`), and activations are
+computed by `Activation`.
 """
 
 from __future__ import annotations

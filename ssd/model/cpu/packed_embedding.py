@@ -49,7 +49,7 @@ class PackedEmbedding(nn.Module):
     __call__ = forward  # without torch's search for hooks
 
     def repack(self, packed: torch.Tensor) -> None:
-        """Replace the packed weight by another packed weight of the same shape, dtype and therefore layout."""
+        """Replace the packed weight by another one of the same shape and dtype, which therefore has the same layout."""
         self.packed, self._numbers = packed, packed_numbers(packed, self._numbers.dtype)
 
 
@@ -66,7 +66,7 @@ def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> 
 
 
 def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
-    """Return the memory layout of a weight packed by oneDNN; None if the layout follows no simple rule. O(size)."""
+    """Return the memory layout of a weight packed by oneDNN; None if `PackedLayout` cannot express it. O(size)."""
     num_rows, num_columns = weight.shape
     places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:

@@ -1,9 +1,9 @@
 """Linear layers on a CPU whose weights are in the blocked layout of oneDNN's kernels.
 
 torch computes a linear layer from weights in the checkpoint's layout. For one to several dozen rows, as in decoding and
-verification passes, the same product from weights in blocks takes half the time. torch's own compiler uses the same two
-operators. Layers that read the same input are computed as one product, because a wider matrix needs fewer reads and
-launches.
+verification passes, the same product from weights in blocks takes half the time. torch's own compiler also packs and
+multiplies weights by the two operators used here. Layers that read the same input are computed as one product, because
+a wider matrix needs fewer reads and launches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense(), self._bias
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Replace weight and bias by others of the same shapes and dtype; ``weight`` may be stored without a copy."""
+        """Replace weight and bias by new ones of the same shapes and dtype; ``weight`` may be stored without a copy."""
         self.packed = pack_weight(weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
@@ -89,7 +89,7 @@ class PackedGroup(Joint):
 
 
 class PackedMember(nn.Module):
-    """A linear layer that returns its part of the output of a `PackedGroup`, which computes several layers at once."""
+    """A linear layer that returns its part of the output of a `PackedGroup`, which computes it with other layers."""
 
     def __init__(self, group: PackedGroup, member: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Finds the numbers of rows for which a CPU library computes bit-identical matrix products, by testing."""
+"""Tests with which numbers of rows the matrix products of a CPU library are bit-identical."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def rounded_rows(num_rows: int) -> int:
     """Round a number of rows up, so that oneDNN generates machine code for few different numbers of rows.
 
     Generating code takes longer than a pass of a small model, and oneDNN caches the code of the last thousand products.
-    Up to 16 rows are unchanged; above, there are eight values per power of two, so at most an eighth is padding.
+    Up to 16 rows are not rounded. Above, each power of two has eight steps, so at most an eighth of the rows is
+    padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -70,8 +71,8 @@ def row_counts(most: int) -> list[int]:
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
     """Test which numbers of rows give bit-identical results in a linear layer with a weight [num_outputs, size].
 
-    The returned plan has the largest possible ``most`` and the ``least`` for which a product is fastest. O(products of
-    6,000 rows in total), fewer for layers of more than 64 million weights.
+    The returned plan has the largest possible ``most`` and the ``least`` for which a product is fastest. The test
+    multiplies 6,000 rows in total, or fewer if the layer has more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS

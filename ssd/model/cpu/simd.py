@@ -1,9 +1,9 @@
 """Generate SIMD code for numba kernels, with vectors of 16 lanes, by LLVM.
 
 A result is bit-identical regardless of the other numbers in the same call. If a compiler vectorizes a loop, the
-remainder at its end runs through other code, which may round differently. Here every number goes through the same
-instructions wherever it stands, and products are summed by fused multiply-adds in the order of their index. On a
-processor with shorter vectors LLVM splits these vectors, with the same bits.
+remainder at its end runs through other code, which may round differently. Here all numbers of an array go through the
+same instructions, and products are summed by fused multiply-adds in the order of their index. On a processor with
+shorter vectors LLVM splits the vectors of 16 lanes, with the same bits.
 
 ``builder`` is always llvmlite's; addresses are 64-bit integers. A *kind* is the number of a dtype in `KINDS`.
 """

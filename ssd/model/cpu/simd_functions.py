@@ -1,6 +1,6 @@
 """Elementwise functions (exp, tanh, activations) of SIMD vectors, and numba functions that apply them to arrays.
 
-They are polynomials, whose bits are the same in every lane (see `simd`). Their error is a few units in the last place.
+They use polynomials. Their bits are the same in every lane (see `simd`); they err by a few units in the last place.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-
 
 
 def _tanh(builder: Any, x: Any) -> Any:
-    """Generate code for tanh(x) as ``1 - 2 / (e ** 2x + 1)``, and near 0, where that is inexact, as a polynomial."""
+    """Generate code for tanh(x) as ``1 - 2 / (e ** 2x + 1)``, or near 0 as a polynomial, which is more exact there."""
     power = _exp(builder, builder.fmul(_within(builder, x, 20.0), constant(2.0)))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), builder.fadd(power, constant(1.0))))
     square = builder.fmul(x, x)

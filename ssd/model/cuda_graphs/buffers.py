@@ -31,10 +31,10 @@ def _fill(
 ) -> None:
     """Write the padded inputs of a fixed-shape forward pass into ``ints``, a zeroed int64 buffer.
 
-    The buffer begins with the tokens, their positions in the text and their positions in the KV cache slot, ``rows`` *
-    ``width`` numbers each. It ends with the slot and the start of each row. ``starts`` are the lengths of the slots,
-    ``depths``, int64[B or 1, T], the offsets of the tokens from the starts, and ``scratch`` is the first position of a
-    slot that never holds text.
+    The buffer begins with ``rows * width`` tokens, as many positions in the text and as many positions in the KV cache
+    slot. It ends with the slot and the start of each row. ``starts`` are the lengths of the slots. ``depths``, int64[B
+    or 1, T], are the offsets of the tokens from the start of their row. ``scratch`` is the first position of a slot
+    that never holds text; padding rows are written from there on.
     """
     num_rows, num_tokens = tokens.shape
     count, last = rows * width, len(ints) - 2 * rows

@@ -28,7 +28,7 @@ from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 
 PassFunction = Callable[[], None]
 CaptureFunction = Callable[[PassFunction], PassFunction]
-"""Converts a function that runs a forward pass to an equivalent function, usually one that launches a CUDA graph."""
+"""A function that converts a forward-pass function to an equivalent one, which usually launches a CUDA graph."""
 
 _WARM_UPS = 2
 
@@ -148,10 +148,10 @@ class ScoringTarget(Protocol):
 class CudaGraphRunner:
     """Runs forward passes of a target model as CUDA graphs; their shapes are rounded up, so that few graphs are needed.
 
-    The number of rows is rounded up to a power of two or to the number of slots, the width and the number of keys to a
-    power of two or to their maximum. With a ``kernel`` that reads only the keys of each row, all graphs cover all keys.
-    A shape is captured when it is first needed, and compared with the same pass run eagerly. The first failure or
-    difference is logged and disables graphs: `run` then returns None and the caller runs an eager pass.
+    The number of rows, the width and the number of keys are each rounded up to a power of two or to their maximum. With
+    a ``kernel``, which reads only the keys of each row, the number of keys is always the maximum. A shape is captured
+    when it is first needed, and its logits are compared with those of an eager pass. The first failure or difference is
+    logged and disables graphs: `run` then returns None and the caller runs an eager pass.
 
     ``tolerance`` is the maximum relative error of the logits of a captured pass. Without a ``kernel``, torch's
     attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``, passes also return the most

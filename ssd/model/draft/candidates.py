@@ -108,10 +108,11 @@ _MAX_LEAVES = 3  # the maximum number of leaves next to the chain's token at eac
 
 
 def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
-    """Return a draft tree: a chain of the best candidates, and as leaves the others whose gain exceeds their cost.
+    """Return a draft tree: a chain of the best candidates, with other candidates that are worth their cost as leaves.
 
-    The chain comes first, so that a truncated draft keeps it; the leaves follow, the most probable first.
-    ``token_ids[i]`` are the candidates after the best token of depth i - 1; ``costs`` is ``DraftRequest.token_costs``.
+    A leaf's path is accepted with a probability above the token cost. The chain comes before the leaves, so that a cut
+    draft keeps it, and the most probable leaves come first. ``token_ids[i]`` are the candidates after the best token of
+    depth i - 1; ``costs`` is ``DraftRequest.token_costs``.
     """
     depth = min(len(token_ids), limit)
     leaves = []

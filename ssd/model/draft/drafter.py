@@ -75,10 +75,10 @@ class NetworkDrafter:
     """Drafts tokens for batches of requests with a neural network, which reads the new tokens of their contexts first.
 
     A draft is the chain of tokens that the target would sample if it had the network's distribution, with further
-    candidates as leaves. It is a tree even if the request accepts only chains; the caller then takes a chain from it.
-    The chain ends when the probability that the whole chain is accepted falls below the cost of a token. For this
-    decision the network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are
-    uncalibrated. For sampled requests the target's noise is used.
+    candidates as leaves. A draft is a tree even if the request accepts only chains; the caller then uses the tree's
+    chain. The chain ends when the probability that the whole chain is accepted falls below the cost of a token. For
+    this decision the network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities``
+    are uncalibrated. For sampled requests the target's noise is used.
 
     The drafter is owned by one thread. After a failed forward pass the network reads all contexts again.
     """
@@ -94,16 +94,16 @@ class NetworkDrafter:
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the measured time to draft one more token for ``num_rows`` requests at once; 0 while unknown."""
+        """Return the measured time to add one token to the drafts of ``num_rows`` requests; 0 before a measurement."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a request's context; 0 if it is short or unknown."""
+        """Return the expected time to read the new tokens of a context; 0 for few tokens, or before a measurement."""
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft per request, in order; it is empty if the network has not read the whole context yet."""
+        """Return one draft per request, in order. A draft is empty until the network has read the whole context."""
         return self._propose(requests, [self._slots.can_read(request) for request in requests])
 
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:

@@ -122,7 +122,7 @@ class TextSlots(ABC):
         """
 
     def seconds_to_read(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a request's context; 0 if it is short or unknown."""
+        """Return the expected time to read the new tokens of a context; 0 for few tokens, or before a measurement."""
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
         num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
@@ -207,7 +207,7 @@ class HeadSlots(TextSlots):
         self._kv_cache = SlotKVCache(target.num_slots, target.max_length + READ_WIDTH, target.device)
 
     def can_read(self, request: DraftRequest) -> bool:
-        """Return whether the target has computed all of the context but its last token, as the draft head needs."""
+        """Return whether the target has computed the hidden states of all tokens of the context except the last one."""
         return len(request.context) > 1 and self.target.length(request.slot or 0) >= len(request.context) - 1
 
     def assign(self, request: DraftRequest) -> TextSlot | None:

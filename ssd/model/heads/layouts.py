@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return the matches of tensor names that identify this checkpoint format; empty if it is another format."""
+        """Return the matches of tensor names that identify this format; empty if the checkpoint has another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -180,7 +180,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's id of each draft token, from the id differences in the checkpoint; None if it has none."""
+    """Return each draft token's target id, computed from the checkpoint's id differences; None if it lacks them."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -216,7 +216,7 @@ def _embeddings(
 
 
 def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Return the numbers of the target layers that an EAGLE-3 head reads: those ``listed``, or three usual layers."""
+    """Return the numbers of the target layers that an EAGLE-3 head reads: those ``listed``, or three default layers."""
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
@@ -267,9 +267,9 @@ def _mtp(
 ) -> Head:
     """Build a draft head from a module for multi-token prediction (MTP).
 
-    If there are several modules, each trained for one token ahead, the first module drafts all tokens. ``projects`` are
-    the matches of the name of the projection's tensor, with the layer number if the name contains one. ``parts`` are
-    prefixes of tensor names: of the layer, of both norms before it and optionally of the last norm. With
+    If there are several modules, one for each number of tokens ahead, the first module drafts all tokens. ``projects``
+    are regular expression matches of the projection tensor's name, with the layer number if the name contains one.
+    ``parts`` are prefixes of tensor names: of the layer, of both norms before it and optionally of the last norm. With
     ``hidden_first``, the hidden states come first in the projection's input.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])

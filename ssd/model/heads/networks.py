@@ -54,10 +54,9 @@ class Head(nn.Module, ABC):
         """Predict the tokens after ``token_ids``: return their logits, [B, T, Vd], and the next features, [B, T, ...].
 
         ``features`` is [B, T, feature_size]: the target's features, or for drafted positions those that this method
-        returned. ``token_ids``, int64[B, T], has at each position the token after the one to which the position's
-        features belong. The tokens that the features belong to have the positions ``position_ids``. Other arguments are
-        ``slot_rows`` for slot attention or ``attention_mask`` for other attention functions, and ``logits_to_keep``,
-        the number of last positions with logits.
+        returned. They belong to tokens at ``position_ids``; ``token_ids``, int64[B, T], are the tokens that follow
+        these tokens. Other arguments are ``slot_rows`` for slot attention or ``attention_mask`` for other attention
+        functions, and ``logits_to_keep``, the number of last positions with logits.
         """
 
     def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
@@ -77,20 +76,19 @@ class Head(nn.Module, ABC):
 class TargetParts:
     """The embeddings, rotary positions and output layer of the target model, for draft heads that use them.
 
-    They are looked up in the target on each use, because faster layers may replace the target's own, and they are not
-    part of the head's state.
+    These parts are looked up in the target on each use, because faster layers may replace them, and they are not in the
+    head's state dict.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's embeddings of token ids, [..., hidden size]."""
         embedded: torch.Tensor = self.model.get_input_embeddings()(token_ids)
         return embedded
 
     def rotation(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-        """Return the target's cosines and sines for the positions, int64[B, T], in the dtype of ``like``.
+        """Return the cosines and sines of the target's rotary positions, int64[B, T], in the dtype of ``like``.
 
         ``layer_type`` selects the kind of layer if the model has several kinds of rotary embeddings.
         """
@@ -179,8 +177,8 @@ class Eagle3Head(Head):
 
     ``config`` has the shape, rotary positions and attention implementation of the layer: "sdpa" with
     ``attention_mask``, or slot attention. ``embed`` is the embedding function, usually the target's, and not part of
-    the state dict. ``feature_layers`` are the target's hidden states that are fused. With ``draft_vocab_size``, the
-    head has its own vocabulary; ``draft_to_target`` must then be assigned. With ``norm_before_residual``, the layer's
+    the state dict. ``feature_layers`` are the target layers whose hidden states are fused. With ``draft_vocab_size``,
+    the head has its own vocabulary; ``draft_to_target`` must then be assigned. With ``norm_before_residual``, the
     residual connection starts from the normed features, as in some published heads.
     """
 
@@ -308,7 +306,7 @@ class DecoderLayer(NamedTuple):
 
 
 def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Return the decoder layers, the last one first, of which a module for multi-token prediction (MTP) may be a copy.
+    """Return the target's decoder layers, last one first, whose architecture a multi-token prediction module may have.
 
     Only layers with full attention qualify. Raises ModelError if the target's structure is unknown.
     """

@@ -1,6 +1,6 @@
 """One attention function for all Hugging Face models, which reads and writes the slot KV cache.
 
-It is registered under a name without a mask entry, so that transformers builds no mask. The model is called with
+The name under which it is registered has no mask function, so transformers builds no mask. The model is called with
 ``use_cache=False``, explicit ``position_ids`` and ``slot_rows=``, which its layers pass on to this function.
 """
 

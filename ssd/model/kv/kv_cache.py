@@ -13,7 +13,7 @@ import torch
 from ssd.model.kv.tree import TreeShape
 
 KEY_ALIGNMENT: Final = 16
-"""On a CPU, the room for positions and the size of values are multiples of this number, for the lanes of SIMD code."""
+"""On a CPU, the positions per slot and the value size are padded to multiples of this number of SIMD lanes."""
 
 
 class SlotKVCache:
@@ -108,7 +108,7 @@ def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, leng
 
 
 def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros for a layer's KV cache in `cpu_attention`'s layout: contiguous positions, padded values."""
+    """Allocate zeros for a layer's KV cache as `cpu_attention` needs it: keys contiguous by position, padded values."""
     room, size = -(-length // KEY_ALIGNMENT) * KEY_ALIGNMENT, values.shape[3]
     if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
         room += KEY_ALIGNMENT

@@ -21,7 +21,7 @@ def is_tree(parents: Parents, num_tokens: int) -> bool:
 
 
 def leading_chain(parents: Parents) -> int:
-    """Return the number of tokens at the beginning of a draft tree that are each the child of the token before."""
+    """Return how many tokens at the beginning of a draft tree form a chain."""
     return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 

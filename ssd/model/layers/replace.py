@@ -48,7 +48,7 @@ MOST_NUMBERS = 1 << 16
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""The maximum relative error of a replaced layer's output, by dtype: the error of rounding once or twice."""
+"""The maximum relative error of a replaced layer's output, by dtype: the error if one or two roundings differ."""
 
 
 MOST_CHANGE = 1e-3

@@ -87,7 +87,7 @@ def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
     Returns the allowed text length. LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to
     the original context and for longer texts. transformers chooses a set in each pass by the furthest position. One
     long text in a batch would therefore change the queries of all texts, and a text that grows beyond the original
-    context would meet keys of the other set. So without ``max_length``, the original context is the limit, and the
+    context would read keys of the other set. So without ``max_length``, the original context is the limit, and the
     output is that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as
     in vLLM.
     """
@@ -186,7 +186,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of a model loading error; if the RoPE type is unknown, a sentence that names the type."""
+    """Return the first line of a model loading error, or a sentence about the RoPE type if this type is unknown."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -222,11 +222,11 @@ def open_target(
 ) -> Target:
     """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    The KV cache has ``kv_cache_memory_bytes``, or all memory up to the share ``gpu_memory_utilization``, or half of the
-    free memory. If memory is short, there are fewer than ``num_slots`` slots, see `fit_slots`. A slot holds
-    ``max_length`` tokens; by default the model's limit, or less if memory is short. ``tapped`` are the hidden states
-    that are stored for a draft head. With ``keeps_top``, CUDA graphs also return the most probable tokens. For
-    ``batch_invariant`` see `verify_batch_invariance`.
+    The KV cache has ``kv_cache_memory_bytes``; without this argument, all memory up to the share
+    ``gpu_memory_utilization``; without both, half of the free memory. If memory is short, there are fewer than
+    ``num_slots`` slots, see `fit_slots`. A slot holds ``max_length`` tokens; by default the model's limit, or less if
+    memory is short. ``tapped`` selects the hidden states stored for a draft head. With ``keeps_top``, CUDA graphs also
+    return the most probable tokens. For ``batch_invariant`` see `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.

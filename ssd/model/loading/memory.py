@@ -44,7 +44,7 @@ def fit_slots(
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
     A slot has memory for ``max_length`` tokens and ``extra`` more positions. If ``max_length`` is None, slots have
-    ``limit`` tokens; if memory is short, they first become shorter, down to 2,048 tokens, and then fewer.
+    ``limit`` tokens. If memory is short, slots then become shorter, down to 2,048 tokens, before there are fewer slots.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -71,9 +71,9 @@ def fit_slots(
 
 
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
-    """Return the bytes for the KV cache: half of the free memory, or the free part of ``utilization`` of all memory.
+    """Return the bytes for the KV cache: half of the free memory, or the share ``utilization`` less the memory in use.
 
-    Raises ModelError if more than the share ``utilization`` is already in use.
+    Raises ModelError if more than the share ``utilization`` of all memory is already in use.
     """
     free = free_bytes(device)
     if utilization is None:

@@ -19,7 +19,7 @@ from ssd.model.runners.adapted_linear import AdaptedLinear
 
 
 class StoredWeight(NamedTuple):
-    """A weight of a loaded model. Its ``names`` in the state dict are several if layers share the weight."""
+    """A weight of a loaded model; it has several ``names`` in the state dict if several layers share it."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

@@ -55,8 +55,8 @@ def tune_threads(target: Target) -> int:
 
     torch uses one thread per core. A small model's layers are too short to be shared by threads, and a thread whose
     core is used by another process delays all other threads at the end of every layer. So for a small model all cores,
-    half of them and so on are measured, unless the environment sets the number (OMP_NUM_THREADS). The setting is that
-    of the calling thread, which must be the thread that runs the passes; ``target`` is left empty. Call
+    half of them and so on are measured, unless the environment sets the number (OMP_NUM_THREADS). The number is set for
+    the calling thread, which must be the thread that runs the passes; ``target`` is left empty. Call
     `verify_batch_invariance` afterwards, because with more threads a product may be split in another way.
     """
     default = torch.get_num_threads()

@@ -88,12 +88,12 @@ _results: dict[str, dict[str, Any]] = {}  # The test results of this process, by
 def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
     """Make the target's forward passes batch-invariant if possible, and set ``target.batch_invariance``.
 
-    The result holds for the calling thread's number of torch threads. Takes at most a second for a small model.
+    The result holds for the calling thread's number of torch threads. The test of a small model takes up to a second.
 
     Args:
         target: The target; it must be empty, and is left empty.
-        wanted: "auto" enables batch invariance if the passes are bit-identical; "on" also uses SSD's batch-invariant
-            CUDA kernels if only these help, and raises ModelError if nothing does; "off" uses the fastest products.
+        wanted: "auto" enables batch invariance if the passes are bit-identical; "on" also tries SSD's batch-invariant
+            CUDA kernels, and raises ModelError if the passes still differ; "off" uses the fastest products.
     """
     layers, kernels = packed_linears(target.model), _runner_with_invariant_kernels(target)
     _apply_plans(layers, {})
@@ -176,7 +176,7 @@ def _kind_name(layer: PackedLinear) -> str:
 
 
 def _result_key(target: Target, takes_kernels: bool) -> str:
-    """Return a cache key for the result: a hash of the model without its weights, the machine and the settings."""
+    """Return a cache key for the test's result: a hash of the model without its weights, the machine and settings."""
     model = target.model
     parts = {
         "model": type(model).__name__,

@@ -40,9 +40,9 @@ def score_batched(
 ) -> Pairs:
     """Compute the logits of texts in batched forward passes of different widths per row, for comparison.
 
-    The slots hold the beginning of each text, and are left empty. ``expected`` are the logits of each text's last
-    positions. The passes use the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft, which is
-    rolled back, precedes each pass. Returns the computed and the expected logits.
+    Each slot must contain the beginning of its text, and is empty afterwards. ``expected`` are the logits of each
+    text's last positions. The passes use the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft,
+    which is rolled back, precedes each pass. Returns the computed and the expected logits.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0
@@ -74,7 +74,7 @@ def score_as_trees(
 ) -> Pairs:
     """Compute a text's logits as the accepted path of random draft trees, for comparison with ``expected``.
 
-    The slot holds the beginning of the text, and is left empty.
+    The slot must contain the beginning of the text, and is empty afterwards.
     """
     found, first, width = Pairs(), target.length(slot), min(_TREE_WIDTH, most_nodes)
     for place in range(first, len(text), width):

@@ -98,8 +98,8 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
     """Return whether the target computes correct logits for all nodes of a draft tree and can keep the accepted path.
 
     Uses slot 0, which must be free. A model whose layers mix neighbouring positions other than by attention, for
-    example by a convolution, fails the test. After any failure drafts are chains. ``tolerance`` is the maximum relative
-    error of the logits.
+    example by a convolution, fails the test. If the test fails, drafts must be chains. ``tolerance`` is the maximum
+    relative error of the logits.
     """
     length = min(_TREE_LENGTH, target.max_length - 1)
     if min(target.max_width, length) < PROBE_WIDTH:
@@ -137,10 +137,11 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
 
     First the model's layers are replaced by faster ones, see `replace_layers`. Then these runners are tested in order:
 
-    1. `SlotRunner`: one batched pass. 2. `SequentialRunner`: one row after another, on transformers' caches. 3.
-    `CheckpointRunner`: one row after another for recurrent models, with a copy of the state for rollback. 4.
-    `RecurrentRunner`: for states that accept one token at a time; the engine then does not draft. 5.
-    `FullContextRunner`: without a cache, correct for every causal model.
+    - `SlotRunner`: one batched pass.
+    - `SequentialRunner`: one row after another, on transformers' caches.
+    - `CheckpointRunner`: one row after another for recurrent models, with a copy of the state for rollback.
+    - `RecurrentRunner`: for states that accept one token at a time; the engine then does not draft.
+    - `FullContextRunner`: without a cache, correct for every causal model.
     """
     own = model.config._attn_implementation
     if own == ATTENTION_NAME:  # another target already runs this model

@@ -195,8 +195,8 @@ class CheckpointRunner(RecurrentRunner):
     """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
     A pass that may contain a draft starts with a copy of the slot's state. After a rollback the copy replaces the
-    state, and the next pass, which becomes wider, also computes the accepted tokens that the copy has not read; there
-    is no additional pass. A rollback to a length before the copy computes the slot's text again.
+    state. The next pass also computes the accepted tokens that the copy has not read; only more than 16 such tokens
+    need a pass of their own. After a rollback to a length before the copy, the slot's whole text is computed again.
     """
 
     backend = "row by row, with replay"
@@ -208,7 +208,7 @@ class CheckpointRunner(RecurrentRunner):
         self._checkpoints: list[_Checkpoint | None] = [None] * num_slots
 
     def rollback(self, slot: int, length: int) -> None:
-        """Restore the latest copy of the slot's state that has read no more than ``length`` tokens."""
+        """Use the slot's state, its copy or an empty state: the first that has read at most ``length`` tokens."""
         assert 0 <= length <= self.length(slot)
         self._lengths[slot] = length
         if self._num_read[slot] <= length and length > 0:

@@ -180,7 +180,6 @@ class SlotRunner(Target):
         return logits
 
     def warm_up(self) -> None:
-        """Capture the CUDA graphs of the most frequent forward passes."""
         super().warm_up()
         if self.graph_runner is not None:
             self.graph_runner.warm_up(with_trees=self.can_verify_trees)

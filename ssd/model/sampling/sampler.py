@@ -118,8 +118,8 @@ _AS_IT_IS = [SamplingParams()]
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
     """Sample one token per row from softmax(scores): the argmax of scores plus Gumbel noise, int64[N].
 
-    If several tokens are equal, the first one is returned. ``scores`` is float32[N, V] with -inf for tokens that are
-    ruled out and at least one finite score per row; ``keys`` is uint64[N].
+    If several tokens have the largest sum, the first one is returned. ``scores`` is float32[N, V] with -inf for tokens
+    that are ruled out and at least one finite score per row; ``keys`` is uint64[N].
     """
     if scores.device.type != "cpu":
         on_device = torch.from_numpy(keys.view(np.int64)).to(scores.device)
@@ -148,9 +148,9 @@ def host_tokens(
 ) -> npt.NDArray[np.int64]:
     """Sample tokens on a CPU with temperature, top-k, top-p, min-p and Gumbel noise: int64[sum(counts)].
 
-    The result is the argmax of `truncated_scores` plus the noise of each key, the first of equal tokens. Usually O(V)
-    per position. ``params`` are the sampling parameters of each of ``rows``, with temperature > 0; the other arguments
-    are those of `choose_rows`.
+    The result is the argmax of `truncated_scores` plus the noise of each key, and the first token if several have the
+    largest sum. Usually O(V) per position. ``params`` are the sampling parameters of each of ``rows``, with temperature
+    > 0; the other arguments are those of `choose_rows`.
     """
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         logits = logits[list(rows), : max(counts)].float()
@@ -166,7 +166,7 @@ def host_tokens(
 
 
 def log_min_p(params: SamplingParams) -> float:
-    """Return the logarithm of a request's min-p, the maximum distance from the highest score; -inf without min-p."""
+    """Return log(min-p), -inf without min-p; scores below the highest score plus this number are dropped."""
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
@@ -181,8 +181,9 @@ _BLOCK = 128
 def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
     """Return the most probable tokens at the first ``counts[b]`` positions of each row of logits, [B, T, V].
 
-    Tokens with logits of NaN or -inf are left out. On a CPU, equal tokens are in order of their ids, elsewhere in any
-    order. On a CPU one sweep is faster than torch's argmax; elsewhere torch's top-k and one copy to the host are used.
+    Tokens with logits of NaN or -inf are left out. On a CPU, one sweep, which is faster than torch's argmax, returns
+    tokens with equal logits in order of their ids. Elsewhere torch's top-k returns them in any order, with one copy to
+    the host.
     """
     if logits.device.type != "cpu":
         return unpack_top(packed_top(logits))
@@ -194,7 +195,7 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
 
 @cache
 def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return SSD's Triton kernel for the most probable tokens, if SSD's sampling kernel works on this device."""
+    """Return SSD's Triton kernel for the most probable tokens; None if SSD's sampling kernel cannot be used."""
     if select_sampler(device) is None:
         return None
     from ssd.model.triton.triton_sampling import triton_top

@@ -47,7 +47,7 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.ND
 
 
 def sampling_scores(logits: torch.Tensor, row: SamplingContext) -> torch.Tensor:
-    """Return the scores from which a row's tokens are sampled: log-probabilities up to a constant, float32[T, V].
+    """Return the scores from which a row's tokens are sampled: log-probabilities plus a constant, float32[T, V].
 
     The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V] are the
     model's unmodified logits at the row's T positions.
@@ -98,14 +98,14 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingContext]) -> 
 
 
 def _at_node(row: SamplingContext, parents: Parents, node: int) -> SamplingContext:
-    """Return a copy of ``row`` that samples one token after a draft tree's node, whose path counts as output."""
+    """Return a copy of ``row`` to sample the token after a draft tree's node; the path to the node counts as output."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return log-probabilities up to a constant, float32[N, V], -inf for tokens that top-k, top-p or min-p drop.
+    """Return log-probabilities plus a constant, float32[N, V], or -inf for tokens that top-k, top-p or min-p drop.
 
     The order is that of transformers: temperature, top-k, top-p, min-p. Top-p applies to the tokens that top-k keeps;
     in vLLM, min-p comes first. ``logits`` is [N, V]; row n has params[n] with temperature > 0.
@@ -224,8 +224,8 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingContext) -> None:
 def make_noise(rows: Sequence[SamplingContext], width: int) -> Noise | None:
     """Return the noise with which a forward pass over ``rows`` can sample tokens on the device.
 
-    Rows that need more than a temperature for sampling get no noise and temperature 0. Returns None if all rows are
-    such rows. ``width`` is the number of positions per row.
+    Rows with other sampling rules than a temperature get temperature 0 and no noise. If all rows have such rules, None
+    is returned. ``width`` is the number of positions per row.
     """
     drawn = [b for b, row in enumerate(rows) if has_only_temperature(row)]
     if not drawn:

@@ -152,7 +152,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return tile sizes for ``num_queries`` queries per key head that almost fit into Hopper GPUs' registers."""
+    """Return the tile sizes for ``num_queries`` queries per key head that suit the registers of Hopper GPUs."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -162,7 +162,7 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return the number of splits of the keys that keeps the GPU busy: a power of two below 2 * ``most_splits``."""
+    """Return into how many splits to divide the keys to keep the GPU busy, a power of two below 2 * ``most_splits``."""
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
     while splits < min(wanted, most_splits):
@@ -292,8 +292,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
 
-    ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of existing splits; the
-    other splits of SPLITS are empty. The grid is (B * H * T,).
+    ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits that exist;
+    SPLITS, a power of two, may be greater and includes empty splits. The grid is (B * H * T,).
     """
     take_turn(IS_EARLY)
     query = tl.program_id(0)

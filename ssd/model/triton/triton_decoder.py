@@ -1,7 +1,7 @@
-"""Decoder layers on a GPU that call their parts directly: ten launches each, and no code of transformers in between.
+"""Decoder layers on a GPU that call their parts directly: ten kernel launches per layer, without transformers' code.
 
-A residual connection is added by the norm that reads the sum next. One kernel rotates queries and keys, and writes keys
-and values to the cache. Import this module only if triton is installed.
+The norm that reads a residual sum next also computes the sum. One kernel rotates queries and keys, and writes keys and
+values to the cache. Import this module only if triton is installed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` in one launch, after rounding silu(gate); the rows may be parts of wider rows."""
+    """Compute ``silu(gate) * up`` in one launch, rounding silu(gate) first; both may be slices of wider rows."""
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -80,8 +80,8 @@ def _gate(  # type: ignore[no-untyped-def]
 class TritonNorm(nn.Module):
     """An RMS norm on a GPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019, section 3).
 
-    It is computed in float32; input and output have the model's dtype. ``offset`` is the number that the model adds to
-    the weight, [n]. With ``rounds_first``, x is also rounded before the product with the weight.
+    It is computed in float32; input and output have the model's dtype. The model adds the number ``offset`` to the
+    weight, [n]. With ``rounds_first``, x is also rounded before the product with the weight.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, rounds_first: bool) -> None:
@@ -99,7 +99,7 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Return ``x + more``, and compute the sum's norm in the same launch; the next call of `forward` returns it."""
+        """Return ``x + more`` and compute the norm of the sum in the same launch, for the next call of `forward`."""
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -165,7 +165,7 @@ def turn_by_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply rotary positions to queries and keys in one Triton launch.
 
-    Implements `vector_layers.Turn`; both results are contiguous as [B, T, heads, dim].
+    Implements `cpu_layers.Turn`; both results are contiguous as [B, T, heads, dim].
     """
     (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
     query_out, key_out = (

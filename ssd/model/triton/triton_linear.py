@@ -27,7 +27,7 @@ from ssd.model.triton.triton_launch import early, take_turn
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
-"""The number of rows up to which SSD's matrix product is at least as fast as cuBLAS: it reads the weights once."""
+"""The number of rows up to which SSD's matrix product is at least as fast as cuBLAS, because it reads weights once."""
 _MOST_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
 # The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all.
 _SMALL, _LARGE = 4224, 8192
@@ -94,14 +94,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
-    """Return the bytes of weights that each thread of a program prefetches; 0 if the weights are not aligned."""
+    """Return the bytes of weights that each thread of a program prefetches; 0 if weight rows are short or unaligned."""
     row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
     return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
 class Product(Joint):
-    """Computes one linear layer on a GPU, or several linear layers that read the same input as one matrix product."""
+    """Computes one linear layer on a GPU, or one matrix product for several linear layers that read the same input."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__(linears)
@@ -143,7 +143,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLAS, if it may not split sums, computes the same bits for large batches as SSD's kernel."""
+    """Return whether cuBLASLt, inside `sums_whole`, computes the same bits for large batches as SSD's kernel."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -163,9 +163,9 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 @contextmanager
 def sums_whole() -> Iterator[None]:
-    """Prevent cuBLAS in this context from splitting sums among processors and from rounding partial sums.
+    """Prevent matrix products in this context from splitting sums among processors and from rounding partial sums.
 
-    Only one of torch's two GPU libraries supports this. The settings affect the whole process, and are restored.
+    Only cuBLASLt supports this, so torch uses it here. The settings affect the whole process, and are restored.
     """
     cuda: Any = torch.backends.cuda
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]

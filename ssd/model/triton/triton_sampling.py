@@ -28,8 +28,8 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Sample tokens on a GPU, the argmax of `noisy_scores`, from float32, bfloat16 or float16 logits.
 
-    Implements `Sampler`. The first of equal tokens is chosen, NaN is never chosen, and token 0 is returned if no token
-    is possible. O(V) per row, with logarithms in float64 unless the temperature is 0.
+    Implements `Sampler`. The first of several tokens with the largest score is chosen, and token 0 if no token is
+    possible; NaN is never chosen. O(V) per row, with logarithms in float64 unless the temperature is 0.
     """
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -55,7 +55,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
     """Sample a token of one row from one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
 
     Writes the largest score to ``scores``, float64[N, splits], and the first token with this score to ``tokens``,
-    int32[N, splits]: -inf and no token if no token is possible.
+    int32[N, splits]. If no token is possible, the score is -inf and the token _NO_TOKEN.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -106,8 +106,8 @@ _LOW = tl.constexpr((1 << 31) - 1)
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
     """Return the most probable tokens on a GPU in the format of `packed_top`, in two launches. O(V) per row.
 
-    Equal tokens are in order of their ids. There are no tokens if V is 0, as in the copied output of a pass that did
-    not search for the most probable tokens.
+    Tokens with equal logits are in order of their ids. If V is 0, as in the copied output of a pass that did not search
+    for the most probable tokens, no tokens are returned.
     """
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
