@@ -1,4 +1,4 @@
-"""The retrieval cache as a library for other inference engines, in five verbs.
+"""The retrieval cache as a library for other inference engines, with five methods.
 
 ::
 
@@ -11,8 +11,8 @@
         cache.finish("a")                                # later requests draft from this text
         print(cache.stats())
 
-All running requests are drafted for in one kernel call. Text is searchable as soon as its request has finished. With a
-directory it survives a restart, and with Redis other replicas draft from it too.
+One kernel call drafts for all running requests. Text is searchable as soon as its request has finished. With a cache
+directory, text survives a restart. With Redis, other replicas also draft from it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RetrievalStats:
     """The number of drafts that were requested."""
 
     num_drafts: int = 0
-    """The number of drafts that had tokens."""
+    """The number of drafts that were not empty."""
 
     num_draft_tokens: int = 0
     num_stored: int = 0
@@ -88,7 +88,7 @@ class RetrievalCache:
                 cache is stored or shared, because token ids of another tokenizer mean other text.
             namespace: The name of the cache within its directory and in Redis.
             warm_dirs: Directories written by ``ssd-cache build``, which are searched too.
-            end_of_text_ids: The tokens that end a text. A draft ends with the first of them.
+            end_of_text_ids: The tokens that end a text. A draft ends with the first such token.
             draft: The limits of drafts: their number of tokens and the length of matches.
             shared_vocab_size: The number of token ids that text from Redis may contain (default: ``vocab_size``).
             **drafting: Further arguments of `BatchDrafter`.
@@ -165,7 +165,7 @@ class RetrievalCache:
     def speculate(
         self, request_ids: Sequence[str], limit: int | None = None, needs_draft: npt.NDArray[np.bool_] | None = None
     ) -> list[list[int]]:
-        """Draft the next tokens of each request; an empty draft means that none is worth its verification.
+        """Draft the next tokens of each request; a draft is empty if verifying one is not expected to save time.
 
         The draft lengths of all requests are chosen together, for the greatest number of output tokens per second. The
         time from a call to the next ``extend`` counts as the time of a decoding step.
@@ -190,8 +190,8 @@ class RetrievalCache:
     def speculate_trees(self, request_ids: Sequence[str], limit: int) -> list[Draft]:
         """Draft a tree of at most ``limit`` tokens for each request, for engines that verify trees of a fixed size.
 
-        Requests that were not started get empty drafts. Token i follows token ``parents[i]``, or the text if that is
-        -1; without ``parents``, the draft is a chain.
+        Requests that were not started get empty drafts. Token i of a draft follows its token ``parents[i]``, or the
+        text if ``parents[i]`` is -1; without ``parents``, the draft is a chain.
         """
         if self._tree_drafter is None:
             self._tree_drafter = SuffixDrafter(
@@ -244,14 +244,14 @@ class RetrievalCache:
     # -- for engines that keep the texts themselves -------------------------------------------------------------------
 
     def pop(self, request_id: str) -> Any:
-        """Remove a request without storing its text; return its text, or None if it was not started."""
+        """Remove a request without storing its text; return the text, or None if the request was not started."""
         self._assigned = None
         if self._tree_drafter is not None:
             self._tree_drafter.finish(request_id)
         return self.texts.pop(request_id, None)
 
     def store(self, texts: Iterable[RowText], num_tokens: int | None = None) -> None:
-        """Store texts of requests that have ended in the cache, see ``finish``."""
+        """Store the texts of ended requests in the cache, as ``finish`` does."""
         for text in texts:
             end = self.length_to_store(text, num_tokens)
             if end > text.prompt_length:
@@ -259,7 +259,7 @@ class RetrievalCache:
                 self.num_stored += 1
 
     def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
-        """Return how many tokens of an ended request's text to store: at most ``num_tokens``, up to an end of text."""
+        """Return how many tokens of an ended request to store: at most ``num_tokens``, none after an end of text."""
         length = text.length if num_tokens is None else min(num_tokens, text.length)
         # Only the last step can contain tokens after an end of text, because a draft may continue after it.
         start = min(length, text.length - text.num_new)
@@ -267,7 +267,7 @@ class RetrievalCache:
         return start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
 
     def _assign(self, request_ids: Sequence[str]) -> None:
-        """Make the requests the rows of the drafter."""
+        """Make these requests, in this order, the rows of the drafter."""
         if self._assigned != request_ids:
             self._assigned = list(request_ids)
             self.drafter.assign([self.texts.get(name) for name in request_ids])

@@ -18,7 +18,7 @@ ENVIRONMENT_PREFIX = "SSD_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrationSettings:
-    """Settings of SSD's drafter inside vLLM; each is read from ``additional_config`` or the variable ``SSD_<NAME>``."""
+    """Settings of SSD's drafter in vLLM and SGLang, from variables ``SSD_<NAME>`` or vLLM's ``additional_config``."""
 
     cache_dir: Path | None = None
     """The directory in which the cache is stored; None keeps it in memory."""
@@ -39,11 +39,10 @@ class IntegrationSettings:
     """Directories made by ``ssd-cache build``; the environment variable separates them like the entries of ``PATH``."""
 
     max_match_length: int = 32
-    """The maximum number of tokens at the end of the context that are searched in the cache."""
+    """The maximum number of tokens at the end of the context that are looked up in the cache."""
 
     tokenizer: str | None = None
-    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id. None: vLLM's tokenizer.
-    """
+    """The tokenizer of the cached token ids: a directory, a ``tokenizer.json`` or a model id. None uses vLLM's."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)

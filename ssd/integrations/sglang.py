@@ -5,8 +5,8 @@ before the worker's ``_prepare_draft_tokens``, and appends the new tokens of eac
 state of a request, the request has ended, and its text is stored.
 
 SGLang verifies the drafts, so they do not change outputs. It verifies a fixed number of tokens per request in every
-step. The ranks of a tensor-parallel group must draft the same tokens, which a cache that other processes fill cannot
-promise; with more than one rank SGLang keeps its own corpus.
+step. All ranks of a tensor-parallel group must draft the same tokens. A cache that other processes fill cannot
+guarantee this, so with more than one rank SGLang keeps its own corpus.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _server_args: Any = None
 
 
 def remember_server(_worker: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Remember the server's arguments, which the corpus does not get. SGLang calls this before the worker's init."""
+    """Store the server arguments, which SGLang does not pass to the corpus. Called before the worker's ``__init__``."""
     global _server_args
     _server_args = server_args
 
 
 def remember_prompts(worker: Any, batch: Any) -> None:
-    """Start the new requests of a batch with their prompts. SGLang calls this before it asks for drafts."""
+    """Start the new requests of a batch with their prompts. SGLang calls this before it requests drafts."""
     corpus = worker.ngram_corpus
     if isinstance(corpus, SsdCorpus):
         corpus.start_requests((request.rid, request.origin_input_ids_unpadded) for request in batch.reqs)
@@ -48,7 +48,7 @@ def remember_prompts(worker: Any, batch: Any) -> None:
 class SsdCorpus:
     """Drafts trees from SSD's cache for every running request of an SGLang server, and stores completed text.
 
-    One thread of the scheduler uses it. A failure is counted and logged, and costs only drafts.
+    One thread of the scheduler uses it. A failure is counted and logged; requests continue without drafts.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ class SsdCorpus:
                 self.cache.start(name, list(prompt))
 
     def synchronize(self) -> None:
-        """Do nothing: stored text can be searched at once."""
+        """Do nothing: stored text can be searched immediately."""
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
         """Do nothing: whole texts are stored when their requests end."""
@@ -110,7 +110,7 @@ class SsdCorpus:
     def batch_get(
         self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return a draft tree for each request, in SGLang's form.
+        """Return a draft tree for each request, in SGLang's format.
 
         Args:
             req_ids: The requests' ids.
@@ -118,8 +118,8 @@ class SsdCorpus:
             total_lens: The number of tokens of each request.
 
         Returns:
-            int64[n * draft_token_num], the tokens of each tree after its root, the last token of the text; unused nodes
-            are 0. And bool[n * draft_token_num * draft_token_num], whether each node is another node or its descendant.
+            int64[n * draft_token_num], the text's last token as root of each tree, its draft tokens, then zeros. And
+            bool[n * draft_token_num * draft_token_num], at [i, j] whether tree node i is j or a descendant of j.
         """
         tokens = np.zeros((len(req_ids), self._size), np.int64)
         parents = np.zeros((len(req_ids), self._size), np.int64)
@@ -181,7 +181,7 @@ class SsdCorpus:
         return dict(self._corpora)
 
     def _append(self, name: str, tail: Sequence[int], total: int) -> None:
-        """Append the new tokens of a request, the end of ``tail``, so that its text has ``total`` tokens."""
+        """Append the last tokens of ``tail`` to a request's text, as many as it needs to have ``total`` tokens."""
         text = self.cache.texts.get(name)
         num_new = -1 if text is None else total - text.length
         if not 0 <= num_new <= len(tail):  # unknown, or it went on without SSD
@@ -196,7 +196,7 @@ class SsdCorpus:
 
 
 def _own_corpus() -> Any:
-    """Return SGLang's corpus class, which hooks have replaced wherever it was imported."""
+    """Return SGLang's own corpus class from a new import, because hooks have replaced the imported class."""
     spec = importlib.util.find_spec(_CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

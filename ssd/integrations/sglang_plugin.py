@@ -1,4 +1,4 @@
-"""The plugin entry point ``sglang.srt.plugins``: SSD's retrieval cache as the corpus of SGLang's NGRAM worker.
+r"""The plugin entry point ``sglang.srt.plugins``: SSD's retrieval cache as the corpus of SGLang's NGRAM worker.
 
 ::
 

@@ -71,8 +71,8 @@ class CoupledSampling:
 
     Attributes:
         secret: 64 secret bits; anyone who knows them can predict the noise.
-        stream: The number of the noise stream, below 2^32. Texts of different streams are independent; texts of one
-            stream are alike where their contexts are alike.
+        stream: The number of the noise stream, below 2^32. Texts of different streams are independent; texts of the
+            same stream are similar if their contexts are similar.
         window: The number of preceding tokens on which the noise of a token depends, 1 to 64.
 
     Raises:
@@ -197,8 +197,8 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         """Return ``input_ids``, int64[1, n], followed by draft tokens.
 
-        Without scores for the draft tokens, transformers samples a token at every position and compares it with the
-        draft.
+        It returns None instead of the draft tokens' scores, so transformers samples a token at every position and
+        compares it with the draft.
         """
         context = self.read_context(input_ids)
         try:
@@ -346,7 +346,7 @@ def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
 
 
 class _AssistedModel:
-    """A proxy of a model that makes transformers' assisted decoding use our drafts; the model itself is not changed."""
+    """A proxy that makes transformers' assisted decoding of a model use SSD's drafts; the model is not changed."""
 
     def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
         self._model = model

@@ -64,8 +64,8 @@ class RolloutTotals:
 class Rollouts:
     """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16) that uses SSD's engine; close it after the training.
 
-    In a distributed run each process has its own engine. Not supported are weights that are sharded over processes,
-    adapters (peft), images, and ``generation_kwargs``.
+    In a distributed run each process has its own engine. Weights that are sharded over processes, adapters (peft),
+    images, and ``generation_kwargs`` are not supported.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ answers sent to clients by wrapping methods of vLLM's runner. vLLM calls its int
 
 vLLM verifies the drafts, so they do not change outputs. With a custom class vLLM disables its asynchronous scheduling,
 and if the longest request of a step leaves no room for a full draft before ``max_model_len``, it requests no drafts at
-all in that step. A vLLM server that is told to stop kills its workers at once unless it runs with
+all in that step. When a vLLM server is stopped, it kills its workers immediately unless it runs with
 ``--shutdown-timeout``. Then the text of the last ``rebuild_interval_s`` seconds, which is not flushed yet, is lost.
 """
 
@@ -60,7 +60,7 @@ class SuffixProposer(VllmDrafter):
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Return one draft for each sequence of vLLM's batch, empty if there is none. Never raises an exception.
+        """Return one draft for each sequence of vLLM's batch; a draft may be empty. Never raises an exception.
 
         Args:
             sampled_token_ids: The tokens that this step sampled for each sequence; empty during prefill.
@@ -125,7 +125,7 @@ class SuffixProposer(VllmDrafter):
         self._row_ids = names
 
     def _read_text(self, core: VllmCache, batch: Any, row: int, length: int, num_new: int) -> bool:
-        """Read a whole text from vLLM's batch, because vLLM did not call this in some steps; return whether it fits."""
+        """Replace a request's text, which lacks some steps, by the text in vLLM's batch; return False if impossible."""
         text = core.texts.get(batch.req_ids[row])
         if text is None or not num_new <= length <= batch.token_ids_cpu.shape[1]:
             return False

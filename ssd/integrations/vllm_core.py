@@ -60,7 +60,7 @@ class ProposerStats(RetrievalStats):
 
 
 class VllmCache(RetrievalCache):
-    """The retrieval cache inside one vLLM engine, opened as ``ssd-serve`` opens it with the same settings.
+    """The retrieval cache inside one vLLM engine; ``ssd-serve`` with the same settings opens the same cache.
 
     This object owns everything that must be closed, and keeps no reference to vLLM's engine.
     """
@@ -101,7 +101,7 @@ class VllmCache(RetrievalCache):
         )
 
     def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
-        """Return how many tokens of an ended request to store: those sent to the client, up to its stop string."""
+        """Return how many tokens of an ended request to store: those sent to the client, up to the stop string."""
         assert isinstance(text, VllmRequest)
         end = super().length_to_store(text, text.num_sent if num_tokens is None else num_tokens)
         if text.stop_rules is None or self._codec is None:
@@ -166,7 +166,7 @@ def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) ->
 
 
 def should_draft(vllm_config: Any) -> bool:
-    """Return whether this process drafts, because it is the first rank of its tensor-parallel group.
+    """Return whether this process drafts; only the first rank of each tensor-parallel group does.
 
     Logs a warning if SSD was not tested with the installed version of vLLM.
 

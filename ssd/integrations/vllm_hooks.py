@@ -27,7 +27,7 @@ vLLM's checks and its asynchronous scheduling accept this method, and no real mo
 """
 
 LENGTHS: Final = "ssd_lengths"
-"""The name of an attribute that SSD adds to vLLM's scheduler output: the token counts of finished requests by id."""
+"""The name of an attribute that SSD adds to vLLM's scheduler output: a mapping from finished request ids to lengths."""
 
 
 class Hook(NamedTuple):
@@ -95,7 +95,7 @@ def finished_lengths(scheduler_output: Any) -> Mapping[str, int]:
 def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
     """Return a line of text for each function or class member that the drafters need and the installed vLLM lacks.
 
-    It parses vLLM's source files, and imports only packages.
+    vLLM's source files are parsed, and only the packages that contain them are imported.
     """
     trees: dict[str, ast.Module | None] = {}
     missing = []

@@ -99,8 +99,8 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
     """Wrap methods of a vLLM runner class, once, so that a runner that uses one of SSD's drafters notifies the drafter.
 
-    If the runner's ``attribute`` is SSD's drafter, ``wrapper(drafter, original, runner, *arguments)`` is called
-    instead.
+    If the runner's ``attribute`` is SSD's drafter, ``wrapper(drafter, original, runner, *arguments)`` is called instead
+    of the method.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 

@@ -11,9 +11,9 @@ yet. The drafter does not wait for them. At each step
 2. the output of earlier steps whose event has been reached is appended to the requests' texts;
 3. from the known text, a *chain* is drafted for each request: the expected output of the steps that still run, and its
    continuation. The chain and the acceptance probabilities of its tokens are copied to the GPU in one copy;
-4. the GPU compares the chain with the tokens that were sampled since the known text. The draft starts where these
-   tokens end in the chain: exactly, or else where their last two tokens occur in the chain nearest to that position.
-   Otherwise there is no draft.
+4. the GPU compares the chain with the tokens that were sampled since the known text. If the chain begins with these
+   tokens, the draft is the rest of the chain. Otherwise the draft starts after the last two tokens, at their occurrence
+   in the chain that is nearest to the expected position. If there is none, there is no draft.
 
 If no step is running on the device (on a CPU, or after a wait), the chain itself is the draft.
 
@@ -351,7 +351,7 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write the rest of each chain, after the tokens that were sampled since it was drafted, to ``drafts``.
+        """Write to ``drafts`` the part of each chain that follows the tokens sampled since the chain was drafted.
 
         The module docstring describes the selection. ``slots``, ``lengths`` and ``padding`` have one entry per
         sequence; ``probabilities`` is written unless it is None.
