@@ -1,7 +1,7 @@
 """Define the features from which the acceptance model estimates probabilities, and the layout of its parameters.
 
-A feature is a tuple of a few small numbers, the buckets, that describe a candidate token. Its table has an entry for
-every combination of buckets, and the tables of all features are stored one after another.
+A feature is a tuple of a few small numbers, the buckets, that describe a candidate token. Each feature has a table with
+an entry for every combination of buckets. The tables of all features are stored one after another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SUPPORTS: Final = 6
 SHARES: Final = 9
 
 ORIGINS: Final = 4
-"""The number of parts of the retrieval cache (prebuilt, cache, recent) that the acceptance model distinguishes.
+"""The number of buckets for the part of the retrieval cache in which a match lies.
 
-There is room for one more than the three parts that `lookup.index_source_of` returns.
+The parts are prebuilt, cache and recent, as numbered by `lookup.index_source_of`. The fourth bucket is not used.
 """
 
 ERROR_BUCKETS: Final = 8
@@ -38,28 +38,28 @@ DEPTH_BUCKETS: Final = 3
 VERDICTS: Final = 7
 """The number of verdicts on whether a candidate token will be sampled, given the known Gumbel noise.
 
-A verdict compares the candidate's score, log probability plus noise, with those of the target's earlier top-k tokens.
-0: no top-k tokens are known. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the best.
-4, 5, 6: its score is the best with a small, clear or large lead.
+A verdict compares the scores (log probability plus noise) of the candidate and of the top-k tokens that token recycling
+has stored. 0: no tokens are stored. 1: the candidate is not one of them. 2, 3: its score is far or slightly below the
+best score. 4, 5, 6: its score is the best with a small, clear or large lead.
 """
 
 NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for how many tokens in a row, before a position, equal those in the sample cache."""
+"""The number of buckets for how many consecutive tokens before a position equal the tokens in the sample cache."""
 
 AGREEMENTS: Final = 3
-"""The number of values that tell whether the text matches agree with the token sampled before with the same noise.
+"""The number of ways in which text matches can relate to the token that was sampled before with the same noise.
 
-The values mean: there is no match; the newest matches continue with a different token; they continue with that token.
+There is no match, the newest matches continue with another token, or they continue with this token.
 """
 
 LEVEL_FEATURES: Final = 3
-"""The number of features for the match lengths that are looked up, one for each."""
+"""The maximum number of match lengths at which one context is looked up; each match length has a feature of its own."""
 
 _COARSE: Final = (COARSE_LENGTHS, COARSE_SHARES)
-"""The coarse buckets of the longest match's length and of the share of matches that continue with the candidate."""
+"""The numbers of coarse buckets for the longest match's length and for a candidate's share of the matches."""
 
 _LEVEL: Final = (LENGTHS, SUPPORTS, SHARES)
 
@@ -97,9 +97,9 @@ FEATURES: Final = {
     # candidate is that token.
     "cached sample": (MAX_CONFIRMED + 1, RUN_BUCKETS, AGREEMENTS, TEMPERATURE_BUCKETS, 2),
 }
-"""For each feature of a candidate token the number of buckets of each of its numbers, the most significant first.
+"""The features of a candidate token. Each is a tuple of numbers, given here as the number of buckets of each number.
 
-The stored format of acceptance models depends on the order.
+The first number of a feature is the most significant one in `entry_of`. Stored acceptance models depend on the order.
 """
 
 _names: Final = list(FEATURES)
@@ -124,7 +124,7 @@ ENTRIES: Final = int(_OFFSETS[-1])
 
 @inlined
 def entry_of(feature: int, *buckets: int) -> int:
-    """Return the index, in the tables of all features, of a feature's entry for these buckets."""
+    """Return the index of a feature's entry for these buckets; the tables of all features count as one array."""
     entry = 0
     for i, bucket in enumerate(buckets):
         entry = entry * _BUCKETS[feature, i] + bucket
@@ -245,8 +245,8 @@ def weight_set(
 ) -> int:
     """Return the index of the weight vector with which the acceptance model weighs a candidate's features.
 
-    There is one vector for each combination of the kinds of evidence that are present, and coarse buckets of the depth
-    in the draft and of the number of match lengths.
+    Each combination of three things has a vector: the kinds of evidence that are present (the ``has_`` arguments), the
+    number of match lengths, and a coarse bucket of the depth in the draft.
     """
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)

@@ -64,7 +64,7 @@ _MIN_PROBABILITY: Final = 1e-4
 _MAX_WEIGHT: Final = 4.0
 """The maximum weight of a feature in the acceptance model.
 
-It is four times the greatest weight learned in replays of recorded outputs. About 87 candidates with a surprising
+This is four times the greatest weight learned in replays of recorded outputs. About 87 candidates with a surprising
 outcome move a weight from its minimum to its maximum.
 """
 
@@ -118,7 +118,7 @@ def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, 
     """Update the acceptance model from the outcome of a candidate token; ``label`` is 1.0 if it was accepted, else 0.0.
 
     The weight vector makes a gradient step on the log loss, and the correction curve makes one on the squared error.
-    The table entry of each feature moves towards the outcome by 1 / count, at least by _MIN_RATE. All numbers stay
+    Each feature's table entry moves towards ``label`` by the fraction max(1 / count, _MIN_RATE). All numbers stay
     within the bounds of `clip_to_learnable`. ``inputs`` and ``weights_number`` are those of `acceptance_probability`.
 
     Returns:
@@ -238,8 +238,8 @@ def _other_token(probability: Float64s) -> Float64s:
 def _prior_weights() -> Float64s:
     """Return the initial feature weights of an acceptance model.
 
-    They add up to one over the features that are present. Features that are computed from the same matches share one
-    weight. Proposals of other drafters and recycled tokens get less weight if there are text matches.
+    The weights of the features that are present add up to one. Features of text matches weigh less than the client's
+    prediction. Other drafters' proposals and recycled tokens weigh less if there are text matches.
     """
     weights = np.zeros((NUM_WEIGHT_SETS, NUM_FEATURES + 1))
     for weights_number in range(NUM_WEIGHT_SETS):

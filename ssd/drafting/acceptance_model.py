@@ -53,7 +53,7 @@ class AcceptanceModel:
 
     @classmethod
     def of(cls, learned: LearnedState) -> Self:
-        """Load a namespace's acceptance model: the last published copy, else that on disk, else an untrained model."""
+        """Load a namespace's acceptance model: the last published copy, or the one on disk, or an untrained model."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
         try:

@@ -16,7 +16,7 @@ Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 def accepted_path(
     tokens: Integers, parents: Integers, root: int, is_tree: bool, next_ids: Integers, is_by_node: bool, path: Any
 ) -> int:
-    """Write the nodes of the draft tokens that agree with the next tokens, and return their number. O(tokens).
+    """Write the nodes of the draft tokens that equal the target's next tokens, and return their number. O(tokens).
 
     The path begins at the root and goes on to the child that equals the next token (among equal siblings, the first
     one) until there is no such child. A token comes after its parent, so one scan finds the path.

@@ -40,8 +40,7 @@ from ssd.retrieval.cache_state import LearnedState
 from ssd.retrieval.snapshot import Snapshot
 
 NUM_HEADER_WORDS: Final = 2
-"""The number of int32 header words before the tokens of each row, in the arrays that the engine and the drafter
-exchange.
+"""The number of int32 words before each row's tokens in the arrays that the engine and the drafter exchange.
 
 The first word is the length of the row's text, and the second word is the number of tokens that follow.
 """
@@ -75,8 +74,8 @@ class RowBatch(Record):
         wanted: For each row, whether to draft for it, int64.
         settings: The address of the `DraftBatch`.
         model: The address of the acceptance model.
-        num_new: The number of tokens appended since the last call.
-        last_num_drafting: The number of rows that the last call drafted for; -1 if rows were assigned since.
+        num_new: The number of tokens appended since the last drafting call.
+        last_num_drafting: The number of rows that this call drafted for; -1 if rows were assigned after it.
         last_positions: The number of positions of the forward pass that verified the last drafts.
         num_proposals: The number of rows drafted for since the start.
         num_drafts: The number of drafts since the start that were not empty.
@@ -104,9 +103,9 @@ _DRAFTING_AT: Final = offset_of(RowTextRecord, "drafting")
 def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, width: int) -> int:
     """Append a step's tokens to each row's text, and return the number of texts that could not be extended.
 
-    ``texts_at`` is the address of int64[rows], the addresses of the rows' `RowTextRecord` (0 for none). ``words_at`` is
-    that of int32[rows, width]: for each row, the new length of its text, the number of new tokens, and these tokens.
-    ``lost_at`` is that of int64[rows], which receives 1 for each text that misses tokens.
+    The arrays are given by address. ``texts_at`` is int64[rows]: the address of each row's `RowTextRecord`, or 0.
+    ``words_at`` is int32[rows, width]: for each row, the new length of its text, the number of new tokens, and these
+    tokens. ``lost_at`` is the output, int64[rows]: 1 if the row's text was not extended, else 0.
     """
     texts, lost = int64_array(texts_at, num_rows), int64_array(lost_at, num_rows)
     words, num_lost = int32_array(words_at, num_rows * width), 0
@@ -145,11 +144,11 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int,
 
 @kernel
 def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
-    """Draft for the wanted rows of a batch, cut the drafts to the best total length, and write them to an array.
+    """Draft for the rows marked in ``batch.wanted``, cut the drafts to the best total length, and write them out.
 
     ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
     of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
-    the time since the last call returned; 0 if it says nothing about the cost of a step.
+    the time since the last call returned, from which the cost of a step is learned; 0 if nothing can be learned.
     """
     batch = _batch_at(batch_address)
     settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
@@ -231,7 +230,7 @@ class RowText:
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the whole text of a row by ``tokens``; the last ``num_new`` of them were produced in this step."""
+        """Replace the whole text with ``tokens``; the last ``num_new`` of these tokens were generated in this step."""
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
@@ -240,9 +239,9 @@ class RowText:
 class BatchDrafter:
     """Drafts with the same method as ``SuffixDrafter``, but for all rows of a batch in one kernel call.
 
-    The draft lengths of all rows are chosen together, so that throughput is greatest. ``assign`` sets the text of each
-    row, and ``append`` extends the texts. One thread owns the drafter. It is deterministic given its calls and the
-    times passed to it.
+    The draft lengths of all rows are chosen together for the greatest expected throughput. ``assign`` sets the text of
+    each row, and ``append`` extends the texts. One thread owns the drafter. Drafts depend only on the calls and on the
+    times passed to them.
     """
 
     def __init__(
@@ -261,13 +260,13 @@ class BatchDrafter:
 
         Args:
             longest: The maximum number of draft tokens, at most MAX_DRAFT.
-            max_length: The maximum length of a text. Drafts leave room for the target's own token.
-            vocab_size: The size of the target's vocabulary. A draft with another token is dropped.
+            max_length: The maximum length of a text. A draft leaves room for the token that the target adds to it.
+            vocab_size: The size of the target's vocabulary. A draft with a token outside the vocabulary is dropped.
             end_of_text_ids: The tokens that end a draft.
             max_match_length: The maximum match length in tokens.
             min_match_length: The minimum match length in tokens.
-            learned: The namespace's learned models, which receive what is learned. None keeps it within the drafter.
-            default_token_cost: The cost of a draft token in expected accepted tokens, until the time of steps is known.
+            learned: The namespace's learned models, which the drafter reads and updates. None uses its own models.
+            default_token_cost: The cost of a draft token in expected accepted tokens, used until steps are measured.
 
         Raises:
             ConfigError: If ``max_match_length`` is not within 1..256.
@@ -290,7 +289,7 @@ class BatchDrafter:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Return the totals since the start: rows drafted for, drafts that were not empty, and draft tokens."""
+        """Return totals since the start: rows for which drafts were requested, nonempty drafts, and draft tokens."""
         return self._batch.num_proposals, self._batch.num_drafts, self._batch.num_draft_tokens
 
     def new_words(self, num_rows: int) -> Tokens:
@@ -319,8 +318,8 @@ class BatchDrafter:
     def extend(self, tokens: Tokens, sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Append tokens to the texts of the assigned rows, and return the length of each text, int64[rows].
 
-        ``tokens`` are the new tokens of all rows, one row after another, and ``sizes`` (int64[rows]) their numbers. A
-        row without text has length 0, and a text without room for its tokens is not extended.
+        ``tokens`` holds the new tokens of all rows, one row after another, and ``sizes`` (int64[rows]) their number in
+        each row. A row without text has length 0, and a text without room for its tokens is not extended.
         """
         assert len(sizes) == self._num_rows
         lengths = np.zeros(len(sizes), np.int64)
@@ -354,7 +353,7 @@ class BatchDrafter:
         self._models.ended(self._learned)
 
     def publish(self) -> None:
-        """Publish a copy of the acceptance model to ``learned``, for other threads and the next process."""
+        """Publish a copy of the acceptance model to the namespace, for other threads and the next process."""
         self._models.publish()
 
     def warm_up(self) -> None:

@@ -57,8 +57,8 @@ class Position(NamedTuple):
         since_lookup: The number of draft tokens since the matches were looked up.
         proposal_node: The node of the proposal tree that the draft so far leads to; NO_TOKEN if it is not in the tree.
         predicted: The next token of the client's predicted output; NO_TOKEN if there is none.
-        prediction_match_length: The number of consecutive tokens that the prediction has matched.
-        always_matched: Whether the prediction has never differed.
+        prediction_match_length: The number of consecutive tokens before the position that equal the prediction.
+        always_matched: Whether the output has never differed from the prediction.
     """
 
     depth: int
@@ -186,7 +186,7 @@ def score_candidates(
 
 
 _SURE_LENGTH: Final = 9
-"""The minimum match length at which token recycling adds no candidates, if all matches continue with the same token."""
+"""If matches are at least this long and all continue with the same token, token recycling adds no candidates."""
 
 
 @inlined
@@ -244,9 +244,10 @@ def set_source(
 ) -> None:
     """Write the source of a draft's first token, and the match length, to the draft record.
 
-    Candidate ``i`` is the first token. Its source is the kind of text in which most matches continue with the token
-    (context or cache; for the cache, the kind of the longest such match). If no match does, the source is the drafter
-    that proposed the token, or token recycling. The client's prediction and the sample cache take precedence.
+    The first token is candidate ``i``. If it is the token that the client predicts, or else the cached sample, that is
+    its source. Otherwise the source is the context or the cache, whichever has more matches that continue with the
+    token; for the cache, it is the part with the longest such match. Without such matches, it is the drafter that
+    proposed the token, or token recycling.
     """
     token = candidates.votes.tokens[i]
     index, context = votes_by_source(candidates.votes, i)

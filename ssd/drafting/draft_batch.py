@@ -26,19 +26,19 @@ from ssd.jit.addresses import (
 
 
 class DraftBatch(Record):
-    """The settings with which the rows of a batch are drafted for, and the scratch memory of the drafter.
+    """The settings of a drafter for the rows of a batch, and its scratch memory.
 
     Attributes:
         scratch: The address of the `DraftScratch` with which `draft_batch` searches.
         max_match_length: The maximum match length in tokens.
         min_match_length: The minimum match length in tokens.
         limit: The maximum number of draft tokens per row.
-        vocab_size: The size of the target's vocabulary. A draft with another token is dropped.
+        vocab_size: The size of the target's vocabulary. A draft with a token outside the vocabulary is dropped.
         end_ids: The tokens that end a draft, int32[num_end_ids].
         first_threshold: The minimum acceptance probability of the first draft token of a row that has no output yet. A
             less probable draft is dropped, because it would delay the first output token.
         costs: The address of the `PassCostRecord`.
-        default_token_cost: The cost of a draft token in expected accepted tokens, until the time of passes is known.
+        default_token_cost: The cost of a draft token in expected accepted tokens, used until passes are measured.
         calibration: The address of the `CalibrationRecord`; 0 for none.
         num_invalid: The number of drafts since the start that were dropped because of an invalid token.
     """
@@ -76,7 +76,7 @@ def draft_batch(batch: int, rows: Int64s) -> None:
 
 @inlined
 def is_valid_draft(batch: DraftBatch, row: DraftRow, share: float) -> bool:
-    """Return whether a row's draft may be verified, cut after its first end-of-text token; clear it if not.
+    """Cut a row's draft after its first end-of-text token; return whether it may be verified, and clear it if not.
 
     A draft tree without branches becomes a chain. ``share`` is the recent ratio of accepted to expected draft tokens.
     """
@@ -113,10 +113,10 @@ def cut_drafts(costs: int, drafts: Int64s, shares: Float64s, is_padded: bool) ->
     """Shorten the drafts of a forward pass to the lengths with the greatest expected throughput.
 
     The gain of a draft token is the estimated probability that it and all tokens before it are accepted. In a padded
-    pass, one maximum length holds for all drafts: with at most w draft tokens, all rows are expected to gain the sum of
-    their first w gains. Otherwise the gain never increases along a draft, so the m best tokens of all rows are
-    beginnings of drafts, and the best m is found by trying all. O(n log n). No draft is cut if one has no estimates, or
-    until the time of forward passes has been measured.
+    pass, all drafts have the same maximum length w, and the expected gain is the sum of the first w gains of all rows.
+    Otherwise the drafts are cut to the m tokens with the greatest gains; these tokens are beginnings of drafts, because
+    gains never increase along a draft. All w or m are tried. O(n log n). If a draft has no estimates or the time of
+    forward passes has not been measured, no draft is cut.
 
     Args:
         costs: The address of the `PassCostRecord`.

@@ -1,7 +1,7 @@
-"""Store the candidates of a request's last draft until their outcome is known, and learn from it.
+"""Store the candidates of a request's last draft until their outcomes are known, and learn from these outcomes.
 
-The target's own tokens show which candidates were right. The context teaches more than the number of accepted tokens,
-because it also gives the outcome of candidates that were not drafted or were cut from the draft.
+The next context shows which candidates the target produced. It tells more than the number of accepted tokens, because
+it also gives the outcomes of candidates that were not drafted or were cut from the draft.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def learn_from_path(scored: ScoredDraft, num_verified: int, path: TokenIds, mode
     """Update the acceptance model from the accepted draft tokens of a request that has ended.
 
     Only the first ``num_verified`` draft tokens were verified. ``path`` holds the indices of the accepted tokens, 0, 1,
-    2, ... for a chain. A token was tested if all tokens before it are in the path.
+    2, ... for a chain. The outcome of a draft token is known if all tokens before it were accepted.
     """
     for i in range(min(scored.num_drafted, num_verified)):
         candidate = scored.candidates[i]

@@ -1,4 +1,4 @@
-"""Define the drafting kernels' record of a sequence: the parameters of a draft, the draft, and state between steps."""
+"""Define the drafting kernels' record of a sequence: draft parameters, the draft, and state kept between steps."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class Lookahead(Record):
     Attributes:
         before: The token before ``last``.
         last: The last token of the context after that pass; the lookahead tokens follow it.
-        was_drafted: For each token, whether it equals the next draft token.
+        was_drafted: For each lookahead token, whether it equals the draft token at the same position.
     """
 
     count: Int64
@@ -280,11 +280,11 @@ class ScoredDraft(Record):
 
 
 class DraftState(Record):
-    """What the drafting kernel keeps of a sequence from one step to the next.
+    """The state of a sequence that the drafting kernel keeps from one step to the next.
 
     Attributes:
-        match_cursor: The text matches of the last draft, which may go on.
-        scored: The scored candidates of the last draft, whose outcome is in the next context.
+        match_cursor: The text matches of the last draft, which may continue in the next draft.
+        scored: The scored candidates of the last draft, whose outcomes are in the next context.
         prediction: The position in the client's predicted output.
         lookahead: The tokens that the target sampled after rejected draft tokens.
     """

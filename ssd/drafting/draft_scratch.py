@@ -30,11 +30,11 @@ MAX_LEVELS: Final = LEVEL_FEATURES
 """The maximum number of match lengths ("levels") at which one context is looked up.
 
 The first levels are the lengths of the longest match in the context and of the longest match in the cache. Each further
-level is half as long.
+level is half as long as the level before it.
 """
 
 MAX_SCANNED_SAMPLES: Final = 32
-"""The maximum number of matches that a lookup uses from the context, and also from the memtable."""
+"""The maximum number of matches that a lookup uses from the context. The same maximum applies to the memtable."""
 
 MAX_SEGMENT_SAMPLES: Final = 24
 """The maximum number of matches that a lookup uses from all segments of the cache together (at least one per segment).
@@ -153,7 +153,6 @@ MAX_RECYCLED_CANDIDATES: Final = 6
 """The maximum number of candidate tokens that token recycling alone adds at each draft position."""
 
 MAX_CANDIDATES: Final = MAX_VOTED_CANDIDATES + MAX_RECYCLED_CANDIDATES
-"""The maximum number of candidate tokens per draft position."""
 
 _MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
@@ -229,7 +228,7 @@ class PositionNoise(Record):
         context: The text before the draft, int32[start].
         temperature: The request's temperature.
         key: The noise key of the position.
-        hashes: For noise that requests share, the `hash_behind` each node n of the draft, at index n + 1.
+        hashes: For noise that requests share, the result of `hash_behind` for each node n of the draft, at index n + 1.
         best: The rank of the token with the greatest score among the target's earlier top-k tokens.
         lead: The best score minus the second best; infinite if there is only one.
         scores: For each of the earlier top-k tokens, its log probability at the request's temperature plus its noise.
@@ -271,7 +270,7 @@ class CachedSample(Record):
 
 
 class LevelSupport(Record):
-    """The matches of at least one match length at a draft position.
+    """The text matches at a draft position that have at least a certain match length.
 
     Attributes:
         level: The index of the match length.
@@ -290,7 +289,7 @@ class Candidates(Record):
 
     Attributes:
         proposals: The tree of tokens that other drafters propose.
-        recycled: The target's earlier top-k tokens at this position.
+        recycled: The top-k tokens that the target had earlier after the tokens before this position.
         cached_sample: The token sampled before with the same Gumbel noise.
         inputs: For each candidate, the index of the table entry of each feature of the acceptance model.
         weight_set: The index of the acceptance model's weight vector for the position.
@@ -310,13 +309,12 @@ class Candidates(Record):
 
 
 CONTINUED_CONTEXT: Final = 4096
-"""The maximum number of context tokens that are searched when the last tokens of a draft are looked up to continue it.
-"""
+"""The maximum number of context tokens that are searched to continue a draft whose text matches have ended."""
 
 MAX_FURTHER_LOOKUPS: Final = 5
 """The maximum number of lookups that continue a draft chain after its text matches have ended.
 
-The last one is not made: it drops the matches, and the chain continues with tokens from other sources.
+The last of them searches nothing: it drops the matches, and the chain continues with tokens from other sources.
 """
 
 _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
@@ -328,7 +326,7 @@ class DraftNode(Record):
     Attributes:
         token_before: The token before ``token``.
         depth: The number of draft tokens on the path.
-        product: The probability that all of them are accepted.
+        product: The probability that all draft tokens on the path are accepted.
         lookup: The index of the lookup that found the text matches of this path; 0 for that of the context.
         looked_up_at: The depth at which that lookup was made.
         first: The index in ``DraftScratch.matches`` of the first match that agrees with the path.
@@ -378,9 +376,9 @@ class DraftScratch(Record):
         prediction_hits: Scratch for the search in a client's predicted output.
         nodes: The end of the context, then the tokens of the draft.
         matches: The matches that agree with the path to each node, node after node.
-        opened: The candidates after the nodes, ``num_opened`` of them.
-        heap: The indices of those that may be added, ``num_open`` of them, a heap with the greatest ``product`` first.
-        texts: The text of each further lookup (the end of the context and a path), of the length in ``lengths``.
+        opened: The ``num_opened`` candidates after the nodes.
+        heap: A heap of the indices of the ``num_open`` candidates that may be added, the greatest ``product`` first.
+        texts: The text searched for by each further lookup: the end of the context and a path, ``lengths`` tokens.
     """
 
     samples: Annotated[Sequence[MatchSamples], MatchSamples, 1 + MAX_FURTHER_LOOKUPS]

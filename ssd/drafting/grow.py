@@ -1,7 +1,7 @@
 """Grow a draft from candidate tokens, best first: a tree, or a chain, which is a tree of width one.
 
-If all text matches of a path have ended, the end of the path is looked up again, because it may have occurred
-elsewhere.
+If no text match agrees any more with a path (the draft tokens from the context's end to a node), the last tokens of the
+path are looked up again, because they may have occurred elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHAIN_RECYCLED: Final = 2
 """The maximum number of candidate tokens that token recycling adds at each position of a draft chain."""
 
 _TREE_LOOKUPS: Final = 2
-"""The maximum number of further lookups per draft tree; a chain has MAX_FURTHER_LOOKUPS."""
+"""The maximum number of lookups that continue a draft tree after its matches have ended; for chains it is greater."""
 
 _MIN_CONTINUED_MATCH: Final = 4
 """The minimum match length when the last tokens of a draft are looked up to continue it.
@@ -48,11 +48,11 @@ After a shorter match the text mostly continues differently.
 """
 
 _MIN_UNMATCHED: Final = 2
-"""The minimum number of draft tokens after the end of all text matches before the draft's last tokens are looked up."""
+"""The number of draft tokens without a text match after which the draft's last tokens are looked up again."""
 
 
 class DraftInputs(NamedTuple):
-    """What a draft is grown from, besides the parameters and the state of its row.
+    """The inputs of a draft in addition to the parameters and the state of its row.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """
@@ -96,10 +96,10 @@ def _pop(scratch: DraftScratch) -> OpenCandidate:
 
 @inlined
 def _needs_lookup(votes: Votes, at: Position, num_matching: int, size: int, is_tree: bool) -> bool:
-    """Return whether to look up the end of a path, because all text matches that agree with the path have ended.
+    """Return whether to look up the last tokens of a draft again, because no text match continues.
 
-    No lookup is needed if the client's prediction continues. A path that no match agrees with is looked up after
-    _MIN_UNMATCHED tokens, and a chain also if it has no candidate (``size`` is 0).
+    The result is False if the client's prediction continues, and True if matches agree but their texts have ended. If
+    no match agrees, it is True after _MIN_UNMATCHED tokens, and in a chain without candidates (``size`` is 0).
     """
     if at.since_lookup == 0 or at.predicted >= 0 or votes.num_voted > 0:
         return False
@@ -117,7 +117,7 @@ def _most_probable(candidates: Candidates, size: int) -> int:
 
 @inlined
 def _open(scratch: DraftScratch, i: int, last: int, product: float, is_hopeful: bool) -> int:
-    """Store candidate ``i`` after draft token ``last``, add it to the heap if ``is_hopeful``, and return its index."""
+    """Store candidate ``i`` as a token after node ``last``; add it to the heap if ``is_hopeful``; return its index."""
     candidates, number = scratch.candidates, scratch.num_opened
     opened = scratch.opened[number]
     opened.parent, opened.token, opened.weight_set = last, candidates.votes.tokens[i], candidates.weight_set
@@ -147,7 +147,7 @@ def _set_matches(scratch: DraftScratch, node: DraftNode, lookup: int) -> None:
 
 @inlined
 def _start(scratch: DraftScratch, context: TokenIds) -> None:
-    """Make the end of the context the only node."""
+    """Remove all nodes and create the root, which stands for the end of the context."""
     node = scratch.nodes[0]
     scratch.num_open, scratch.num_opened = 0, 0
     node.token, node.token_before = context[-1], context[-2] if len(context) > 1 else NO_TOKEN
@@ -179,9 +179,9 @@ def _add_node(scratch: DraftScratch, row: DraftRow, entry: OpenCandidate) -> Non
 
 @kernel
 def _look_up_again(scratch: DraftScratch, lookup: int, inputs: DraftInputs, out: DraftRecord) -> None:
-    """Look up the end of the path to the last token of a draft, so that it can be continued.
+    """Look up the last tokens of the path to the newest draft token, so that the path can be continued.
 
-    ``lookup`` is the index of the lookup. The last of MAX_FURTHER_LOOKUPS lookups searches nothing and finds nothing.
+    ``lookup`` is the number of this lookup in the draft. Lookup MAX_FURTHER_LOOKUPS searches nothing and finds nothing.
     """
     node, samples, text = scratch.nodes[out.size], scratch.samples[lookup], scratch.texts[lookup - 1]
     samples.num_levels, token = 0, out.size - 1
@@ -207,11 +207,11 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
     are added in order of probability, so no other tree of the same size has more expected accepted tokens. A chain has
     one candidate after each node, the most probable one. O(limit * samples).
 
-    The best candidate after every node is stored for learning, however improbable, because an underestimated token
-    would otherwise never be drafted and corrected. If all matches of a path have ended, the path is looked up again.
+    The best candidate after every node is stored, however improbable, so that the acceptance model learns its outcome.
+    Otherwise a token with too low an estimate would never be drafted, and the estimate would never be corrected.
 
     ``scratch.samples[0]`` are the matches of the context. If they were ``resumed`` from the last step, the draft ends
-    where a path would be looked up.
+    as soon as a further lookup is needed.
     """
     params, prediction, scored, out = row.params, row.state.prediction, row.state.scored, row.draft
     candidates, is_tree = scratch.candidates, out.is_tree == 1

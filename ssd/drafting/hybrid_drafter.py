@@ -56,9 +56,9 @@ _FORGETTING: Final = 0.8
 """The factor by which each new step lowers the weight of earlier steps in a request's mean of accepted draft tokens."""
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of the current draft's expected accepted tokens in the prediction for the next steps.
+"""The weight of a draft's expected accepted tokens in the prediction of how many tokens the next steps accept.
 
-The remaining weight is that of the tokens accepted in recent steps.
+The tokens accepted in recent steps have the remaining weight.
 """
 
 _MOST_RECENT: Final = 20
@@ -74,7 +74,7 @@ other drafter was worth its cost.
 
 @dataclass(slots=True, eq=False)
 class _MemberDraft:
-    """A draft by a secondary drafter, with the expected accepted tokens of the request's draft without it."""
+    """A draft by a secondary drafter, with the estimates of the request's best draft before this draft was made."""
 
     member: MemberDrafter
     draft: Draft
@@ -106,7 +106,7 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return a draft's expected accepted tokens and its best first token's acceptance probability; 0, 0 if unknown."""
+    """Return a draft's expected accepted tokens, and the greatest probability of a first token; 0, 0 if unknown."""
     estimates = draft.probabilities
     if estimates is None or not len(estimates):
         return 0.0, 0.0
@@ -150,11 +150,11 @@ class HybridDrafter:
     The first drafter is the primary drafter, which is used in every step. The tokens of the other drafters become
     external proposals, which the primary drafter scores together with its own candidates in one tree or chain.
 
-    The cost of drafting time is converted to output tokens by the tokens per second of this request, measured over
-    steps without costly drafters, because other drafters gain tokens mostly where the primary draft has failed. The
-    one-time cost of reading a context is converted at the rate of recent steps (Dinkelbach 1967). It is spent once the
-    gains forgone without it have reached the same amount: as the output's length is unknown, this costs at most twice
-    the optimum (the ski rental problem, Karlin et al. 1988).
+    Drafting time is converted to output tokens at the rate that this request has without costly drafters, because
+    costly drafters gain tokens mostly where the primary draft has failed. The one-time cost of reading a context is
+    converted at the rate of recent steps (Dinkelbach 1967). A drafter reads a context once the gains missed so far
+    reach that cost. As the output's length is unknown, this costs at most twice the optimum (the ski rental problem,
+    Karlin et al. 1988).
 
     A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
     thread owns the hybrid drafter.
@@ -192,7 +192,7 @@ class HybridDrafter:
         self._step_rate.begin()
 
     def is_due(self, num_rows: int) -> bool:
-        """Return whether to evaluate in this step if secondary drafters are worth their cost."""
+        """Return whether this step should compare the costs of secondary drafters with their expected gains."""
         if self._num_spared + 1 < min(_LONGEST_PAUSE, 1 << (self._num_idle // _IDLE_STEPS)):
             self._num_spared += 1
             for member in self._members[1:]:
@@ -202,7 +202,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Replace the primary drafter's drafts where secondary drafters contribute tokens, and return all drafts."""
+        """Replace drafts that secondary drafters can extend at a cost below the expected gain; return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[MemberDrafter, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
@@ -247,7 +247,7 @@ class HybridDrafter:
             member.observe(outcomes_of_member, scored)
 
     def _observe_members(self, outcome: DraftOutcome, step: _RequestStep, own: list[list[DraftOutcome]]) -> None:
-        """Learn from the outcome of a draft to which other drafters contributed, and add their outcomes to ``own``."""
+        """Learn from the outcome of a draft with tokens of secondary drafters; append their own outcomes to ``own``."""
         draft, num_accepted = outcome.draft, outcome.num_accepted
         path = np.arange(num_accepted) if draft.path is None else draft.path[:num_accepted]
         output = draft.token_ids[path]
@@ -299,9 +299,10 @@ class HybridDrafter:
         return _RequestStep(request, draft, expected_accepted, first_probability, expected_tokens)
 
     def _select_requests(self, member: MemberDrafter, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
-        """Return, by index, the requests for which a costly drafter's expected gain exceeds its cost.
+        """Return, by index in ``steps``, the requests for which a costly drafter's expected gain exceeds its cost.
 
-        The returned requests are copies whose token costs include the drafter's time per token.
+        These are copies whose token costs include the drafter's time per token. If a trial of the drafter is due, the
+        result is the request of the trial.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {
@@ -340,9 +341,9 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return how many output tokens per request a second of a costly drafter's time costs.
+        """Return the cost of one second of drafting, in output tokens of each request that the drafter is used for.
 
-        All ``num_rows`` rows wait during that time, so their lost tokens are divided among the ``num_used`` requests.
+        All ``num_rows`` rows wait during this second, and the lost tokens are divided among ``num_used`` requests.
         """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:

@@ -3,8 +3,8 @@
 The searched texts are the request's own context, the memtable, and the segments of the retrieval cache. Longer matches
 are preferred.
 
-While the output repeats stored text verbatim, the occurrences of one step, advanced by the new tokens, still match in
-the next step. Then comparing these tokens replaces a search.
+While the output repeats stored text verbatim, the occurrences found in one step also match in the next step, at
+positions advanced by the new tokens. Then only the new tokens are compared, and nothing is searched.
 """
 
 from __future__ import annotations
@@ -207,9 +207,9 @@ def _add_segment_matches(
 ) -> int:
     """Append the matches that the last range expansion found in segments; return the new number of samples.
 
-    If there are too many matches, they are sampled at even distances. Only the address of a match's rank in the suffix
-    array is written; `_locate_segment_matches` reads the position once the prefetch has arrived. ``num_sampled`` is the
-    number of samples from segments so far, and ``size`` that of all samples so far.
+    If there are too many matches, they are sampled at even distances. To hide memory latency, only the address of a
+    match's entry in the suffix array is written and prefetched; `_locate_segment_matches` reads it later.
+    ``num_sampled`` samples from segments and ``size`` samples in total were found before.
     """
     new = 0
     for segment in range(num_segments):
@@ -262,12 +262,12 @@ def sample_matches(
 ) -> None:
     """Find and sample earlier occurrences of the last tokens of a context, in the context and in the retrieval cache.
 
-    Several match lengths are looked up: that of the longest match in the context, that of the longest match in the
-    cache, and shorter ones, each half as long, until one has ENOUGH_SUPPORT occurrences; MAX_LEVELS at most.
+    At most MAX_LEVELS match lengths are looked up: those of the longest matches in the context and in the cache, and
+    shorter ones, each half of the one before. The lookup stops once ENOUGH_SUPPORT occurrences are found.
 
-    Up to MAX_SCANNED_SAMPLES occurrences come from the context, and as many from the memtable, the most recent ones of
-    each match length. Up to MAX_SEGMENT_SAMPLES come from segments, at even distances. The weight of a sample includes
-    the occurrences that were left out.
+    Up to MAX_SCANNED_SAMPLES samples come from the context, and as many from the memtable: the most recent occurrences
+    of each match length. Up to MAX_SEGMENT_SAMPLES come from segments, at even distances. The weight of a sample
+    includes the occurrences that were left out.
     """
     samples.num_levels, longest = 0, pattern_length(context, max_length)
     if longest < min_length:
@@ -322,11 +322,11 @@ def _copy_match(match: MatchSample, copy: MatchSample) -> None:
 def resume_matches(
     cursor: MatchCursor, table: int, texts: SearchedTexts, max_length: int, samples: MatchSamples
 ) -> None:
-    """Continue the text matches saved in the last step that agree with the new tokens, so that no search is needed.
+    """Advance the text matches saved in the last step by the new tokens, and keep those that agree with these tokens.
 
-    ``samples`` receives these matches as one level, of at least ``max_length`` matching tokens. It receives no level if
-    a search is needed: if the segment table has changed, if the context does not extend the searched one, or if no
-    saved match agrees.
+    ``samples`` receives these matches as one match length ("level") of ``max_length`` tokens; then no search is needed.
+    It receives no level if the saved matches are shorter, if the segment table has changed, if the context does not
+    extend the searched one, or if no saved match agrees. Then the caller must search.
     """
     samples.num_levels = 0
     size, first = 0, cursor.length

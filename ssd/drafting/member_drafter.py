@@ -22,11 +22,11 @@ from ssd.errors import reraise_exits
 
 
 class FaultIsolatingDrafter:
-    """Calls a drafter for all requests at once, and after a failure for each request alone, to find the cause.
+    """Calls a drafter for all requests together, and after a failure for each request alone, to find the cause.
 
     A request that causes a failure gets no draft until ``finish`` is called for it. If all requests fail, the drafter
-    is at fault, and its exception is raised. If the only request fails and the last call succeeded, the request is at
-    fault.
+    is at fault, and its exception is raised. If a call has only one request and fails, the request is at fault if the
+    previous call succeeded.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -87,7 +87,7 @@ _RECENT: Final = 0.1
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter that estimates its latency, which is weighed against its gain. Other drafters count as free."""
+    """A drafter that estimates its latency, to be weighed against its gain. Other drafters count as free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""
@@ -106,9 +106,9 @@ class MemberDrafter:
         forgone_gains: For each request whose context the drafter has not read, the gain missed so far, in tokens.
         depth: The running mean of the depth of the drafter's drafts, in tokens.
         fixed_seconds: The running mean of a call's fixed time, i.e. without the time per draft token.
-        rows_since_use: The number of rows of all steps since the drafter was used.
+        rows_since_use: The number of rows of all steps since the drafter was last used.
         learner: The drafter, if it learns from the logits of a forward pass; else None.
-        learns_from_context: Whether the drafter must be told only the last outcome of each request.
+        learns_from_context: Whether the drafter reads outcomes from the next context and needs only the last outcome.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -128,7 +128,7 @@ class MemberDrafter:
 
     @property
     def num_failures(self) -> int:
-        """Return how often the drafter has failed, for all requests of a call or for a single one."""
+        """Return the number of calls that failed as a whole, plus the number of requests that made a call fail."""
         return self._num_failures + self._isolated.num_failures
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -159,9 +159,9 @@ class MemberDrafter:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether a costly drafter should read a request's context, because the gains missed exceed the cost.
+        """Return whether a costly drafter should read a request's context: if the gains missed so far reach the cost.
 
-        If they do not cover ``cost``, ``gain`` is added to the missed gains. Both arguments are in tokens.
+        If they do not reach ``cost``, ``gain`` is added to them. Both arguments are in output tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:
@@ -208,7 +208,7 @@ class MemberDrafter:
 
 
 PROBE_INTERVAL = 512
-"""The minimum number of rows between two probes of a drafter, i.e. trial uses after it has not been worth its cost."""
+"""The minimum number of rows between two trial uses (probes) of a drafter that is not worth its cost at present."""
 
 _PROBE_SHARE = 0.005
 """The maximum cost of trial uses of drafters that are not worth their cost, in output tokens per row and step."""
@@ -217,10 +217,10 @@ _PROBE_SHARE = 0.005
 def pick_probe(
     member: MemberDrafter, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
 ) -> int | None:
-    """Return the row for which to try a drafter again that has not been worth its cost; None if no trial is due.
+    """Return the row for which to try a drafter that has lately not been worth its cost; None if no trial is due.
 
     The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a trial
-    in output tokens for each possible row; it is called only if a trial is due.
+    in output tokens for each possible row; it is called only after PROBE_INTERVAL rows without use.
     """
     member.rows_since_use = 0 if num_used else member.rows_since_use + num_rows
     if member.rows_since_use < PROBE_INTERVAL:

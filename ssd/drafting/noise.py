@@ -10,11 +10,11 @@ state is a counter, so its n-th output is computed directly as ``mix(key + (n + 
 
 There are two kinds of keys. A **seeded** key is a function of the seed, the choice index and the position, so one seed
 gives one output. A **coupled** key belongs to noise that all requests of a stream share. It is a function of a secret,
-the stream, the last ``window`` tokens, and how often these tokens have occurred in the text, prompt and output. So two
-requests sample with the same noise at places where their texts agree, and then sample the same token as often as their
-distributions allow (Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978). The output of one request is then a
+the stream, the last ``window`` tokens, and how often these tokens have occurred in the prompt and the output. So two
+requests sample with the same noise where their texts agree. They then sample the same token as often as their
+distributions allow (Gumbel coupling; Daliri, Musco, Suresh 2024, arXiv 2408.07978), so the output of one request is a
 good draft for the other. Occurrences in the prompt count because the prompt may contain earlier output of the same
-stream, so that the turns of a conversation share no key.
+stream. So the turns of a conversation share no key.
 
 All keys of one sequence are different, each key is a function of the preceding text, and the noise of different keys is
 independent. So every token follows the model's distribution, given the preceding text. The full argument is in

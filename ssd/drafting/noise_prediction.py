@@ -44,7 +44,7 @@ NOT_LOOKED_UP: Final = -1
 
 @inlined
 def look_up_recycled(recycling_table: int, token_before_last: int, last_token: int, recycled: RecycledTokens) -> None:
-    """Read the target's earlier top-k tokens after the last two tokens or, if unknown, after the last token alone.
+    """Read the top-k tokens that the target had earlier after the last two tokens, or else after the last token alone.
 
     ``recycling_table`` is the address of the table.
     """
@@ -83,8 +83,7 @@ _BY_FAR: Final = 1.5
 def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, depth: int) -> None:
     """Compute the Gumbel noise key of the position after draft token ``node``; -1 stands for the end of the context.
 
-    For noise that requests share, it takes O(window + depth), and the positions on the path must have been visited
-    before.
+    If requests share their noise, this takes O(window + depth) and needs the keys of the path's earlier positions.
     """
     if position_noise.window == 0:
         position_noise.key = key_at(position_noise.request, position_noise.start + depth)
@@ -109,7 +108,7 @@ def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int)
 def score_recycled(position_noise: PositionNoise, recycled: RecycledTokens) -> None:
     """Compute log probability plus Gumbel noise of the target's earlier top-k tokens at this draft position.
 
-    The results equal the target's sampling scores if its probabilities have not changed.
+    The target samples with the same scores if its probabilities are the same as when the tokens were stored.
     """
     position_noise.best = 0
     second = -math.inf
@@ -177,8 +176,8 @@ def enter_node(
 ) -> None:
     """Set the Gumbel noise and the cached sample (`CachedSample`) for the draft position after draft token ``node``.
 
-    ``node`` is -1 for the end of the context. The positions on the path to the node must have been visited before.
-    O(depth) for noise that requests share, else O(1).
+    ``node`` is -1 for the end of the context. First call this for the positions on the path to the node. O(depth) for
+    noise that requests share, else O(1).
     """
     if position_noise.is_known:
         set_noise_key(position_noise, out, node, depth)

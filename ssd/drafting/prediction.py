@@ -16,9 +16,7 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""The distance, in tokens, from the expected position in the client's prediction beyond which one-token matches are
-ignored.
-"""
+"""A one-token match is ignored if it is more than this many tokens from the expected position in the prediction."""
 
 
 @inlined

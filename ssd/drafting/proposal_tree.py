@@ -26,10 +26,7 @@ def clear_tree(proposals: ProposalTree) -> None:
 
 @inlined
 def child_of(proposals: ProposalTree, node: int, token: int) -> int:
-    """Return the child of a node of the proposal tree whose token is ``token``; NO_TOKEN if there is none.
-
-    If the node is NO_TOKEN, it has no children.
-    """
+    """Return the child of a proposal-tree node with this token; NO_TOKEN if there is none or ``node`` is NO_TOKEN."""
     child = proposals.first[node] if node >= 0 else NO_TOKEN
     while child >= 0 and proposals.tokens[child] != token:
         child = proposals.next[child]
@@ -112,7 +109,7 @@ _LOOKAHEAD_PROBABILITY: Final = 0.3
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the position where a draft continues after ``node``: in a tree, the child ``token`` or the first one."""
+    """Return the next position of a draft after ``node``: in a tree, of the child ``token`` or else the first child."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN
@@ -129,7 +126,7 @@ def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: in
 def save_lookahead(
     lookahead: Lookahead, input_ids: Int64s, parents: Int64s, is_tree: bool, count: int, sampled_ids: Int64s, end: int
 ) -> None:
-    """Save the tokens that the target sampled after the first rejected draft token of one row, as candidates for later.
+    """Save the tokens that the target sampled after a row's first rejected draft token, as candidates for later drafts.
 
     ``end`` is the last accepted position; ``parents`` is used only if ``is_tree``. O(positions * MAX_LOOKAHEAD) for a
     tree, O(MAX_LOOKAHEAD) for a chain.

@@ -36,9 +36,7 @@ MAX_PROPOSED_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalProposals:
-    """A forest of tokens that other drafters propose for one request, for the suffix drafter to score.
-
-    The suffix drafter scores them together with its own candidates.
+    """A forest of tokens that other drafters propose for one request; the suffix drafter scores them with its own.
 
     Attributes:
         token_ids: The proposed tokens, int32[n] with n <= MAX_PROPOSED_TOKENS.
@@ -66,8 +64,8 @@ class DraftRequest:
     The same object may be reused, with other values, for the next step; drafters read it only during the call.
 
     Attributes:
-        request_id: The identifier of the sequence. It stays the same in all steps. It may come again after ``finish``
-            only if the sequence was preempted; its context then continues where it was.
+        request_id: The identifier of the sequence, the same in all steps. After ``finish`` it is used again only if the
+            sequence was preempted; the context then continues where it ended.
         context: The prompt and the output so far, oldest token first. int32[n]. A view that is valid only during the
             call.
         prompt_length: The number of prompt tokens in ``context``.
@@ -142,7 +140,7 @@ class Draft:
         return np.array(products)
 
     def parents_of_all(self) -> list[int]:
-        """Return for each draft token of a tree or chain the index of the token before it; -1 for the context."""
+        """Return for each token of a draft tree or chain the index of the token before it; -1 if there is none."""
         return list(range(-1, len(self.token_ids) - 1)) if self.parents is None else self.parents.tolist()
 
     def path_of(self, text: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
@@ -271,7 +269,7 @@ class DraftOutcome:
 
     @property
     def draft(self) -> Draft:
-        """Return the verified draft. ``draft.path`` holds the accepted tokens of a tree. EMPTY_DRAFT: none was made."""
+        """Return the verified draft, with the accepted path if it is a tree; EMPTY_DRAFT if no draft was made."""
         if not isinstance(self._draft, Draft):
             self._draft = self._draft()
         return self._draft
@@ -288,7 +286,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
-        """Learn the outcome of a verification pass. The engine calls it before the next drafts are made.
+        """Learn the outcome of a verification pass. The engine calls this method before the next drafts are made.
 
         Args:
             outcomes: How many tokens of each draft the target accepted.
@@ -308,7 +306,7 @@ class ScoreLearner(Protocol):
     def learn_scores(self, scored: ScoredPass) -> None:
         """Learn from the logits of a forward pass that was passed to ``observe``.
 
-        The engine calls it later, while a GPU computes the next pass.
+        The engine calls this method after ``observe``, while a GPU computes the next pass.
         """
         ...
 

@@ -107,10 +107,10 @@ def times_confirmed(sample: UInt) -> int:
 
 @inlined
 def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> int:
-    """Return the index in a bucket of the sample cache at which to write a new entry.
+    """Return the index at which to write a new entry into the bucket of the sample cache that begins at ``first``.
 
-    In a full bucket it is the index of an entry without confirmations. If all entries have confirmations, each entry
-    loses one, and one entry is replaced.
+    A full bucket replaces an entry without confirmations. If all its entries have confirmations, each entry loses one,
+    and one entry is replaced.
     """
     for place in range(first, first + BUCKET_SIZE):
         if entries[place] == np.uint64(NO_SAMPLE):
@@ -229,7 +229,7 @@ class NamespaceSampleCaches:
         """Return the address of the sample cache that a request drafts from; 0 if it uses none.
 
         The address is valid until the next call of ``begin_pass`` or ``ended``. The request's noise is kept alive until
-        it ends.
+        the request ends.
         """
         sampling, learned = request.sampling, request.learned
         if sampling is None or learned is None or not sampling.noise.is_coupled:

@@ -50,7 +50,7 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 class Workspace:
     """The `DraftBatch` of one drafter and its scratch memory, which grows and never shrinks.
 
-    ``batch`` is the record, with settings that validate nothing, and ``address`` its address for numba kernels.
+    ``batch`` is the record, whose settings accept every token, and ``address`` its address for numba kernels.
     """
 
     def __init__(self, max_match_length: int, min_match_length: int) -> None:
@@ -114,8 +114,8 @@ def draft_of(record: Any) -> Draft:
 class NamespaceGroup(NamedTuple):
     """The requests of one namespace, for which drafts are made from one snapshot of the namespace's retrieval cache.
 
-    ``rows`` are the addresses of their `DraftRow` records. ``with_own_tables`` are those requests that need tables of
-    their own, because they share Gumbel noise or have no namespace.
+    ``rows`` are the addresses of their `DraftRow` records. For the requests ``with_own_tables``, the token-recycling
+    table and the sample cache are chosen one by one, because they share Gumbel noise or have no namespace.
     """
 
     snapshot: Snapshot | None
@@ -153,10 +153,10 @@ class SuffixDrafter:
 
     The last tokens of the context are looked up in the context itself, in the cache's recent text and in its segments,
     at up to ``max_match_length`` tokens and at a few shorter lengths. The tokens that follow the matches are
-    candidates, and the acceptance model estimates each candidate's acceptance probability. The draft takes the most
-    probable candidate and continues with the matches that agree. It ends when the probability that all of it is
-    accepted falls below the cost of one more token, which is the length with the greatest expected accepted tokens
-    minus cost. A tree is grown in the same way, best first, from all candidates.
+    candidates, and the acceptance model estimates each candidate's acceptance probability. The most probable candidate
+    is added to the draft, which continues with the matches that agree. It ends when the probability that all of it is
+    accepted falls below the cost of one more token. This length maximizes the expected accepted tokens minus the cost.
+    A tree is grown in the same way, best first, from all candidates.
 
     Further candidates are the client's predicted output, the tokens that other drafters propose, the target's earlier
     top-k tokens (token recycling), tokens that the target sampled after a rejected token (lookahead), and tokens
@@ -168,7 +168,7 @@ class SuffixDrafter:
     """
 
     learns_from_context: ClassVar[bool] = True
-    """Whether the outcome of a draft is seen in the next context, so that only a request's last one must be reported.
+    """Whether the drafter reads outcomes from the next context. Then the engine reports only a request's last outcome.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class SuffixDrafter:
             min_match_length: The minimum match length in tokens.
             default_token_cost: The cost of a draft token in expected accepted tokens, if a request names none.
             recycling: Whether to draft the target's earlier top-k tokens.
-            retrieval: Whether to look up the context, the cache and predictions. Without, external proposals are still
+            retrieval: Whether to look up the context, the cache and predictions. If False, external proposals are still
                 scored.
             use_sample_cache: Whether to cache the tokens sampled with shared noise.
 
@@ -228,8 +228,8 @@ class SuffixDrafter:
     def start_request(self, request: DraftRequest, record: DraftRow | None = None, at: int = 0) -> RequestState:
         """Allocate the drafter's state of a request, before its first draft.
 
-        ``record`` is memory of the caller for the state, at address ``at``. It receives the request's constant
-        parameters.
+        If ``record`` is given, it is the caller's memory for the state, at address ``at``; the request's constant
+        parameters are written to it.
         """
         if len(self._rows) >= _MAX_REQUESTS:
             self._rows.clear()
@@ -241,10 +241,10 @@ class SuffixDrafter:
         return row
 
     def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
-        """Draft for requests that were passed to ``start_request`` and whose limit and cost are set in ``params``.
+        """Draft for requests that were passed to ``start_request``; their limit and cost must be set in ``params``.
 
         ``rows`` are the addresses of their `DraftRow` records. ``groups`` must contain these rows, and may contain
-        others.
+        other rows.
         """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()

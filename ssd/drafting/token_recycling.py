@@ -1,9 +1,9 @@
 """Token recycling: draft the target's earlier top-k next tokens after single tokens and after pairs of tokens.
 
-Every position of a forward pass has logits, also the positions of rejected draft tokens. Their top-k tokens are drafted
-when the same token comes again, so that text can be drafted that was never generated before (Luo et al. 2024, arXiv
-2408.08696, section 3.1). The paper keeps one entry per token; here there is also one per pair of tokens, which is more
-specific but known less often.
+Every position of a forward pass has logits, also the positions of rejected draft tokens. If the token at a position
+occurs again, the top-k tokens of that position are drafted. Thus text can be drafted that was never generated before
+(Luo et al. 2024, arXiv 2408.08696, section 3.1). The paper keeps one entry per token; here there is also one per pair
+of tokens, which is more specific but known less often.
 
 Each namespace has a table, and so has each request without a namespace.
 """
@@ -28,9 +28,9 @@ TOP_K: Final = 8
 NUM_TOKEN_ENTRIES: Final = 1 << 14
 
 NUM_PAIR_ENTRIES: Final = 1 << 16
-"""The number of entries after pairs of tokens in a token-recycling table, where a hash selects the entry.
+"""The number of entries for pairs of tokens in a token-recycling table; a hash of the pair selects the entry.
 
-A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number of entries after single tokens.
+A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number of entries for single tokens.
 """
 
 RECYCLED_SHARES: Final = 8
@@ -64,7 +64,8 @@ class RecyclingEntry(Record):
 class RecyclingTable(Record):
     """The table of token recycling: the target's top-k next tokens after tokens and pairs of tokens, for one namespace.
 
-    The first NUM_TOKEN_ENTRIES are keyed by a token, the others by a pair of tokens. Zeroed memory is an empty table.
+    The first NUM_TOKEN_ENTRIES entries are for single tokens, the further entries for pairs. Zeroed memory is an empty
+    table.
     """
 
     entries: Annotated[Sequence[RecyclingEntry], RecyclingEntry, NUM_TOKEN_ENTRIES + NUM_PAIR_ENTRIES]
@@ -186,7 +187,7 @@ T = TypeVar("T")
 MAX_TABLES: Final = 16
 
 IDLE_PASSES: Final = 64
-"""The minimum number of forward passes without use after which a namespace's table may be replaced by another's.
+"""A namespace's table may be replaced by that of another namespace only after this many forward passes without use.
 
 Without this limit, if a few more namespaces than tables are busy, every table would be replaced before it is read.
 """
@@ -223,7 +224,7 @@ class NamespaceTables(Generic[T]):
         return self.get(learned)
 
     def _has_room(self) -> bool:
-        """Return whether a table for another namespace may be created, after deleting the least recently used one."""
+        """Return whether there is room for another table; delete the longest unused table if needed and allowed."""
         if len(self._tables) < MAX_TABLES:
             return True
         if self._num_passes < self._full_until:
@@ -245,7 +246,7 @@ class _ZeroedTable:
 
 
 class NamespaceRecyclingTables:
-    """The token-recycling tables of namespaces and of requests without one. Only the drafter's thread may use it.
+    """The token-recycling tables of namespaces and of requests without namespace, for the drafter's thread only.
 
     Tokens of one namespace are never drafted in another one, even if the two share a retrieval cache. A request without
     a namespace learns only from itself, and its table is deleted when it ends. A request that does not allow caching

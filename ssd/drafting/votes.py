@@ -82,9 +82,9 @@ def keep_best(
 ) -> int:
     """Move the best candidate tokens, at most ``most``, to the front of the list, and return their number.
 
-    The best candidates are those with the greatest share of the matches at any match length; the probability that
-    another drafter proposes at ``proposal_node`` counts as a share. The token predicted by the client and the cached
-    sample always stay.
+    The best candidates are those with the greatest share of the matches at any match length. If another drafter
+    proposes the token at ``proposal_node``, its probability counts as a share. The token predicted by the client and
+    the cached sample always stay.
     """
     if size <= most:
         return size
@@ -133,9 +133,9 @@ def count_votes(
 ) -> int:
     """Count the text matches that agree with the draft by the token that follows them; return the number of tokens.
 
-    A match whose sequence has ended counts as a match, but not for any token. ``matches``, longer ones first, receive
-    their next tokens; they were looked up ``since_lookup`` draft tokens ago. The token ``predicted`` by the client is
-    added to the tokens. O(samples * tokens).
+    A match whose sequence has ended counts as a match, but not for any token. ``matches`` are ordered from longest to
+    shortest and were looked up ``since_lookup`` draft tokens ago; their ``next_token`` is set. The token ``predicted``
+    by the client is added to the tokens. O(samples * tokens).
     """
     _clear(votes.index)
     _clear(votes.context)
@@ -170,7 +170,7 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens that other drafters propose here to the ``size`` candidates; return the number of candidates."""
+    """Add the tokens that other drafters propose at a node to the ``size`` candidates; return the new number."""
     child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)
