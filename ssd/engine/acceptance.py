@@ -15,16 +15,15 @@ def accept_drafts(
 ) -> tuple[Ints, Ints, Ints]:
     """Accept the draft tokens that equal the tokens sampled from the target at the same positions. O(positions).
 
-    Lossless: the target samples each token with exactly the prefix that precedes it in the output, and its random noise
-    is a function of seed and position alone. So the output is the same as without drafts.
+    This is lossless: the target samples each token after exactly the prefix that precedes it in the output, with random
+    noise that does not depend on drafts. So the output is the same as without drafts.
 
     Args:
-        input_ids: int64[B, T], the last token of each sequence followed by its draft; ``counts[b]`` tokens of sequence
-            b.
+        input_ids: int64[B, T], the last token of each sequence and its draft; the rest is padding, see ``counts``.
         sampled_ids: int64[B, T], the token that the target sampled after each input token.
         counts: int64[B], the number of input tokens of each sequence.
-        parents: int64[B, T], the position before each position, which is smaller. Used only if ``is_tree``; in a chain
-            it is the preceding position.
+        parents: int64[B, T], the position of each token's parent, which is smaller than that of the token. Used only if
+            ``is_tree``; in a chain the parent is the preceding position.
         is_tree: Whether the drafts are trees.
 
     Returns:

@@ -121,8 +121,8 @@ def fill_input_ids(
 def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
     """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, unless Python code must append them.
 
-    Such a sequence is not changed, and ``committed[b]`` is set to NEEDS_SLOW_PATH: if it has no output, if one of its
-    tokens ends it, or if it has stop strings, structured output or log-probabilities.
+    Python code is needed if a sequence has no output, if a token ends it, or if it has stop strings, structured output
+    or log-probabilities. Then the sequence is not changed, and ``committed[b]`` becomes NEEDS_SLOW_PATH.
     """
     record = batch_record_at(batch)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
@@ -294,7 +294,7 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return each sequence's request id, the drafting statistics of its namespace, and whether it may be cached."""
+        """Return the request id, the namespace's drafting statistics, and whether caching is allowed, for each row."""
         if self._row_namespaces is not None:
             return self._row_namespaces
         caches, is_final = self._caches()

@@ -24,7 +24,7 @@ from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, i
 _DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
 _DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of forward passes that one long draft is made for if the output repeats an earlier text verbatim."""
+"""The number of forward passes for which one long draft is made while the output repeats an earlier text verbatim."""
 
 
 @inlined
@@ -54,8 +54,9 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
     """Use the draft that was made for a sequence during an earlier pass, if the output so far agrees with it.
 
-    The sequences without such a draft are marked for drafting, except those with only empty drafts recently, unless
-    ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft length.
+    Sequences without such a draft are marked for drafting. If all recent drafts of a sequence were empty, it is marked
+    only if ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft
+    length.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -144,7 +145,7 @@ def collect_drafts(batch: int, buffer: int, settings: int) -> None:
 def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
     """Mark the sequences whose next drafts are made while a forward pass runs, instead of after the pass.
 
-    These are the sequences whose last draft was fully accepted and that have no long prepared draft already.
+    These are the sequences whose last draft was fully accepted and whose prepared draft is not long enough already.
     """
     record, limit = batch_record_at(batch), draft_batch_at(settings).limit
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -164,7 +165,7 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Store the drafts that were made while a forward pass runs."""
+    """Store the drafts that were made while a forward pass runs, for use in the passes after it."""
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):
@@ -183,10 +184,10 @@ def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @inlined
 def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> float:
-    """Return the sum of the estimated acceptance probabilities of the draft tokens that verification compared.
+    """Return the sum of the estimated acceptance probabilities of the draft tokens that verification has tested.
 
-    These are the tokens of the accepted path, their siblings, and the first rejected token. ``path`` holds the accepted
-    positions, beginning with that of the context's last token.
+    Tested tokens are those of the accepted path, their siblings, and the first rejected token. ``path`` holds the
+    accepted positions, beginning with the position of the context's last token.
     """
     expected = 0.0
     if draft.is_tree == 0:

@@ -1,4 +1,4 @@
-"""The two ways to call a drafter for a batch: kernels that read the sequences' records, and lists of `DraftRequest`."""
+"""The two ways to call a drafter for a batch: with records that kernels read, or with a list of `DraftRequest`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ssd.retrieval.cache_state import LearnedState
 
 
 class DrafterBackend(Protocol):
-    """A drafter as the speculation manager calls it. Every method may raise the drafter's exceptions.
+    """The interface through which the engine calls a drafter. Every method may raise the drafter's exceptions.
 
     Attributes:
-        default_token_cost: The cost of a draft token in expected accepted tokens, until it is known.
+        default_token_cost: The cost of a draft token in expected accepted tokens, used until it is measured.
         needs_kernels: Whether kernels must be compiled before the first draft.
         needs_outcomes: Whether a draft needs the outcome of the forward pass before it.
     """
@@ -34,7 +34,7 @@ class DrafterBackend(Protocol):
 
     @property
     def num_failures(self) -> int:
-        """The number of drafts that could not be made or are invalid, without exceptions that methods raise."""
+        """The number of drafts that failed or were invalid. Exceptions raised by the methods are not counted."""
         ...
 
     def draft(self, batch: Batch) -> None:
@@ -51,7 +51,7 @@ class DrafterBackend(Protocol):
 
 
 def make_backend(drafter: Drafter, cost_model: CostModel) -> DrafterBackend:
-    """Return the backend for a drafter: kernels if its drafts are those of a `SuffixDrafter`."""
+    """Return a `KernelBackend` if the drafter or its primary drafter is a `SuffixDrafter`, else a `RequestBackend`."""
     hybrid = drafter if isinstance(drafter, HybridDrafter) else None
     first = drafter if hybrid is None else hybrid.primary
     if isinstance(first, SuffixDrafter):
@@ -102,7 +102,7 @@ class KernelBackend:
         sequence.draft_request.learned = sequence.request_state.learned = learned
 
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:
-        """Report the outcome of a pass: of all sequences to a hybrid drafter, else of the sequences that ended."""
+        """Report outcomes of a pass: all to a hybrid drafter, only those of ended sequences to a suffix drafter."""
         rows = committed.ended if self._hybrid is None else committed.rows()
         outcomes = [outcome for b in rows if (outcome := self._outcome(committed, b)) is not None]
         if outcomes or scored is not None:
@@ -165,7 +165,7 @@ def _draft_requests(batch: Batch, cost_model: CostModel) -> tuple[list[Sequence]
 
 
 def _draft_request(sequence: Sequence) -> DraftRequest:
-    """Return the sequence's `DraftRequest`. It is always the same object; the caller sets limit, cost and shape."""
+    """Return the sequence's only `DraftRequest` object, updated; the caller sets limit, token costs and draft shape."""
     sequence.advance_noise()
     request = sequence.draft_request
     if request is None:

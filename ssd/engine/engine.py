@@ -62,14 +62,14 @@ class Engine:
 
         Args:
             target: The served model.
-            drafter: Proposes the draft tokens.
-            codec: The tokenizer; None accepts and returns only token ids.
-            caches: The retrieval caches of finished text; None learns nothing.
+            drafter: The drafter, which proposes draft tokens.
+            codec: The tokenizer; with None, the engine accepts and returns only token ids.
+            caches: The retrieval caches of finished text; with None, no text is cached.
             config: The settings of the engine.
             draft: The settings of drafting.
             eos_token_ids: The end-of-text ids; None takes those of ``codec``.
-            draw_seed: Returns the seed of a request that has none; None draws it at random.
-            noise_root: Returns the secret from which the sampling noise that requests share is derived, see `Coupling`.
+            draw_seed: A function that returns the seed of a request without one; None draws seeds at random.
+            noise_root: A function that returns the secret for sampling noise that requests share, see `Coupling`.
         """
         self.target = target
         self.codec = codec
@@ -128,21 +128,21 @@ class Engine:
             model: The directory or id of the model.
             dtype: The data type of the weights.
             device: The device of the model.
-            caches: The retrieval caches of finished text; None learns nothing.
-            codec: The tokenizer; None loads the model's own.
+            caches: The retrieval caches of finished text; with None, no text is cached.
+            codec: The tokenizer; None loads the tokenizer of the model.
             config: The settings of the engine.
             draft: The settings of drafting.
             drafter: The name of the drafter.
             draft_model: A smaller model with the same tokenizer. It drafts when its expected gain exceeds its cost. It
                 requires the drafter "ssd", and is not loaded if speculation is disabled.
-            draft_head: A draft head trained for this model, see docs/concepts/draft-heads.md. Conditions as for
-                ``draft_model``.
+            draft_head: A draft head trained for this model, see docs/concepts/draft-heads.md. It is used and loaded
+                under the same conditions as ``draft_model``.
             adapters: The directories or ids of LoRA adapters, by the names that requests use.
-            hub: How ``model`` is downloaded from the Hub.
-            draft_hub: How the draft model and the draft head are downloaded from the Hub.
-            draw_seed: Returns the seed of a request that has none; None draws it at random.
-            noise_root: Returns the secret from which the sampling noise that requests share is derived, see `Coupling`.
-            report: Called with a description of each long stage before the stage starts.
+            hub: The options for downloading ``model`` from the Hub.
+            draft_hub: The options for downloading the draft model and the draft head from the Hub.
+            draw_seed: A function that returns the seed of a request without one; None draws seeds at random.
+            noise_root: A function that returns the secret for sampling noise that requests share, see `Coupling`.
+            report: A function that is called with a description of each long stage before the stage starts.
 
         Raises:
             ConfigError: A draft model or head is combined with another drafter than "ssd".

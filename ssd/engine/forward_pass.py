@@ -43,9 +43,9 @@ class ForwardPass:
         buffer: The number (0 or 1) of the buffer that holds the drafts.
         width: The number of positions T of each sequence.
         lengths: int64[B], the number of tokens of each sequence; the last token is the first input.
-        seconds: The duration, known after `verify`.
-        ended: The time of its end, known after `verify`.
-        output_ids: int64[B, T], the accepted draft tokens of each sequence and one more.
+        seconds: The duration of the pass, known after `verify`.
+        ended: The time at which the pass ended, known after `verify`.
+        output_ids: int64[B, T], the accepted draft tokens of each sequence and the recovered or bonus token.
         sizes: int64[B], the number of output tokens; 0 if sampling failed or the grammar mask was not ready in time.
         paths: int64[B, T], the accepted positions.
     """
@@ -107,8 +107,8 @@ class ForwardPass:
     def draft(self, b: int, num_accepted: int) -> Draft:
         """Return the draft of sequence ``b``; a draft tree also has the path of its ``num_accepted`` accepted tokens.
 
-        The draft is valid until the next drafts are made. EMPTY_DRAFT itself means that no draft was requested; another
-        empty draft means that the drafter proposed nothing.
+        The draft is valid until the next drafts are made. If no draft was requested, the result is the object
+        EMPTY_DRAFT; if the drafter proposed nothing, it is another empty draft.
         """
         if not self.batch.sequences[b].row.was_drafted[self.buffer]:
             return EMPTY_DRAFT
@@ -161,7 +161,7 @@ class ForwardPass:
         return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _sample(self) -> dict[int, BaseException]:
-        """Sample the target's tokens; if that fails, sample for each sequence alone. Return errors by sequence."""
+        """Sample the target's tokens, for each sequence alone if the batch fails; return the exceptions by sequence."""
         try:
             if self.samples_in_pass:
                 assert self._output.sampled is not None

@@ -1,4 +1,4 @@
-"""Fault isolation: an exception in a step ends only the request that caused it. Also checks the state of slots."""
+"""Fault isolation: an exception in a step ends only the request that caused it. This module also checks the slots."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class FaultIsolation:
         """End a sequence with an error output.
 
         A RequestError is the client's fault: it is sent to the client and not logged. For all other errors, ``where``
-        names the operation that failed, for the log. A sequence in a forward pass that ``is_in_flight`` keeps its slot
-        until it is dropped.
+        names the operation that failed, for the log. If the sequence is in a running forward pass (``is_in_flight``),
+        it keeps its slot until `drop` is called.
         """
         reraise_exits(error)
         refusal = error if isinstance(error, RequestError) else None
@@ -127,8 +127,8 @@ def find_violations(
 ) -> list[str]:
     """Return all inconsistencies in the state of slots and requests, each as a sentence. O(cached tokens).
 
-    Between two steps, every slot must be free or have one sequence, no request may occur twice, a slot must hold a
-    prefix of its sequence (at most all but the last token), and a free slot must hold the prefix that is cached for it.
+    Between two steps, every slot must be free or have one sequence, no request may occur twice, a sequence's slot must
+    hold a prefix of the sequence without its last token, and a free slot must hold the prefix that is cached for it.
     The content of a slot is known from the target's own record of its input tokens.
 
     ``arriving`` are submitted sequences that are not scheduled yet. If a forward pass ``is_in_flight``, running

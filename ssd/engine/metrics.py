@@ -35,7 +35,7 @@ class FaultLog:
 
 
 class BestEffort:
-    """Calls functions of drafters and caches, and counts and logs their exceptions, which must never fail a request."""
+    """Calls functions of drafters and caches; exceptions are counted and logged, so that they never fail a request."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -97,8 +97,8 @@ class Histogram:
 class EngineHistograms:
     """Histograms of latencies in seconds and of sizes in tokens.
 
-    Each request is observed once when it ends or is cancelled, in the histograms of the phases that it reached.
-    Exceptions: ``inter_token`` is observed for each forward pass and ``step_tokens`` for each step.
+    Each request is observed once when it ends or is cancelled, in the histograms of the phases that it reached. Two
+    histograms differ: ``inter_token`` is observed for each forward pass, and ``step_tokens`` for each step.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class EngineMetrics:
                 steps.append((int(batch.num_drafted[b]), int(batch.num_accepted[b])))
 
     def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
-        """Count the tokens of a prompt after prefill; ``queried`` is whether cached prefixes could be reused for it."""
+        """Count the tokens of a prompt after prefill; ``queried`` tells if the prefix cache could be used for it."""
         self.prompt_tokens += stats.num_prompt_tokens
         if queried:
             self.prefix_cache_queries += stats.num_prompt_tokens

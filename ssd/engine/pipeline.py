@@ -1,4 +1,4 @@
-"""Launches forward passes: the current one and, on an asynchronous device, sometimes the next one before it ends."""
+"""Launch forward passes. On an asynchronous device, the next pass may be launched before the current one ends."""
 
 from __future__ import annotations
 

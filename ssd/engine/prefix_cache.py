@@ -41,8 +41,8 @@ def reuse_scope(request: Request) -> Scope | None:
 
     Reuse changes no output, but it is visible in the time to the first token and in ``cached_tokens``. A client could
     thus find out whether a text was sent before, token by token (arXiv 2502.07776, section 3). So the key consists of
-    namespace, tenant, ``cache_salt`` (as in vLLM) and LoRA adapter, whose KV cache differs from the model's. A request
-    with neither namespace nor salt is never reused.
+    namespace, tenant, ``cache_salt`` (as in vLLM) and LoRA adapter, whose KV cache differs from the model's. The KV
+    cache of a request with neither namespace nor salt is never reused.
     """
     if request.namespace is None and request.cache_salt is None:
         return None
@@ -135,7 +135,7 @@ class PrefixCache:
         self._cached[slot] = CachedPrefix(scope, sequence.context[:length].copy())
 
     def clear_slot(self, slot: int) -> None:
-        """Clear the KV cache of a free slot. Cleared slots are assigned before others."""
+        """Clear the KV cache of a free slot. Cleared slots are assigned before other free slots."""
         self._target.rollback(slot, 0)
         self._cached.pop(slot, None)
         self._used_at[slot] = 0

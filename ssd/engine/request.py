@@ -39,7 +39,7 @@ class Request:
         request_id: The id, unique for the life of the engine.
         prompt_token_ids: The token ids of the prompt.
         sampling: The sampling parameters.
-        choice_index: The index among several outputs of the prompt. Outputs with the same seed differ by it.
+        choice_index: The index among several outputs of the prompt. It makes outputs with the same seed differ.
         noise_stream: If requests share sampling noise (``EngineConfig.coupled_streams``), the number of the shared
             noise stream; None draws one at random.
         namespace: The namespace of the cache that drafts come from and to which the text is added; None uses no cache.

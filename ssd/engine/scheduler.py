@@ -129,7 +129,7 @@ class Scheduler:
         return self._next_admission() is not None
 
     def _next_admission(self) -> tuple[Sequence, Sequence | None] | None:
-        """Return the sequence to admit next, and the one to preempt for it or None; None if none can be admitted."""
+        """Return the next sequence to admit and the one to preempt for it, if any; None if none can be admitted."""
         if not self._queues:
             return None
         num_running = Counter(running.request.tenant for running in self.running)

@@ -58,12 +58,12 @@ class Coupling:
     def distinct_streams(self, count: int, seed: int) -> list[int]:
         """Draw ``count`` different numbers of noise streams with ``seed``, for several outputs of one prompt. O(count).
 
-        The numbers exceed the engine's streams only if the engine has fewer than ``count`` streams.
+        Numbers beyond the engine's streams are drawn only if the engine has fewer than ``count`` streams.
         """
         return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
     def make_noise(self, request: Request, seed: int) -> SequenceNoise:
-        """Return the sampling noise of a request; ``seed`` is used if the request has no seed or noise stream."""
+        """Return the sampling noise of a request; ``seed`` is used if the request names neither a seed nor a stream."""
         sampling = request.sampling
         if sampling.seed is not None:
             return SequenceNoise.seeded(sampling.seed, request.choice_index)
@@ -82,7 +82,7 @@ def namespace_secret(root: bytes, namespace: str) -> int:
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence; their text may not have been made yet."""
+    """The tokens that one forward pass added to a sequence; they may not have been detokenized yet."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet

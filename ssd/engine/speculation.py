@@ -61,7 +61,7 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto" means one sequence only.
+    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto": only for one sequence.
 
     With several sequences trees were slower on a CPU: they add accepted tokens to one sequence, but all sequences are
     padded to the longest draft.
@@ -70,7 +70,7 @@ def uses_trees(shape: DraftShape, num_rows: int) -> bool:
 
 
 class SpeculationManager:
-    """Decides when drafts are made and how long they are, by expected gain and measured cost, and calls the drafter.
+    """Decides by expected gain and measured cost when to draft and how long drafts are, and calls the drafter.
 
     It affects only speed, never an output token. If the drafter raises an exception, the drafts are empty.
     """
@@ -208,8 +208,8 @@ class SpeculationManager:
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
         """Make the next drafts while a forward pass runs, for sequences whose last draft was fully accepted.
 
-        Otherwise the device would wait for drafting if a text repeats verbatim. If the running pass rejects a token,
-        the draft is not used.
+        If a text repeats verbatim, the device then does not wait for drafting. If the running pass rejects a token, the
+        draft is not used.
         """
         batch, buffer = in_flight.batch, in_flight.buffer
         if self._backend.needs_outcomes or not self.is_ready or not self._limit:
