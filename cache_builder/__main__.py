@@ -83,10 +83,9 @@ def _terminated(_number: int, _frame: object) -> None:
 
 
 def _lost(unraisable: sys.UnraisableHookArgs) -> None:
-    """Make sure that SIGTERM ends the process even if it arrives in a finalizer; used as ``sys.unraisablehook``.
+    """Raise `Terminated` again 10 ms after Python dropped it in a finalizer, so that SIGTERM always ends the process.
 
-    Python drops exceptions in finalizers, and so the `Terminated` that the signal handler raised. A timer then raises
-    `Terminated` again 10 ms later.
+    This function is used as ``sys.unraisablehook``, because Python drops exceptions that are raised in finalizers.
     """
     if isinstance(unraisable.exc_value, Terminated):
         signal.signal(signal.SIGALRM, _terminated)

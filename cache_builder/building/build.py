@@ -95,7 +95,8 @@ class BuildOptions:
     """The options of ``ssd-cache build``, which are sent to worker processes.
 
     ``jobs`` is the number of processes, by default one for each core. ``block_bytes`` is the size of a block in bytes
-    of text, by default chosen by `plan_blocks`. `build` sets ``directory``, its working directory, and ``fingerprint``.
+    of text, by default chosen by `plan_blocks`. `build` fills in ``directory``, its working directory, and
+    ``fingerprint``.
     """
 
     namespace: str
@@ -129,17 +130,16 @@ class BuildResult:
     num_sequences: int = 0
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
-    """Prompt tokens that were not stored, because an earlier sequence of the same segment begins with the same tokens.
-    """
+    """The number of prompt tokens that were not stored, because an earlier sequence of the segment begins with them."""
     num_invalid: int = 0
-    """Invalid lines that were skipped because of ``--skip-invalid``."""
+    """The number of invalid lines that were skipped because of ``--skip-invalid``."""
     num_without_prompt: int = 0
-    """Records that contain only an answer and no prompt."""
+    """The number of records that contain only an answer and no prompt."""
     num_without_answer: int = 0
-    """Records of requests without an answer, which are not stored."""
+    """The number of records with a request but no answer, which are not stored."""
     num_segments: int = 0
     num_reused_tokens: int = 0
-    """Tokens of blocks that an earlier, interrupted build had already finished."""
+    """The number of tokens in blocks that an earlier, interrupted build had already finished."""
 
     def add(self, other: BuildResult) -> None:
         for field in fields(self):
@@ -165,8 +165,8 @@ def build_block(
 ) -> BlockResult:
     """Tokenize a block of the inputs and write its segments, unless an earlier build has already written them.
 
-    The same block and options always give the same files. Memory: 4 bytes per token of a segment, and 14 more while it
-    is sorted. Raises InputError, CacheError, ModelError or OSError.
+    The same block and options always give the same files. It needs 4 bytes of memory per token of a segment, and 14
+    more while the segment is sorted. Raises InputError, CacheError, ModelError or OSError.
     """
     journal = options.journal / block.key
     known = _read_journal(journal, block, options)
@@ -266,7 +266,7 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """Return a segment's id, a hash of its tokens and of its place in the inputs (as a text may occur twice)."""
+    """Return a segment's id, a hash of its tokens and its place in the inputs, because two segments may be equal."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
@@ -283,7 +283,7 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""A segment with less than 1/SMALL_SHARE of the maximum number of tokens is merged with small neighbours."""
+"""A segment with less than 1/SMALL_SHARE of the maximum number of tokens is merged with its neighbours if they fit."""
 
 
 SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
@@ -297,7 +297,7 @@ def merged_id(neighbours: SegmentGroup) -> str:
 
 
 def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iterator[SegmentGroup]:
-    """Group consecutive small segments that are merged into one of up to ``most`` tokens; large ones stay alone."""
+    """Group neighbouring segments to merge, with up to ``most`` tokens per group. Two large ones are not merged."""
     held: list[tuple[str, int]] = []
     size = 0
     for segment in segments:
@@ -318,7 +318,7 @@ def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progr
 
 
 _ALONE_WEIGHT = 8 << 20
-"""Inputs with fewer bytes of text than this are built by a single process, because starting others takes longer."""
+"""Inputs with fewer bytes of text than this are built by one process, because starting more processes takes longer."""
 
 Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
 """A function that calls `build_block` for blocks, in any order, in processes that can reach ``options.directory``."""

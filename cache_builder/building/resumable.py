@@ -75,7 +75,7 @@ def _locked(working: Path, out: Path) -> Iterator[None]:
 
 
 def find_resumable(out: Path) -> Path | None:
-    """Return the working directory of an interrupted build of ``out``; None if there is none or a process uses it."""
+    """Return the working directory of an interrupted build of ``out``; None if none exists or a process uses it."""
     working = resumable_directory(out)
     if not working.exists() or (working / _OLD).exists():
         return None
@@ -87,7 +87,7 @@ def find_resumable(out: Path) -> Path | None:
 
 
 def _restore_output(out: Path, working: Path) -> None:
-    """Move the old cache back to ``out`` if `replace_directory` was interrupted between its two renames."""
+    """Move the old cache back to ``out`` if `replace_directory` was interrupted after it had moved the cache away."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
 
@@ -107,10 +107,10 @@ def replace_directory(out: Path, working: Path) -> None:
 def new_cache(
     out: Path, *, fingerprint: str, namespace: str, force: bool, segment_tokens: int = DEFAULT_SEGMENT_TOKENS
 ) -> Iterator[PrebuiltWriter]:
-    """Create a cache: yield a writer of segments, and move the finished cache to ``out`` unless an exception is raised.
+    """Yield a writer of segments for a new cache, and move the finished cache to ``out`` at the end of the context.
 
     With ``force``, an existing cache is replaced. Servers may read the old cache meanwhile, but not write to it. Raises
-    ConfigError, CacheError or OSError; ``out`` is unchanged then.
+    ConfigError, CacheError or OSError. After any exception, ``out`` is unchanged.
     """
     out = check_output(out, force=force)
     with working_directory(out, fresh=True) as working:

@@ -150,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
-    """Receive KV events for ``--minutes`` minutes, and return the base model's text without cache_salt as a log."""
+    """Receive KV events, and return a log of the texts of requests without LoRA adapter and without cache_salt."""
     from cache_builder.evaluation.log import log_of_texts
     from cache_builder.following.block_chains import FollowedText
     from ssd.text.codec import TextCodec

@@ -1,4 +1,4 @@
-"""``ssd-cache explain``: show the draft that a server would make after a text, and the text's places in the cache."""
+"""``ssd-cache explain``: show the draft that a server would make after a text, and the text's matches in the cache."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the descendants of a node in a draft tree, one line each. Only branches increase the indentation."""
+    """Format the nodes below a node of a draft tree, one line each, indented by the number of branchings above."""
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = (

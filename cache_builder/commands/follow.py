@@ -80,7 +80,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def add_follow_arguments(command: argparse._ActionsContainer, minutes: float | None = None) -> None:
-    """Add the options that determine how KV events are received, for ``minutes`` by default."""
+    """Add the options for receiving KV events. ``minutes`` is the default of the option ``--minutes``."""
     default = "run until SIGTERM" if minutes is None else f"{minutes:g}"
     command.add_argument(
         "--minutes",
@@ -142,7 +142,7 @@ def store_text(caches: CacheManager, text: FollowedText) -> None:
 
 
 def namespace_of(base: str, lora: str | None, cache_salt: str | None) -> str:
-    """Return the namespace of a text: ``base``, or a name that does not reveal the adapter or the salt."""
+    """Return the cache namespace of a text: ``base``, or a hash that reveals neither the adapter nor the salt."""
     if lora is None and cache_salt is None:
         return base
     return "kv-" + xxhash.xxh3_128_hexdigest(json.dumps([base, lora, cache_salt]).encode())
@@ -155,7 +155,7 @@ def follow(
     endpoints: list[str],
     lead_in_tokens: int = LEAD_IN_TOKENS,
 ) -> FollowCounts:
-    """Follow publishers for ``--minutes`` or until a signal, with progress lines and metrics; return the counters."""
+    """Receive KV events for ``--minutes`` or until a signal, report the progress, and return the counters."""
     from cache_builder.following.follower import Follower
 
     for name, value in (("--minutes", options.minutes), ("--idle-seconds", options.idle_seconds)):
@@ -177,7 +177,7 @@ def follow(
 
 
 class _Progress:
-    """Prints a line about the counters every half minute, and once that no event has arrived."""
+    """Prints the counters of received texts every 30 seconds, or a hint as long as no event has arrived."""
 
     def __init__(self, endpoints: list[str]) -> None:
         self._endpoints, self._began, self._next = endpoints, time.monotonic(), time.monotonic() + _PROGRESS_S
@@ -207,7 +207,7 @@ class _Progress:
 
 @contextmanager
 def _until_interrupted() -> Iterator[None]:
-    """Regard SIGTERM and Ctrl-C as the normal end, after which everything received is stored."""
+    """End the context without an exception at SIGTERM or Ctrl-C, so that all received texts are stored afterwards."""
     try:
         yield
     except (KeyboardInterrupt, Terminated):

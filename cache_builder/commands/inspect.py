@@ -177,7 +177,7 @@ def inspect(
     Raises:
         CacheError: The directory contains no cache.
 
-    O(tokens); with ``deep``, 8 bytes per token of the largest segment.
+    It takes O(tokens) time; ``deep`` needs 8 bytes of memory per token of the largest segment.
     """
     for _ in range(MAX_READS):
         manifest = read_cache_manifest(path)
@@ -265,12 +265,12 @@ _RANKS_AT_ONCE: Final = 1 << 20
 
 
 def is_sorted(segment: Segment) -> bool:
-    """Return whether a segment's suffix array is in the order of its text, without sorting the text again.
+    """Return whether a segment's suffix array is sorted, without sorting the text again. O(n) time, 8 bytes per token.
 
-    The array is right if it contains every position once, and if for each two neighbouring positions either the last
-    token of the first is smaller, or the last tokens are equal and the prefixes before them are in the right order
-    (Burkhardt and Kaerkkaeinen 2003, "Fast lightweight suffix array construction and checking", section 3.3). O(n)
-    time, 8 bytes per token.
+    The array orders all prefixes of the text, compared from their last token backwards. It is sorted if every prefix
+    occurs once, and if for each two neighbours either the last token of the first prefix is smaller, or their last
+    tokens are equal and the remaining prefixes are in the right order (Burkhardt and Kaerkkaeinen 2003, "Fast
+    lightweight suffix array construction and checking", section 3.3).
     """
     n, order = len(segment), segment.order
     if order.min() < 1 or order.max() > n:

@@ -29,8 +29,8 @@ def merge(
     """Write the sequences of several caches, in order, to one cache directory, and print a summary.
 
     Repeated sequences are kept by default, because drafts are ranked by how often a text occurs. ``out`` may be one of
-    ``paths``, and is unchanged after an error. ``unique`` requires about 100 bytes of memory per sequence, and the
-    largest segment 18 bytes per token. Raises ConfigError, CacheError or OSError.
+    ``paths``, and is unchanged after an error. The largest segment needs 18 bytes of memory per token, and ``unique``
+    about 100 bytes per sequence. Raises ConfigError, CacheError or OSError.
     """
     check_output(out, force=force)
     caches = open_caches(paths)

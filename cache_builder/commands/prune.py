@@ -64,7 +64,7 @@ BLOCK_TOKENS: Final = 64
 """The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
 
 RUN_TOKENS: Final = 8
-"""Accepted drafts are found in a cache by runs of this many consecutive tokens, which rarely match by accident."""
+"""Accepted drafts are searched in a cache by their runs of this many tokens, because shorter runs match by accident."""
 
 _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
@@ -139,10 +139,10 @@ LEAST_TOKENS: Final = 8
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
-    """Choose the halves of a cache's blocks to keep, the most used first: bool[2 n].
+    """Return which halves of a cache's blocks to keep, preferring the most used blocks: bool[2 n].
 
-    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. Among blocks that no log
-    used, this choice served held-out requests better than the newest blocks or the blocks near used ones.
+    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For blocks that no log used,
+    this choice served held-out requests better than choosing the newest blocks or the blocks near used ones.
 
     ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens with
     separators. O(n log n).
@@ -167,7 +167,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the parts of a sequence that pruning keeps, in order. ``kept`` flags the half blocks of the cache."""
+    """Return the parts of a sequence that pruning keeps, in order. ``kept`` has a flag per half block of the cache."""
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first

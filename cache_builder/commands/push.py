@@ -130,8 +130,8 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
 def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Load the newest sequences of a cache directory into a running SGLang server, and print a summary.
 
-    SGLang keeps them as the external corpus "ssd-" and the last segment's id, until it ends. Raises CacheError, or
-    StoreUnavailable if the server does not accept them.
+    Until it exits, SGLang keeps the sequences as external corpus "ssd-ID", where ID is the last segment's id. Raises
+    CacheError, or StoreUnavailable if SGLang rejects the sequences.
     """
     (cache,) = open_caches([directory])
     newest = list[list[int]]()

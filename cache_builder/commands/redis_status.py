@@ -196,7 +196,7 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
 
 
 def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
-    """Decode a Redis stream entry for any vocabulary size; None if the entry is not in our format."""
+    """Decode a Redis stream entry of any tokenizer. Returns None if the entry is not in our format."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:

@@ -190,7 +190,7 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """Read decoding costs from a file of ``--save-cost`` or of the benchmark of forward passes. Raises ConfigError."""
+    """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MOST_BYTES} bytes")

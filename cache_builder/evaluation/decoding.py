@@ -197,8 +197,8 @@ def warm_up() -> None:
 def rising(costs: Floats) -> Floats:
     """Return the increments of the greatest convex curve below ``costs``: float64[max(1, n - 1)].
 
-    The increments are the minimum costs of further draft tokens. A measured curve has steps and noise, and a longer
-    draft may pay off beyond a steep part of the curve.
+    The increments are used as the costs of further draft tokens. In a measured curve, a steep step would end a draft
+    even if more tokens beyond the step would pay off.
     """
     corners = [0]
     for width in range(1, len(costs)):

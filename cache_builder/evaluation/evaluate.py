@@ -321,8 +321,8 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
     """Return tokens per second with and without drafts, and the speed-up with and without the time of prompts.
 
-    The speed-up without the time of prompts is comparable with a replay's speed-up. The prompt's pass yields the first
-    token and may verify a draft, so it counts as a step without drafts plus the additional time with drafts.
+    The speed-up without the time of prompts is comparable with a replay's speed-up. A prompt's pass also yields the
+    first output token, so the time of one step without drafts is not counted as time of the prompt.
     """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))

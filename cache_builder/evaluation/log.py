@@ -149,7 +149,7 @@ def read_log(
 
 
 def log_of_texts(texts: Sequence[FollowedText]) -> Log:
-    """Return the texts that a `Follower` has received as a log. Raises InputError if none of them has output."""
+    """Return a log of the texts that a `Follower` has received. Raises InputError if no text has output."""
     if not any(text.prompt_length < len(text.tokens) for text in texts):
         raise InputError(
             "no output was received. Listen longer with --minutes; a text counts once it has a full block of output"
@@ -164,7 +164,7 @@ def log_of_texts(texts: Sequence[FollowedText]) -> Log:
 
 
 def _label(record: InputRecord, path: str) -> str:
-    """Return the name of a record's class, from the field at ``path``, whose value may be any JSON."""
+    """Return the name of a record's class: the value of the field at ``path``, which may be any JSON, as text."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"

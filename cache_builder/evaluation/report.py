@@ -29,7 +29,7 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return a line with the speed-up and its assumptions; without the speed-up if there are too few requests."""
+    """Return a line with the speed-up and its assumptions. With too few requests, the line contains no speed-up."""
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:
         if evaluation["requests"] < LEAST_REQUESTS:

@@ -1,4 +1,4 @@
-"""Joins published blocks by their parents' hashes to the texts of requests."""
+"""Joins the KV cache blocks that engines publish to the texts of requests. A block names its parent by a hash."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cache_builder.following.kv_events import BlockHash, StoredBlocks
 Tokens = npt.NDArray[np.int32]
 
 MAX_TEXT_TOKENS: Final = 8192
-"""The number of new tokens after which a text that does not end is returned in part."""
+"""A text that does not end is returned in parts of about this number of new tokens."""
 
 LEAD_IN_TOKENS: Final = 64
-"""The maximum number of known tokens that a text repeats before its new tokens, so that contexts across both match."""
+"""The maximum number of earlier tokens that a part of a text repeats, so that later matches can span both parts."""
 
 Key = tuple[Hashable, BlockHash]
 
@@ -28,7 +28,7 @@ class FollowedText:
     """The new part of a text that an engine has computed.
 
     Attributes:
-        tokens: int32[n], some known tokens, then the new ones.
+        tokens: int32[n], some tokens from the end of the text's earlier part, then the new tokens.
         prompt_length: The number of tokens at the beginning that were in a prompt, as far as the events show it.
     """
 
@@ -50,31 +50,31 @@ class _Block:
 
 
 class BlockChains:
-    """The blocks that publishers have published lately, joined to chains. Memory is bounded by ``max_tokens``.
+    """The blocks that engines have published lately, joined to texts. Memory is bounded by ``max_tokens``.
 
-    Blocks that arrive together are regarded as a prompt, because engines compute prompts many tokens at a time, and a
-    block that arrives alone as output.
+    Blocks that arrive together are regarded as a part of a prompt, because engines compute prompts many tokens at a
+    time. A block that arrives alone is regarded as output, unless it begins a text.
     """
 
     def __init__(self, *, max_tokens: int, idle_s: float, lead_in_tokens: int = LEAD_IN_TOKENS) -> None:
-        """Create empty chains.
+        """Create an object without blocks.
 
         Args:
             max_tokens: The maximum number of tokens in memory.
             idle_s: A text ends if no block continues it for this many seconds.
-            lead_in_tokens: The maximum number of known tokens before the new tokens of a text.
+            lead_in_tokens: The maximum number of earlier tokens that are repeated before the new tokens of a text.
         """
         self._max_tokens, self._idle_s, self._lead_in_tokens = max_tokens, idle_s, lead_in_tokens
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()  # oldest first
         self._ends: OrderedDict[Key, float] = OrderedDict()  # when each end of a chain arrived, oldest first
         self.num_tokens = 0
         self.num_orphans = 0
-        """The number of texts whose beginning was not published to us, or is forgotten."""
+        """The number of texts whose earlier blocks were not received or are no longer in memory."""
         self.num_repeated = 0
-        """The number of blocks that were known already."""
+        """The number of received blocks that were already in memory."""
 
     def store(self, publisher: Hashable, blocks: StoredBlocks, now: float) -> Iterator[FollowedText]:
-        """Add blocks, and yield texts that have become too long or must make room."""
+        """Add blocks. Yield texts that have ``MAX_TEXT_TOKENS`` new tokens, and old texts if the memory is full."""
         parent = None if blocks.parent is None else (publisher, blocks.parent)
         lora, salt = blocks.lora, blocks.cache_salt
         if parent is not None and (before := self._blocks.get(parent)) is not None:
@@ -112,7 +112,7 @@ class BlockChains:
             yield self._text(next(iter(self._ends)))
 
     def close(self, publisher: Hashable | None = None) -> Iterator[FollowedText]:
-        """Yield all texts and forget all blocks, of one publisher if one is given."""
+        """Yield all texts and forget all blocks; if ``publisher`` is given, only those of this publisher."""
         for key in [key for key in self._ends if publisher in (None, key[0])]:
             yield self._text(key)
         for key in [key for key in self._blocks if publisher in (None, key[0])]:
@@ -123,7 +123,7 @@ class BlockChains:
         self._ends.pop(key, None)
 
     def _text(self, key: Key) -> FollowedText:
-        """Return the new part of the chain that ends with a block, and mark its blocks as returned."""
+        """Return the new part of the text that ends with a block, and mark the blocks of this part as returned."""
         del self._ends[key]
         end = block = self._blocks[key]
         chain, lead_in, num_known = list[_Block](), list[Tokens](), 0

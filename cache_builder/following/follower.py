@@ -19,27 +19,27 @@ class FollowCounts:
     """The counters of a `Follower`."""
 
     messages: int = 0
-    """Messages received from publishers."""
+    """The number of messages received from publishers."""
     lost_messages: int = 0
-    """Messages that were lost and could not be fetched again."""
+    """The number of messages that were lost and could not be fetched again."""
     replayed_messages: int = 0
-    """Messages that were fetched again from a publisher's replay endpoint."""
+    """The number of messages that were fetched again from a publisher's replay endpoint."""
     invalid_events: int = 0
-    """Events and messages that were malformed, or had token ids outside the vocabulary."""
+    """The number of events and messages that were malformed, or had token ids outside the vocabulary."""
     repeated_blocks: int = 0
-    """Blocks that were known already."""
+    """The number of received blocks that were already in memory."""
     orphaned_texts: int = 0
-    """Texts whose beginning was not received."""
+    """The number of texts whose earlier blocks were not received or are no longer in memory."""
     texts: int = 0
-    """Texts, or new parts of texts, that were learned."""
+    """The number of texts, or new parts of texts, that were passed on."""
     tokens: int = 0
-    """Tokens of the learned texts."""
+    """The number of tokens in these texts and parts of texts."""
     pending_tokens: int = 0
-    """Tokens of blocks in memory, to which later blocks are joined."""
+    """The number of tokens in memory, in blocks to which later blocks can be joined."""
 
 
 class Follower:
-    """Passes the texts that engines compute to a function. One thread uses it."""
+    """Passes the texts that engines compute to a function. Must be used by one thread."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class Follower:
         Args:
             endpoints: ``tcp://HOST:PORT`` of each publisher.
             learn: Called with each text.
-            vocab_size: Events with other token ids are counted and dropped.
+            vocab_size: The tokenizer's vocabulary size. Events with other token ids are counted and dropped.
             topic: The topic of the publishers; all topics by default.
             replay_port: The port of the first publisher's replay endpoint.
             idle_s: A text ends if it does not grow for this many seconds.
             max_pending_tokens: The maximum number of tokens in memory, to which later blocks are joined.
-            lead_in_tokens: The maximum number of known tokens before the new tokens of a text.
+            lead_in_tokens: The maximum number of earlier tokens that are repeated before the new tokens of a text.
 
         Raises:
             ConfigError: An endpoint is invalid, or a package is missing.
@@ -82,7 +82,7 @@ class Follower:
         self._take(self._chains.close())
 
     def run(self, until: float | None = None, on_tick: Callable[[FollowCounts], None] = lambda _: None) -> None:
-        """Follow until the time ``until`` of ``time.monotonic``, or for ever, and call ``on_tick`` twice a second."""
+        """Follow until the time ``until`` of ``time.monotonic``, or for ever. ``on_tick`` is called twice a second."""
         next_tick = time.monotonic()
         while until is None or time.monotonic() < until:
             for message in self._subscriber.receive(_TICK_S):

@@ -39,8 +39,8 @@ class StoredBlocks:
 
     Attributes:
         hashes: The hashes of the blocks, each of which identifies the whole text up to the block's end.
-        parent: The hash of the block before them; None at the beginning of a text.
-        tokens: int32[len(hashes), block size].
+        parent: The hash of the block before the first one; None at the beginning of a text.
+        tokens: int32[len(hashes), block size], the token ids of each block.
         lora: The name or number of the LoRA adapter; None for the base model.
         cache_salt: The request's ``cache_salt``, which is published with the first block of a text only.
     """
@@ -62,8 +62,8 @@ Event = StoredBlocks | AllCleared
 def decode_batch(payload: bytes, vocab_size: int) -> tuple[list[Event], int]:
     """Decode a message, and return its events and the number of invalid events.
 
-    Events that remove blocks, blocks without token ids (copies on another medium) and blocks of further groups of a
-    hybrid KV cache (the same text again) are left out.
+    Left out are removals of blocks, blocks without token ids (copies on another medium), and blocks of further groups
+    of a hybrid KV cache, which contain the same text again.
 
     Raises:
         InvalidEvents: The message is not a batch of events.
@@ -129,9 +129,9 @@ def _decode(event: Any, vocab_size: int) -> Event | None:
 
 
 def _salt(extra_keys: Any, lora: Any) -> str | None:
-    """Return the cache salt among the keys of the first block: the text that is not the adapter's name.
+    """Return the cache salt from the keys of the first block: all strings except the adapter's name.
 
-    A digest of prompt embeddings is a text too. It separates texts just as well.
+    The digest of prompt embeddings is such a string, too; as part of the salt it separates texts just as well.
     """
     first = extra_keys[0] if _is_list(extra_keys) and extra_keys else None
     texts = [each for each in first if isinstance(each, str)] if isinstance(first, list) else []

@@ -1,4 +1,4 @@
-"""Receives KV events from several publishers over ZeroMQ, and asks for the ones that were missed."""
+"""Receives KV events from several publishers over ZeroMQ, and requests missed events again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _END_OF_REPLAY: Final = (1 << 64) - 1
 
 
 class Message(NamedTuple):
-    """A message of a publisher; ``is_restart`` if it is the first message of a new run of the publisher."""
+    """A message of a publisher. ``is_restart`` marks the first message after the publisher was restarted."""
 
     publisher: str
     payload: bytes
@@ -32,7 +32,7 @@ class _Publisher:
 
 
 class EventSubscriber:
-    """Subscriptions to the KV events of several engines. One thread uses it; ``close`` ends all connections."""
+    """Subscriptions to the KV events of several engines. Must be used by one thread; ``close`` ends all connections."""
 
     def __init__(self, endpoints: Sequence[str], *, topic: str = "", replay_port: int | None = None) -> None:
         """Connect to publishers, which may start later.
@@ -99,7 +99,7 @@ class EventSubscriber:
             yield from self._in_order(self._publishers[socket], int.from_bytes(frames[1], "big"), frames[2])
 
     def _past_messages(self, publisher: _Publisher) -> Iterator[Message]:
-        """Yield the messages that a publisher sent before now, if it answers."""
+        """Yield the past messages that a publisher's replay endpoint still has; none if it does not answer."""
         if publisher.replay_endpoint is not None:
             for number, content in self._replay(publisher.replay_endpoint, 0, _END_OF_REPLAY):
                 self.num_replayed += 1
@@ -107,7 +107,7 @@ class EventSubscriber:
                 yield Message(publisher.endpoint, content)
 
     def _in_order(self, publisher: _Publisher, number: int, payload: bytes) -> Iterator[Message]:
-        """Yield a message after the ones before it that were missed, as far as the publisher can send them again."""
+        """Yield the missed messages before a message, if the publisher still has them, and then the message itself."""
         expected = publisher.next_number
         is_restart = expected is not None and number < expected
         next_number = 0 if expected is None or is_restart else expected

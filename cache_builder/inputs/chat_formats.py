@@ -368,7 +368,7 @@ def _turn(message: Message) -> Iterator[Any]:
 
 
 _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
-"""The roles of those LangChain message types that no other format uses."""
+"""Maps those LangChain message types that no other format uses to roles of chat messages."""
 
 
 def _part(part: Any) -> Any:

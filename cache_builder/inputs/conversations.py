@@ -93,8 +93,8 @@ def _encode_turn_by_turn(
     """Tokenize a long conversation in linear time, turn by turn, instead of each answer with its whole prompt.
 
     Each turn is tokenized after a short stub conversation, and its tokens are appended to the tokens of earlier turns.
-    Returns None if the chat template does more than append, so that a few answers differ from their separate
-    tokenization.
+    Returns None if the chat template renders turns differently in the whole conversation. To detect this, a few answers
+    are also tokenized separately.
     """
     encode = chat_encoder(codec, kwargs)
     encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode

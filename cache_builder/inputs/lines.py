@@ -16,7 +16,7 @@ from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputEr
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""The error handler for decoding that keeps invalid bytes, so that only records with invalid bytes are rejected."""
+"""The decoding error handler that keeps invalid bytes, so that only the records that contain them are rejected."""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Reading of OpenTelemetry spans of model calls (``gen_ai`` attributes, OpenLLMetry and the standard) as records."""
+"""Reading of OpenTelemetry spans of model calls as records, from ``gen_ai`` attributes (standard or OpenLLMetry)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_spans(line: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert an OpenTelemetry span to a record with ``messages`` and ``response``; None if not a model call."""
+    """Convert an OpenTelemetry span to a record with ``messages`` and ``response``; None if it is no model call."""
     attributes: dict[str, Any] = {}
     for part in (span, *_objects(span.get("events"))):
         for name, value in _attributes(part.get("attributes")):

@@ -19,7 +19,7 @@ _CODEX_ITEMS: Final = tuple(
 )
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
-"""Fields that never occur in a line of an agent's session log, so that other logs are not read as session logs."""
+"""A line with one of these fields is not from an agent's session log, which never contains them."""
 
 Line = Mapping[str, Any]
 
@@ -77,8 +77,8 @@ def _loaded(text: bytes | str) -> Any:
 def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
     """Yield the conversations of a Claude Code session: the session, the text after each summary, and each subagent.
 
-    If the user went back, the abandoned branch is left out. Messages keep the order of the file, because parallel tool
-    calls are siblings in the tree.
+    If the user returned to an earlier message, the abandoned branch is left out. Messages stay in the order of the
+    file, because parallel tool calls are siblings in the tree of messages and all belong to the conversation.
     """
     parents = {line["uuid"]: line.get("parentUuid") for line in lines if isinstance(line.get("uuid"), str)}
     roots: dict[str, str] = {}

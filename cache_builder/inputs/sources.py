@@ -179,9 +179,8 @@ def _format_of(name: str, format: Format) -> Format:
 def _join_batches(sources: list[Source]) -> list[Source]:
     """Assign to each file of batch responses the files that may contain its requests, the most likely first.
 
-    If several files of requests begin with the same ``custom_id``, only the i-th file of requests is assigned to the
-    i-th file of responses, because programs number their requests alike. Raises InputError if the right file is
-    unclear.
+    If several files of requests begin with the same ``custom_id``, because programs number their requests alike, the
+    i-th file of responses gets only the i-th file of requests. Raises InputError if the right file is unclear.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
