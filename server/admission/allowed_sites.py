@@ -1,4 +1,4 @@
-"""Protection of servers without API keys against cross-site requests, which browsers send for any web page shown."""
+"""Protection of servers without API keys against requests that foreign web pages send through a user's browser."""
 
 from __future__ import annotations
 

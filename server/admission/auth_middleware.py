@@ -130,7 +130,7 @@ CACHE_CONTROL_HEADER = "x-ssd-cache-control"
 
 
 def allows_caching(headers: Headers) -> bool:
-    """Return False if a request's cache control header is "no-store", which excludes the request from the cache."""
+    """Return False if the header ``x-ssd-cache-control`` of a request is "no-store", so that its text is not cached."""
     value = headers.get(CACHE_CONTROL_HEADER, "").strip().lower()
     if value not in ("", "no-store"):
         raise RequestError(

@@ -32,11 +32,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOO_MANY = "too_many_connections"
-"""The key in ``scope["state"]`` that marks requests on connections above ``max_connections``, which are answered 503.
-"""
+"""The key in ``scope["state"]`` that marks requests on connections above ``max_connections``, which get a 503."""
 
 BODY_FAULT = "body_fault"
-"""The key in ``scope["state"]`` of the ApiError for a chunked request body that was rejected before its end."""
+"""The key in ``scope["state"]`` whose value is the ApiError for a chunked request body that was rejected early."""
 
 _MOST_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
@@ -52,7 +51,7 @@ _UNSENT_BYTES = 64 << 10
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The number of bytes received and parsed at once in headers and chunked bodies. Parsing them takes up to 0.3 ms."""
+"""The number of bytes of headers or chunked bodies that are parsed in one step, which takes up to 0.3 ms."""
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
 """The minimum average size in bytes of a request body's HTTP chunks, required after ``_FREE_CHUNKS`` chunks."""
@@ -61,7 +60,7 @@ _LINGER_S = 1.0
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return the number of connections above ``max_connections`` that get a 503 response; others are closed at once."""
+    """Return how many connections above ``max_connections`` still get a 503; further ones are closed immediately."""
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 

@@ -31,9 +31,9 @@ LARGE_BODY_BYTES = 1 << 20
 class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
-    Each tenant has a queue of limited length. If the server has no tenants, all requests share one queue and requests
-    are served in round-robin order instead. All methods must be called from one event loop. Error messages call the
-    kind of work ``name``. The calls of a tenant may have a total cost of ``(num_threads + max_waiting) * unit``.
+    The waiting and running calls of a tenant may cost ``(num_threads + max_waiting) * unit`` in total; further calls
+    raise QueueFull. If the server has no tenants, all requests share this limit and are served in round-robin order.
+    All methods must be called from one event loop. Error messages contain ``name``, the kind of work.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:

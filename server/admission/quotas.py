@@ -32,8 +32,8 @@ class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
     A tenant may reserve half of the units that other tenants have not reserved, so that another tenant always finds
-    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A single request of a tenant without other
-    requests may reserve all of them. ``what`` names the units in error messages.
+    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A tenant's only request may reserve all of
+    these units. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -74,9 +74,9 @@ class SharedBudget:
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """The part of a shared budget and of its tenant's quotas that an HTTP request has acquired. A context manager.
+    """The units of a shared budget and the part of a tenant's quotas that an HTTP request holds. A context manager.
 
-    ``release`` gives back all of it. It must be called, and may be called more than once.
+    ``release`` gives back both. It must be called, and may be called more than once.
 
     Attributes:
         amount: The reserved units of the budget.
@@ -95,7 +95,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.amount += amount
 
     def charge(self, account: Account, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
-        """Acquire the quota of a request that `Account.enter` has counted. Raises RequestError or ApiError."""
+        """Acquire quota for the choices and prompt tokens of the request. Raises RequestError or ApiError."""
         account.acquire(num_choices, num_prompt_tokens, num_slots)
         self._account, self._num_choices, self._num_prompt_tokens = account, num_choices, num_prompt_tokens
 
@@ -106,7 +106,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             self._account.count(self._num_prompt_tokens)
 
     def release(self, num_output_tokens: int = 0) -> None:
-        """Release everything when the choices have generated ``num_output_tokens`` in total."""
+        """Release all units and quotas. ``num_output_tokens`` is the number of tokens generated for all choices."""
         self._budget.release(self._tenant, self.amount)
         self.amount = 0
         account, self._account = self._account, None
@@ -136,12 +136,12 @@ class TokenBucket:
         return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
 
     def take(self, amount: float, now: float) -> None:
-        """Remove ``amount`` tokens from the bucket, or add them if negative. Its content may become negative."""
+        """Remove ``amount`` tokens from the bucket, or add tokens if ``amount`` is negative."""
         if self.per_minute is not None:
             self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until the bucket contains ``amount`` tokens, which may be more than its capacity."""
+        """Return the seconds until the bucket contains ``amount`` tokens, or is full if its capacity is smaller."""
         if self.per_minute is None:
             return 0.0
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
@@ -235,7 +235,7 @@ class Account:
                 raise self._refused("queue", message, _QUEUE_RETRY_S)
 
     def acquire(self, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
-        """Take the quota of a request, see `Reservation.charge`. Raises RequestError or ApiError."""
+        """Take quota for the choices and prompt tokens of a request. Raises RequestError or ApiError."""
         with self._lock:
             self.check_quota(num_choices, num_slots)
             most = self._tokens.per_minute
@@ -250,7 +250,7 @@ class Account:
             self.num_in_flight += num_choices
 
     def release(self, num_choices: int, num_output_tokens: int, num_unused_tokens: int) -> None:
-        """Give back a request's quota, with ``num_unused_tokens`` prompt tokens of a request that never began."""
+        """Release the quota of ended choices: charge output tokens, and refund prompt tokens that were not computed."""
         with self._lock:
             self.num_in_flight -= num_choices
             assert self.num_in_flight >= 0

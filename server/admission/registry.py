@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamespaceNames:
-    """Derives the names of tenants' caches by HMAC, so that they cannot be guessed without the server's ``secret``."""
+    """Derives the names of tenants' caches by HMAC, so that nobody can guess a name without the server's ``secret``."""
 
     secret: bytes
 
@@ -52,7 +52,7 @@ class NamespaceNames:
         return "t" + self._digest("tenant", base, seed, generation)
 
     def salted(self, namespace: str, salt: str) -> str:
-        """Return the name of the cache namespace for requests with this ``cache_salt`` within a tenant's namespace."""
+        """Return the cache namespace for requests with a ``cache_salt``; ``namespace`` is the tenant's namespace."""
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
@@ -83,7 +83,7 @@ class Generations:
     """Counts how often each tenant's cache was deleted.
 
     The count is part of the cache's name, so text of a deleted cache is never found again. Counts only increase and are
-    written to a file before they are used. Replicas exchange them through Redis. Thread-safe; methods may block.
+    written to a file before they are used. Replicas exchange counts through Redis. Thread-safe; methods may block.
     """
 
     def __init__(self, path: Path | None, shared: RedisCounters | None) -> None:
@@ -113,12 +113,12 @@ class Generations:
             return number, is_notified
 
     def adopt(self, name: str, number: int) -> None:
-        """Set a cache's lost deletion count to ``number``, found from its directory's name. Raises OSError."""
+        """Restore a lost deletion count, which was derived from the name of a cache's directory. Raises OSError."""
         with self._counting:
             self._set({name: number})
 
     def absorb(self, names: Iterable[str]) -> dict[str, int]:
-        """Exchange deletion counts with replicas. Returns the former counts of caches that replicas have deleted."""
+        """Exchange deletion counts with replicas. Returns the old count of each cache that a replica has deleted."""
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:
@@ -196,7 +196,7 @@ SALTED_TOKENS: Final = 1 << 18
 """The maximum capacity in tokens of the cache for one ``cache_salt``."""
 
 SALTS_AT_ONCE: Final = 8
-"""The maximum number of caches for different ``cache_salt`` values that are open at once for one tenant."""
+"""The maximum number of caches for different ``cache_salt`` values that are open at the same time for one tenant."""
 
 _RETIRED_S: Final = 60.0
 """For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
@@ -261,7 +261,7 @@ class Tenants:
         return sorted(self._accounts.values(), key=lambda account: account.name)
 
     def cache_use(self, account: Account, base: str | None, salt: str | None) -> CacheAccess:
-        """Return the cache for a tenant's request: ``base`` is the model's namespace, ``salt`` the ``cache_salt``."""
+        """Return the cache for a request; ``base`` is the cache namespace of the model, ``salt`` the ``cache_salt``."""
         if base is None:
             return CacheAccess(None, DEFAULT_POLICY)
         main, terms = base, DEFAULT_POLICY
@@ -345,7 +345,7 @@ class Tenants:
             }
 
     def delete_cache(self, name: str) -> dict[str, Any]:
-        """Delete a tenant's cache: at once on this server, and within seconds on its replicas. Raises ApiError."""
+        """Delete a tenant's cache, immediately on this server and within seconds on its replicas. Raises ApiError."""
         account = self._accounts.get(name)
         if account is None:
             raise ApiError(404, f"there is no tenant {quote_value(name)}", code="tenant_not_found")
@@ -425,13 +425,13 @@ class Tenants:
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Map possible names of a tenant's cache, for deletion counts near the known count, to these counts."""
+        """Map the names that a tenant's cache would have after a few more or fewer deletions to the deletion counts."""
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """Apply cache deletions of replicas, and delete text that requests in flight added to deleted caches."""
+        """Delete caches that replicas have deleted, and text that requests in flight have added to deleted caches."""
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)
             for account in self.accounts()

@@ -55,7 +55,7 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret stored in the cache directory, after creating one if needed; without directory, a random one.
+    """Return the secret stored in the cache directory, and create it if missing. Without directory, it is random.
 
     Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """
@@ -171,7 +171,7 @@ INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Background threads that reload the tenants after valid changes of their files, and complete cache deletions."""
+    """Background threads that reload the tenants after a valid change of a file, and finish deletions of caches."""
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants, self._paths, self._interval_s = tenants, tuple(paths), interval_s

@@ -28,7 +28,7 @@ _GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Return the draft statistics of one output for the response field ``metrics``; None without statistics.
+    """Return the draft statistics of one output for the response field ``metrics``; None if ``stats`` is None.
 
     With ``is_detailed``, the numbers of drafted and accepted tokens of each verification pass are included.
     """
@@ -177,7 +177,7 @@ class Answer(ABC):
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """Return the server-sent events for new output of a choice. If the choice has ended, the last has no text."""
+        """Return the server-sent events for new output of a choice; the last event of an ended choice has no text."""
         choices = []
         if contents := self.text_chunks(index, output):
             *first, last = contents
@@ -228,7 +228,7 @@ class Answer(ABC):
         return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """Return the server-sent event for an error, in which an invalid field has its name in the client's API."""
+        """Return the server-sent event for an error. An invalid field is named as in the client's API."""
         return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
 
     def failed(self, error: Exception) -> bytes:

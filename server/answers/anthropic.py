@@ -41,7 +41,7 @@ class _BlockPart(AnswerPart):
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse the JSON arguments of a tool call, or if ``is_cut`` their complete part. Return None if invalid."""
+    """Parse the JSON arguments of a tool call, which may be truncated if ``is_cut``. Returns None if invalid."""
     if not arguments:
         return {}
     try:

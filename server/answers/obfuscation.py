@@ -66,8 +66,8 @@ class _Gathered:
 class EqualChunks:
     """Divides the outputs of all choices into chunks with equal numbers of tokens, for obfuscated streams.
 
-    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` decode the tokens of the
-    choices again from the beginning.
+    A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` are new detokenizers, one
+    per choice, which decode the choices' tokens a second time.
     """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
@@ -90,7 +90,7 @@ class EqualChunks:
 class TickClock:
     """A clock that ticks every ``interval_s`` seconds from now, so that an obfuscated stream sends at regular times.
 
-    ``hurries`` returns whether the server is about to stop, so that ``until`` must return at once.
+    If ``hurries`` returns True, because the server is about to stop, ``until`` stops waiting.
     """
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
@@ -101,7 +101,7 @@ class TickClock:
         self._tick = 0
 
     async def until(self, tick: int | None = None) -> None:
-        """Wait for a tick of the clock, numbered from 1; by default, or if that tick has passed, for the next tick."""
+        """Wait for the tick number ``tick``, counted from 1, or if it is None or has passed, for the next tick."""
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
@@ -112,7 +112,7 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait until all choices have ended, and then until an obfuscated stream of the same output would have ended."""
+    """Wait for all outputs of a response that is not streamed, and then until an obfuscated stream would have ended."""
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
     await pace.until(max(1, -(-longest // piece_tokens)))

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 18
-"""The bytes of a complete response passed to the connection at once. Larger responses reserve memory from a budget."""
+"""The number of bytes of a complete response that are sent in one step. Longer responses reserve memory of a budget."""
 
 
 class ClientDisconnected(Exception):

@@ -21,7 +21,7 @@ class ShownTokens(NamedTuple):
 
     Attributes:
         places: The position in the text at which each token begins, without leading white space.
-        cut: The part of the last token's text before a stop string in it. None: the whole token was sent.
+        cut: The text of the last token up to the stop string that it contains. None: the whole token was sent.
     """
 
     entries: Sequence[TokenLogprobs]

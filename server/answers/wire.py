@@ -9,11 +9,11 @@ from typing import Any
 import pydantic_core
 
 PADDED_BYTES = 1024
-"""Obfuscated events and bodies are padded to a multiple of this number of bytes. A chunk with 16 text tokens fits."""
+"""Obfuscated events and bodies are padded to a multiple of this number of bytes, which holds a chunk of 16 tokens."""
 _LONGEST_NUMBER = 24
 """The maximum number of characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 _PIECE = 256
-"""The number of list elements serialized at once, which blocks other threads for less than a millisecond."""
+"""The number of list elements serialized in one step, which blocks other threads for less than a millisecond."""
 
 
 def json_text(value: Any) -> bytes:

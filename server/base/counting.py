@@ -74,12 +74,12 @@ def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
 def _common(words: Int64s, masks: Uint64s, first: Int64s, last: Int64s, n: int) -> int:
     """Return the length of the longest common subsequence with a bit-parallel algorithm.
 
-    The positions of the j-th output token in the prediction are the one bits of ``masks[i]`` in word ``words[i]``, for
+    The positions of the j-th output token in the prediction are the set bits of ``masks[i]`` in word ``words[i]``, for
     i from ``first[j]`` up to ``last[j]`` and ascending words.
 
     A number of n bits is updated for each output token, row' = (row + matched) | (row - matched), where matched has
-    ones at the token's positions (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). It is stored
-    in words of 64 bits, lowest first; a word without a position changes only by a carry from below.
+    ones at the token's positions (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). The number
+    is stored in words of 64 bits, lowest first; a word without a position changes only by a carry from the word below.
     """
     num_words = (n + _WORD - 1) // _WORD
     row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # each zero bit is a matched token

@@ -72,7 +72,7 @@ class Limits:
 
 
 class LeakyBucket:
-    """A time limit for slow clients: a bucket that drains in ``seconds`` and is refilled by transferred bytes."""
+    """The deadline ``until`` of a slow client. Each transferred byte postpones it, at most to ``seconds`` from now."""
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s

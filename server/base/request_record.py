@@ -52,7 +52,7 @@ class RequestRecord:
     param: str | None = None
     """The invalid field of a rejected request, as the client wrote it."""
     is_gone: bool = False
-    """Whether the client disconnected before it had received the response."""
+    """Whether the client disconnected before it received the response."""
     is_stream: bool = False
     model: str | None = None
     response_id: str | None = None

@@ -288,7 +288,7 @@ def check_directory(directory: Path) -> str:
 
 
 def _check_size(cache: CacheOptions) -> None:
-    """Check that the cache fits on the disk of its directory, or without directory into memory."""
+    """Check that the cache fits on the disk of its directory, or into memory if it has no directory."""
     needed = cache.config.index.capacity_tokens * _BYTES_PER_CACHED_TOKEN
     directory = cache.config.directory
     if directory is None:

@@ -38,7 +38,8 @@ def shown_default(value: object) -> str | None:
 
 
 DEFAULTS = Parameter(negative="", show_default=shown_default, allow_repeating=True)
-"""The cyclopts settings of all options: no ``--no-`` forms, and the last value of a repeated option is used."""
+"""The cyclopts settings of all options. There are no ``--no-`` forms, and the last value of a repeated option counts.
+"""
 
 
 def group(title: str, *, show: bool = True) -> Parameter:

@@ -116,7 +116,7 @@ def check_tls(options: NetworkOptions) -> None:
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
-    """Return why clients would reject a TLS certificate (e.g. expired), from a test handshake in memory, or None."""
+    """Return the reason why clients would reject a TLS certificate, from a test handshake in memory; None if valid."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -203,7 +203,7 @@ class HttpServer(uvicorn.Server):
         """The numbers of requests that ended or were cut off during the shutdown; None before the shutdown."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on the sockets with a long backlog; asyncio would use the number of connections it accepts at once."""
+        """Listen with a long backlog. Asyncio has set it to the number of connections that it accepts in one step."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
@@ -216,7 +216,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle stop signals without raising them again at the end (as uvicorn does), so that the exit status is 0."""
+        """Handle stop signals without raising them again at the end, unlike uvicorn, so that the exit status is 0."""
         for number in stop_signals():
             signal.signal(number, self.handle_exit)
         yield

@@ -222,7 +222,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise: NoiseSecret | None
 ) -> dict[str, object]:
-    """Return model, device, slots, noise, cache, Redis and tenants for the log message of the start."""
+    """Return model, device, slots, noise, cache, Redis and tenants, which the server logs when it has started."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
     drafting: dict[str, object] = {"num_speculative_tokens": "none"}
     if engine.caches is not None and target.can_roll_back:

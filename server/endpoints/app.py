@@ -243,7 +243,7 @@ def create_app(
 ) -> FastAPI:
     """Create the FastAPI application for an engine's thread that the caller starts and stops.
 
-    /live answers at once. /health and all paths under /v1 answer 503 until the engine accepts requests.
+    /live is always answered immediately. /health and all paths under /v1 answer 503 until the engine accepts requests.
     ``sharing_stats`` returns the statistics of Redis replication, and ``span`` receives a trace span of each
     generation.
     """

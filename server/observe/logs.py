@@ -72,7 +72,7 @@ class QueuedLogHandler(QueueHandler):
         self._thread.start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Log "too many open files" errors at most once a second, because every connection and file then fails."""
+        """Log "too many open files" errors at most once a second, because every new connection and file causes one."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if record.created < self._no_files_s + 1:
@@ -177,7 +177,7 @@ def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) ->
 def wants_json(words: Sequence[str]) -> bool:
     """Return whether the command line, or the configuration file that it names, selects JSON log lines.
 
-    Needed to report errors that occur before the options are parsed.
+    The result is needed to report errors that occur before the options are parsed.
     """
     given = _GIVEN.findall("\n".join(words))
     for name, value in reversed(given):

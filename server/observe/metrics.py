@@ -92,7 +92,7 @@ class NamespaceFamilies:
         self._grown: dict[str, float] = {}
 
     def collect(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        """Yield one family per statistic, and the number of namespaces. O(namespaces)."""
+        """Yield a metric family for each statistic, and one for the number of namespaces. O(namespaces)."""
         yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Open namespaces.", len(stats))
         self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
         for name, text in self._texts.items() if stats else ():
@@ -117,7 +117,7 @@ class NamespaceFamilies:
 
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
-"""A function that returns the statistics of each cache namespace, as dataclasses of numbers."""
+"""A function that maps the name of each cache namespace to a dataclass with the namespace's statistics."""
 
 LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")

@@ -87,7 +87,7 @@ class Spans:
 
 
 def make_spans(endpoint: str) -> Spans:
-    """Create the span exporter for a collector's URL. Raises ConfigError if it is invalid or a library is missing."""
+    """Create the exporter of spans to a collector. Raises ConfigError if the URL is invalid or a library is missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{OPTION} must be like http://collector:4318{_DEFAULT_PATH}, got {endpoint!r:.200}")

@@ -96,13 +96,13 @@ class Worker:
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
         self._load = load
         self.loaded_engine: Engine | None = None
-        """The loaded engine, also while it is stopping or after it failed; for reading counters."""
+        """The loaded engine, even while it is stopping or after it failed, so that its counters can be read."""
         self._inboxes: dict[str, Inbox] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._num_inside = 0
         self.hurries = False
-        """Whether the grace period of the shutdown is over, so that waiting tasks must return at once."""
+        """Whether the grace period of the shutdown is over, so that waiting tasks must return immediately."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = WorkerState.LOADING
         self.load_error: BaseException | None = None

@@ -28,7 +28,7 @@ _TOKENS_A_CHOICE = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationPlan:
-    """What a request for generated text asks for, after validation and tokenization.
+    """A validated and tokenized request for generated text.
 
     Attributes:
         body: The request as a completion or chat completion.

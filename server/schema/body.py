@@ -36,7 +36,7 @@ class RequestObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, content: Any) -> Any:
-        """Raise a single error for all unknown fields; pydantic would create one for each of possibly thousands."""
+        """Raise one error for all unknown fields, because pydantic would create one for each of possibly thousands."""
         if isinstance(content, dict):
             content = {name: value for name, value in content.items() if value is not None}
             known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -145,7 +145,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Make errors raised in this context name fields as the client's API does, not as chat completions do."""
+    """In this context, let errors name fields as in the client's API instead of as in chat completions."""
     try:
         yield
     except RequestError as error:
@@ -153,7 +153,7 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return the error with the names that the client's API has for the fields of chat completions."""
+    """Return a copy of an error in which fields of chat completions have the names of the client's API."""
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)

@@ -40,7 +40,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """A JSON object with the nested object ``function``. If a client leaves the nesting out, the error shows it."""
+    """A JSON object that contains the object ``function``. If the nesting is missing, the error shows the right one."""
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +140,7 @@ class ChatTemplateFields(BaseModel):
         return given
 
     def tool_use(self) -> ToolUse | None:
-        """Return how tools are used; None without tools. Raises RequestError if the fields contradict each other."""
+        """Return how tools are used; None if there are none. Raises RequestError if the fields are contradictory."""
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -249,7 +249,7 @@ def _with_texts(given: Any) -> Any:
 
 
 OF_RESULT = BeforeValidator(_with_texts)
-"""A pydantic validator that converts the parts of a tool's result that are not text to text."""
+"""A pydantic validator that converts documents, images and other parts of a tool's result to text parts."""
 
 
 def joined(texts: list[Any]) -> str:

@@ -207,7 +207,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         return True
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternative tokens whose log-probabilities are requested; None without them."""
+        """Return how many alternative tokens need log-probabilities; None if no log-probabilities are requested."""
         return None
 
     def sampling(self, defaults: Mapping[str, float], *, room: int) -> SamplingParams:

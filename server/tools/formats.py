@@ -21,7 +21,7 @@ from server.tools.values import Functions
 from ssd.text.chat_template import SAMPLE_ARGUMENTS, SAMPLE_NAME, SAMPLE_SCHEMA, CallSample
 
 AUTO, OFF = "auto", "none"
-"""Values of the options for tool call and reasoning formats that detect the format, or disable parsing."""
+"""Option values for tool call and reasoning formats: detect the format from the chat template, or do not parse."""
 
 FORMAT_IN_WORDS = "hermes"
 """The tool call format that is described to models whose chat template does not support tools."""
@@ -38,7 +38,7 @@ def _listed(before: str, after: str, call: str = _OBJECT) -> CallTemplate:
 
 
 def _tags(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
-    """Return a format of calls in tags that begin with ``call`` and ``key``, within the tags named ``sections``."""
+    """Return a format with tags: ``call`` begins a call, ``key`` begins a parameter, and ``sections`` enclose calls."""
     call_tag, key_tag = (re.split(" name=|=", begin[1:])[0] for begin in (call, key))
     return CallFormat(
         arguments="tags",
@@ -433,7 +433,7 @@ def _is_mentioned(mentions: tuple[tuple[str, ...], ...], chat_template: str) -> 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
     """Write tool calls, each with ``name`` and ``arguments``, in the format called ``tool_call``.
 
-    The Hermes format is used if the format cannot be written or cannot express arguments that are not an object.
+    The Hermes format is used instead if the format has no template, or has tags and some arguments are not an object.
     """
     form = TOOL_FORMATS[tool_call or FORMAT_IN_WORDS]
     if form.arguments == "python":

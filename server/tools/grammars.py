@@ -27,7 +27,7 @@ _OF_AN_OBJECT = frozenset(
 """JSON schema keywords that a grammar can enforce for parameters in tags."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
-"""The marker that begins reasoning must occur among this number of tokens at the beginning of the output."""
+"""The marker that begins reasoning is searched among this number of tokens at the beginning of the output."""
 
 
 def call_grammar(
@@ -156,7 +156,7 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Return grammar rules in which ``reasoning`` matches the reasoning before an answer; None without reasoning."""
+    """Return grammar rules in which ``reasoning`` matches the reasoning before an answer; None if it cannot occur."""
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:
@@ -176,7 +176,7 @@ def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> s
 def count_reasoning_tokens(
     name: str, prompt: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> int:
-    """Return the number of output tokens up to the end marker of the reasoning; without marker, all. O(n log n)."""
+    """Return the number of output tokens up to the end of the reasoning; all tokens if it does not end. O(n log n)."""
     form = REASONING_FORMATS[name]
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):

@@ -20,7 +20,7 @@ _CUT_HEADER = re.compile(
     r"(?=<)(?:<\|start\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+(?:<\|channel\|>\s*+NAME)?+\s*+(?:to=[^\s<]*+)?+\s*+"
     r"(?:<\|constrain\|>)?+\s*+\w*+".replace("NAME", r"(?:(?!to=)\w)*+")
 )
-"""Matches a truncated message header. Possessive, so that it never backtracks."""
+"""Matches a truncated message header. The quantifiers are possessive, so that matching never backtracks."""
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -160,7 +160,7 @@ class _Channels:
         return "reasoning" if private and (self.form is not None or recipient is None) else "content"
 
     def _read_call(self, name: str) -> Steps[str]:
-        """Read a tool call, and return the header of the next message if that header follows at once."""
+        """Read a tool call, and return the header of the next message if it follows immediately."""
         scanner, pieces, form = self.scanner, self.pieces, self.form
         yield from scanner.space()
         if form is not None and form.arguments == "tags":

@@ -26,7 +26,7 @@ _UNICODE = re.compile(r"\\u[0-9a-fA-F]{4}")
 _ESCAPES = {code: json.dumps(chr(code))[1:-1] for code in range(32)}
 
 PYTHONS = {"True": "true", "False": "false", "None": "null"}
-"""Maps Python's constants, which some models write in JSON, to JSON's."""
+"""Maps Python's constants, which some models write in JSON, to the constants of JSON."""
 
 
 class Markers:
@@ -43,7 +43,7 @@ class Scanner:
     """Reads a text that arrives in chunks, for incremental parsers.
 
     Text that may be content or the beginning of a tool call is read without a sink. It is collected in the trail until
-    the following text decides. O(characters).
+    the following text shows which of the two it is. O(characters).
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Scanner:
         return text
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
-        """Read all following characters that match a pattern (a repeated character class); return whether any match."""
+        """Read all following characters that match a pattern, a repeated character class. Return whether any match."""
         found = False
         while True:
             if match := pattern.match(self._text, self._at):
@@ -158,7 +158,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Return the index of the end of the text that may be an incomplete marker whose rest has not arrived yet."""
+        """Return the index from which the text may be an incomplete marker; without such an end, the text's length."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:

@@ -35,7 +35,7 @@ _TO_LINE_END = re.compile(r"[^<>\n]+")
 _KEY_OF_XML = re.compile(r"[^<]+")
 _ATTRIBUTE = r"""\s++\w++=(?:"[^"]*+"|'[^']*+')"""
 _ATTRIBUTES = re.compile(rf"""(?:{_ATTRIBUTE})*+(?:\s++\w*+(?:=(?:["'][^"']*+)?+)?+)?+\s*+/?""")
-"""Matches the attributes of a tag, the last of which may be truncated. Possessive, so that it never backtracks."""
+"""Matches the attributes of a tag, even if the last one is truncated. Possessive quantifiers prevent backtracking."""
 _KEY = re.compile(rf"""\s*(?:"(?P<quoted>[^"]*)"|["']?(?P<bare>[^"'\s]+)["']?)(?P<rest>(?:{_ATTRIBUTE})*)\s*""")
 _TYPE = re.compile(r"""\s(string|type)=["']([^"']*)""")
 _IS_TOKEN = re.compile(r"[|｜]|^\[")
@@ -47,14 +47,14 @@ CALL_ID = "[CALL_ID]"
 """A Mistral marker that is followed by the model's own id of the tool call, which is replaced."""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals in order, with optional white space between them. Each is a tuple of alternatives; "" makes it optional."""
+"""Literals in order, each a tuple of alternatives (with "" if it is optional), with optional white space in between."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTemplate:
     """How a model writes a message with tool calls, as texts from which prompts and grammars are made.
 
-    The lexer of grammars never backtracks, so no part may begin like an alternative to that part.
+    No part may begin like an alternative at the same position, because the lexer of grammars never backtracks.
 
     Attributes:
         call: A tool call, with the placeholders NAME, ARGUMENTS and NUMBER.
@@ -81,8 +81,8 @@ class CallFormat:
     """How a model writes tool calls, for the parser.
 
     Attributes:
-        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format. None: the
-            first marker of ``section`` or ``call``.
+        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format. If None,
+            the template must contain the first marker of ``section`` or ``call``.
         arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
             such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
             literals; or an object "keyed" by the name, or a list of such objects.
@@ -96,7 +96,7 @@ class CallFormat:
         end: The markers after a call, which models often omit.
         noise: Markers without a meaning, which are removed.
         space_is_text: Whether white space before a call belongs to the content.
-        opened: A name; the prompt opens a call, and this name followed by a line end makes the output content instead.
+        opened: The name that stands for content, in formats whose prompts end with the marker that begins a call.
         key: The text before the name of a parameter.
         after_key: The texts after the name of a parameter.
         value_end: The tag after a value.
@@ -149,7 +149,7 @@ class CallFormat:
 
     @cached_property
     def value_ends(self) -> Markers:
-        """The texts that end a parameter's value; a forgotten closing tag is recognized by the tag after it."""
+        """The texts that end a parameter's value. If the closing tag is forgotten, the tags after it end the value."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
         if self.on_lines:
@@ -212,7 +212,7 @@ class ToolCallParser:
         self._pieces.content(self._scanner.trail())
 
     def read_group(self, marker: str) -> Steps[None]:
-        """Read a tool call or a list of tool calls after ``marker``. Text that is not a call is left to the caller."""
+        """Read the tool calls after ``marker``. Text that is not a call stays in the scanner's trail for the caller."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.noise:
             scanner.forget()

@@ -32,7 +32,7 @@ _CODE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(00(?:0[0-9a-fA-F
 
 
 def types_of(functions: Functions, name: str, parameter: str) -> frozenset[str]:
-    """Return the JSON types that a function's schema allows for a parameter; empty if the schema does not tell."""
+    """Return the JSON types that a function's schema allows for a parameter; empty if the schema names no type."""
     properties = _mapping(functions.get(name)).get("properties")
     return frozenset(_types(_mapping(_mapping(properties).get(parameter)), 1))
 
@@ -71,7 +71,7 @@ def _finite(number: str) -> float:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Convert an unquoted argument value to JSON of one of ``types``; if empty, to a list, object or string."""
+    """Convert an unquoted argument value to JSON of an allowed type; without ``types``, to a list, object or string."""
     written = text.strip()
     written = _CONSTANTS.get(written, written)
     if not is_json(written):
@@ -98,7 +98,7 @@ def json_characters(text: str) -> str:
 class Plain:
     """Converts a tool-call argument that the model writes without quotes to JSON, while it is generated.
 
-    If the schema declares a string, each piece is passed on as it arrives. Other values are passed on when complete.
+    If the schema declares a string, each chunk is passed on as it arrives. Other values are passed on when complete.
     """
 
     def __init__(self, sink: Sink, types: frozenset[str]) -> None:
@@ -138,7 +138,7 @@ class Dialect(NamedTuple):
 
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
-    """Read a literal of another language, e.g. Python, write it to ``sink`` as JSON, and return if it is complete."""
+    """Read a literal of another language, e.g. Python, into ``sink`` as JSON; return whether it was read to its end."""
     closes: list[str] = []  # the closing brackets of open lists and mappings, the innermost last
     comma = after_item = is_key = False
     while True:

@@ -54,7 +54,7 @@ def docs_files() -> dict[str, Path]:
 
 
 def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account: Account) -> dict[str, Any]:
-    """Return counters, numbers of running and waiting requests, and cache sizes; for a tenant, of its own cache."""
+    """Return counters, numbers of running and waiting requests, and cache sizes. Tenants see only their own cache."""
     found: dict[str, Any] = {
         "state": worker.state.value,
         "model": settings.model_name,
