@@ -52,8 +52,8 @@ class IndexConfig:
     """The options of a cache index, i.e. of the suffix arrays in which drafts for one namespace are searched."""
 
     capacity_tokens: int = 1 << 22
-    """The maximum number of tokens in the index. If it is full, the oldest text is evicted, an eighth of the capacity
-    at most. Text that a later output repeated is not evicted, up to half of the capacity.
+    """The maximum number of tokens in the index. If it is full, the oldest segment is evicted, at most an eighth of the
+    capacity. Text that a later output repeated is kept when its segment is evicted, up to half of the capacity.
     """
 
     flush_tokens: int = 4096
@@ -66,7 +66,7 @@ class IndexConfig:
     """The number of neighbouring segments of similar size that are merged into one segment."""
 
     dedup_block_tokens: int = 64
-    """The block size in tokens for deduplicating prompt prefixes, like a prefix cache. 0 stores every prompt
+    """The block size in tokens for deduplicating prompt prefixes, as in a prefix cache. With 0, every prompt is stored
     completely.
     """
 
@@ -106,8 +106,8 @@ class DraftConfig:
 
     draft_shape: DraftShape = "auto"
     """The shape of drafts. "chain": sequences of tokens. "tree": trees, which branch where the next token is uncertain,
-    if the model's runner can verify them. "auto": trees only while a single sequence runs, because only then they
-    measured faster.
+    if the model's runner can verify them. "auto": trees only while a single sequence runs, because trees were not
+    faster in larger batches.
     """
 
     recycling: bool = True

@@ -107,7 +107,7 @@ def first_line(error: BaseException) -> str:
 def reraise_exits(error: BaseException) -> None:
     """Raise ``error`` again if it is meant to end the program, e.g. KeyboardInterrupt; otherwise return.
 
-    Callers catch BaseException, because a panic in a library written in Rust is not an Exception.
+    Callers catch BaseException, because the exception for a panic in a Rust library is not derived from Exception.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error

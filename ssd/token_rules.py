@@ -15,9 +15,10 @@ Ids = npt.NDArray[np.int64]
 class BadWords:
     """Finds the tokens that must not come next because they would complete one of many forbidden token sequences.
 
-    It is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) over all but the last
-    token of each forbidden sequence: a state is the longest suffix of the text with which a forbidden sequence begins.
-    The automaton is built in O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per token.
+    This is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) for the forbidden
+    sequences without their last tokens. A state is the longest suffix of the text with which a forbidden sequence
+    begins. The automaton is built in O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per
+    token.
     """
 
     START = 0  # the state before a text

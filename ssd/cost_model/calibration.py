@@ -1,4 +1,4 @@
-"""Learn while serving how reliable acceptance estimates are, and for which requests drafting is worth its time."""
+"""Learn while serving how reliable acceptance estimates are, and for which requests drafts save time."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class AcceptanceCalibration:
     def observe(self, temperature: float, expected_accepted: float, accepted: int) -> None:
         """Record how many draft tokens of one request were accepted in a forward pass.
 
-        ``expected_accepted`` is the sum of the acceptance probabilities up to the first rejected token, so a long draft
-        that is wrong at its first token counts as one wrong token.
+        ``expected_accepted`` is the sum of the acceptance probabilities up to the first rejected token. So a long draft
+        whose first token is wrong counts as one wrong token.
         """
         _observe_at(self.address, temperature_bucket_of(temperature), expected_accepted, accepted)
 
@@ -123,8 +123,7 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 _SHARE = 0.005
 """The maximum share of a step's time that may be spent on drafting for requests whose drafts are not accepted."""
 _TELLING_SHARE = 0.005
-"""The maximum share of a forward pass's time that drafters may take to learn from its logits, if no draft was verified.
-"""
+"""The maximum share of the time of forward passes without drafts that drafters may take to learn from their logits."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
 """The minimum acceptance probability at which a draft is verified in the pass that produces a request's first token.
 
@@ -137,18 +136,17 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The seconds from which a call is left out of the mean call time, because it has probably compiled its kernels."""
+"""If a call takes at least this many seconds, it has probably compiled kernels and does not count in the mean time."""
 
 
 class DraftBackoff:
     """Decides how often to draft for requests whose drafts are not accepted, so that the attempts stay cheap.
 
-    Requests with useful drafts are drafted for in every step. The others, which had no useful draft BACKOFF_AFTER times
-    in a row, are drafted for only every second, third, ... step, all in the same step because a call of the drafter has
-    a fixed cost. The pause follows from the measured time of a lookup and of a forward pass, so a single request is
-    hardly ever skipped, but a large batch of new text is, where lookups would take several percent of a step.
+    Requests with useful drafts get a draft in every step. Requests without one in BACKOFF_AFTER steps in a row get a
+    draft only in every second, third, ... step, all in the same step because a call of the drafter has a fixed cost.
+    The interval grows with the time of all lookups, relative to a forward pass, so it is long only for large batches.
 
-    In the same way drafters observe every pass that verified a draft, but other passes only now and then.
+    In the same way, drafters learn from every pass that verified a draft, but only now and then from other passes.
     """
 
     def __init__(self) -> None:
@@ -167,7 +165,7 @@ class DraftBackoff:
         return max(1, min(_LONGEST_PAUSE, math.ceil(num_rows * self._row_s / self._pass_s / _SHARE)))
 
     def record_drafting(self, num_asked: int, seconds: float, *, skips_some: bool) -> None:
-        """Record that a call of the drafter for ``num_asked`` rows took ``seconds``.
+        """Record that one call of the drafter drafted for ``num_asked`` rows and took ``seconds``.
 
         ``skips_some`` is whether the call skipped rows because their recent drafts were not accepted.
         """

@@ -39,7 +39,7 @@ class CostModel:
     coefficients become about 0, and no draft is shortened.
 
     The estimate is a least-squares fit over recent passes with exponential forgetting, so it follows a change of load
-    or context length within about fifty passes. A measured time that contradicts the estimate replaces it at once.
+    or context length within about fifty passes. A measured time that contradicts the estimate replaces it immediately.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """Return for how many forward passes promising drafts have been skipped because of their estimated cost."""
+        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:

@@ -91,20 +91,18 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""The ratio of a forward pass's time to its estimate above which the pass was probably interrupted and is ignored.
+"""A forward pass that takes more than this many times its estimate was probably interrupted, and its time is ignored.
 
 If the next passes are slow as well, the estimate is replaced instead.
 """
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""The relative variance of the number of positions that forward passes need, so that the time per position can be
-fitted.
-"""
+"""The minimum relative variance of the passes' numbers of positions; below it, the time per position is not fitted."""
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight of the forward passes timed at start-up, when the time estimate is fitted.
+"""The minimum weight, in the fit of the time estimate, of the forward passes timed at start-up.
 
-Passes with this weight matter only for coefficients that later passes do not determine.
+With so small a weight, they determine only coefficients that later passes leave undetermined.
 """
 _CONTRADICTION: Final = 2.0
 """The ratio of a forward pass's time to its estimate, or the inverse, from which the estimate is considered wrong."""
@@ -129,8 +127,8 @@ class PassCostRecord(Record):
     """The data from which the seconds of a forward pass are estimated, fitted to measured passes.
 
     The estimate is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts. It is fitted to two
-    kinds of passes, without drafts (kind 0) and with drafts (kind 1). A pass makes older passes of its own kind fade,
-    but not those of the other kind.
+    kinds of passes, without drafts (kind 0) and with drafts (kind 1). Each new pass lowers the weight of older passes
+    of the same kind, but not of the other kind.
 
     A **probe** is a pass that verifies a promising draft although its estimated cost exceeds its gain, so that a wrong
     estimate is corrected.
@@ -138,12 +136,12 @@ class PassCostRecord(Record):
     Attributes:
         recent: The least-squares moments of recent passes of each kind, see ``add_observation``.
         calibrated: The least-squares moments of the passes timed at start-up.
-        weight: The weight of ``calibrated``, which falls with every later pass of the kind.
+        weight: The weight of ``calibrated``, which falls with every later pass of the same kind.
         num_slow: The number of consecutive latest passes that took over _CONTRADICTION times their estimate.
         least_slow: The least ratio of time to estimate among the ``num_slow`` latest passes.
         since_probe: The number of passes since the last probe.
         probe_pause: The number of passes from one probe to the next.
-        probe_cost: The cost of the last probe, in average recent passes.
+        probe_cost: The cost of the last probe, as a multiple of the time of an average recent pass.
         is_probing: Whether a probe has been decided and not been measured yet.
         num_withheld: The number of passes since promising drafts began to be withheld; 0 if no draft is withheld.
     """
@@ -222,11 +220,11 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the time that a measured forward pass adds to the fit; -1 if the pass was probably interrupted.
+    """Return the time to use in the fit for a forward pass that took ``seconds``; -1 if it was probably interrupted.
 
-    The estimate is considered wrong if one pass is faster than it by _CONTRADICTION, or if _CONFIRMATIONS consecutive
-    passes are slower by it. Then all earlier passes of the kind are forgotten, and the fastest of the contradicting
-    times is returned.
+    The estimate is considered wrong if a pass takes less than 1 / _CONTRADICTION of the ``expected`` time, or if
+    _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times that time. Then all earlier times of this kind
+    of pass are discarded. If the passes were slow, the least of their ratios to ``expected`` counts.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -293,8 +291,8 @@ def pass_seconds(address: int, num_positions: int, is_wide: bool) -> float:
 def draft_token_cost(address: int, num_rows: int) -> float:
     """Return the cost of verifying one more draft token per row, in output tokens; 0 if it is unknown.
 
-    If the cost estimate is due to be checked by verifying a draft (a probe), the result is at most MIN_PROBE_GAIN,
-    because drafters would otherwise draft nothing.
+    If it is time for a probe, i.e. a draft that is verified only to check the cost estimate, the result is at most
+    MIN_PROBE_GAIN, because drafters would otherwise draft nothing.
     """
     costs = costs_at(address)
     cost = cost_in_tokens(costs.rate, num_rows, _seconds(costs, num_rows, False), costs.per_position)
@@ -322,11 +320,11 @@ def best_num_steps(recent: tuple[float, float], num_rows: float, gains: Floats, 
 
 @kernel
 def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -> int:
-    """Return the draft length to verify: that with the greatest throughput, or more to check the cost estimate.
+    """Return the draft length to verify: the one with the greatest expected throughput, or a longer one as a probe.
 
-    Such a check is a probe. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length, because a
-    wrong cost of long drafts does not show in short ones. Further calls before the next measured pass return the same
-    length.
+    A probe checks the cost estimate. It verifies up to _PROBE_WIDTH tokens of each row, or four times the best length,
+    because short drafts do not show that the estimated cost of long ones is wrong. Further calls before the next
+    measured pass return the same length.
 
     Args:
         address: The address of the `PassCostRecord`.

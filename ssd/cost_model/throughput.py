@@ -49,10 +49,10 @@ def recent_pass(rate: ThroughputRecord) -> tuple[float, float]:
 
 @inlined
 def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    """Convert ``more_seconds`` of a forward pass to output tokens, the unit of draft costs.
+    """Convert the time that draft tokens add to a forward pass, ``more_seconds``, to output tokens.
 
-    Without them, the pass produces ``num_tokens`` in ``seconds``. A draft token that needs ``more_seconds`` is worth
-    verifying only if its acceptance probability exceeds the result. `combined_rate` is the conversion rate.
+    Without the draft tokens, the pass produces ``num_tokens`` in ``seconds``. A draft token is worth verifying only if
+    its acceptance probability exceeds the result. `combined_rate` is the conversion rate.
     """
     tokens, time = recent_pass(rate)
     return float(more_seconds * (num_tokens + tokens) / max(seconds + time, _NO_TIME))
@@ -60,13 +60,13 @@ def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, mo
 
 @inlined
 def combined_rate(recent: tuple[float, float], num_tokens: float, seconds: float) -> float:
-    """Return the tokens per second of a forward pass and an average recent pass together; draft lengths maximise it.
+    """Return the tokens per second of a forward pass and an average recent pass together.
 
-    With the expected output G and time C of this pass, and the recent averages T and K, the result is (G + T) / (C +
-    K). An accepted token saves the time that the token would have taken later. That time depends on recent passes, but
-    also on this one: text that is easy to draft now is easy to draft a little later too, and then a token saves little.
-    In replays of recorded outputs this objective was better than G / C, and better than a fixed exchange rate T / K
-    (Dinkelbach 1967).
+    Draft lengths are chosen to maximize this rate. If the pass is expected to produce G tokens in C seconds, and recent
+    passes produced T tokens in K seconds on average, the rate is (G + T) / (C + K). An accepted token saves the time
+    that it would have taken later. That time resembles recent passes, but also this one: text that is easy to draft now
+    is probably easy a little later too, and then a token saves little. In replays of recorded outputs this objective
+    was better than G / C, and better than a fixed exchange rate T / K (Dinkelbach 1967).
     """
     return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
 

@@ -1,1 +1,1 @@
-"""The tools with which numba kernels are written: records in memory, and machine code stored on disk."""
+"""The tools for writing numba kernels: records in memory, and a cache of machine code on disk."""

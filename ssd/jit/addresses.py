@@ -3,10 +3,10 @@
 A kernel gets the address of one record and finds all other data from there, so one call can serve segments of any
 number, size and token width. The memory layout of a record is that of a C struct; it is defined by a subclass of
 ``Record``, whose annotations name numpy types. Python and kernels both read and write ``record.field``. In Python a
-record is a ``ctypes`` view, whose fields are fifty times as fast to read as numpy's; in kernels it is numba's record, a
-load at a fixed offset.
+record is a ``ctypes`` view, whose fields are fifty times as fast to read as numpy's. In kernels it is numba's record;
+reading a field is one load at a fixed offset.
 
-Addresses are checked only in the build that `code_cache` describes. They come from arrays that a ``Snapshot`` or a
+Addresses are checked only in the checked build, see `code_cache`. They come from arrays that a ``Snapshot`` or a
 drafter keeps alive.
 """
 

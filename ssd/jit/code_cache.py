@@ -132,7 +132,7 @@ def source_stamp(path: Path, package: Path = _PACKAGE) -> str:
 
 @cache
 def _imports_of(path: Path, package: Path) -> frozenset[Path]:
-    """Return the files of ``package`` that a source file imports by absolute names; of a package, all its files."""
+    """Return the files of ``package`` that a source file imports by absolute names; a package means all its files."""
     names: set[str] = set()
     for module, members, modules in _IMPORT.findall(_text_of(path)):
         if module:
@@ -201,7 +201,7 @@ _is_prebuilding = False
 
 
 def prebuild() -> bool:
-    """From now on, compile kernels for the baseline processor and store their machine code in `PREBUILT` only.
+    """From now on, compile kernels for a baseline processor (`_BASELINES`), and store machine code in `PREBUILT` only.
 
     Call this function before any kernel is imported.
 
@@ -219,7 +219,7 @@ def prebuild() -> bool:
 
 
 def _baseline() -> str | None:
-    """Return LLVM's name of the processor for prebuilt code; None if this processor (or numba's setting) differs."""
+    """Return the LLVM processor for which prebuilt code is compiled; None if this process cannot use such code."""
     baseline, required = _BASELINES.get(_TRIPLE.partition("-")[0], (None, ()))
     features = binding.get_host_cpu_features()
     return baseline if config.CPU_NAME is None and all(features.get(name) for name in required) else None
@@ -322,7 +322,7 @@ class KernelCache:
 
 
 def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
-    """Return numba's own cache of a function, with ``stamp`` as its source stamp. May raise any exception."""
+    """Return numba's own cache of a function, which is invalidated if ``stamp`` changes. May raise any exception."""
     from numba.core.caching import (
         FunctionCache,
         IndexDataCacheFile,
@@ -357,7 +357,7 @@ def cache_machine_code(dispatcher: Any) -> None:
 
 
 def _warn_once(what: str, error: Exception) -> None:
-    """Log a warning about stored machine code, once for each kind of problem, because it concerns all kernels."""
+    """Log a warning about stored machine code, once for each ``what``: one problem usually affects all kernels."""
     if what not in _warned:
         _warned.add(what)
         log.warning(

@@ -43,7 +43,7 @@ _MIN_BYTES_PER_S = 8192
 """The minimum rate, in bytes per second, of a Redis reply that takes longer than _PATIENCE_S; slower replies are
 aborted.
 
-Without this limit, a slow trickle of bytes would never time out, while a new connection may be faster.
+Without this limit, a reply whose bytes arrive one by one would never time out; a new connection may be faster.
 """
 
 

@@ -90,7 +90,7 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
 
 
 def unverified_num_tokens(data: bytes) -> int:
-    """Return the number of tokens in a replication entry's header; an invalid entry counts as one of maximum size."""
+    """Return the number of tokens that a replication entry's header states; the maximum if the entry is invalid."""
     if len(data) < _PAYLOAD or data[0] != FORMAT_VERSION:
         return MAX_ENTRY_TOKENS
     num_tokens: int = _HEADER.unpack_from(data)[3]
@@ -110,7 +110,7 @@ def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
 
 
 def max_entries_of(max_tokens: int) -> int:
-    """Return the maximum number of entries of a Redis stream with at most ``max_tokens`` tokens in short entries."""
+    """Return the limit on the number of entries of a Redis stream for ``max_tokens`` tokens, even in short entries."""
     return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 
 

@@ -1,26 +1,26 @@
 """The position up to which a replica has read a replication stream, in a form that survives restarts.
 
-After a restart, a `ReplicaOffset` determines which entries of the log are in the cache already. It is written with the
-cache's manifest (``NamespaceCache.set_source``), so that it never covers text that a crash has lost::
+After a restart, a `ReplicaOffset` determines which entries of the stream are in the cache already and need not be
+stored again. It is saved with the cache's manifest (``NamespaceCache.set_source``), so that it never covers text that a
+crash has lost::
 
-    other replicas' entries    known up to the offset, if the log still has it
-    our own entries            known if their ring position was in a file when their incarnation ended
+    entries of other replicas    are in the cache up to the offset, unless the stream was emptied or replaced
+    entries of this replica      are in the cache if their ring position was in a file when their incarnation ended
 
-An *incarnation* is one opening of a namespace's cache, under its own replica id. Its entries have the ring positions of
-their text. So entries whose text reached a file are known, whenever and in whatever order they were written to the log.
-The text of our other entries was lost with the memtable and is read back. A copy of a directory on another machine
-knows the same former incarnations and starts another one.
+An *incarnation* is one opening of a namespace's cache, under its own replica id. Its entries contain the ring-buffer
+positions of their text, so it does not matter when and in which order they were written to the stream. Text of this
+replica that had not reached a file was lost with the memtable and is read back. A copy of a cache directory on another
+machine begins an incarnation of its own.
 
-The *offset* is the entry that was read last, by stream id and sequence id. If the log has this entry, it is the log
-that was read up to there. So it is detected if a Redis server has lost its newest entries or all entries, or was
-replaced.
+The *offset* identifies the last entry that was read, by stream id and sequence id. If the stream is empty, or begins
+before the offset but does not have this entry, the Redis server was replaced or has lost entries.
 
 Duplicates are possible in these cases; outputs are never affected:
 
-* The log has only older entries than the offset, or none, because Redis was restored without its newest entries or was
-  replaced. The log is read completely, and other replicas' entries are stored a second time.
-* An entry was written twice, and the first copy was read before the restart and trimmed meanwhile. It is stored twice.
-* More than 64 incarnations began before one of our entries was read back. It is stored twice.
+* The stream has only entries older than the offset, or none, because Redis was restored without its newest entries or
+  was replaced. The stream is read completely, and entries of other replicas are stored a second time.
+* An entry was written twice, and the first copy was read before the restart and trimmed since. It is stored twice.
+* More than 64 incarnations began before an entry of this replica was read back. The entry is stored twice.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse a stored stream position of this or a former version; any other JSON gives an empty position."""
+    """Parse a stored stream position of this or an earlier version; return an empty position for any other JSON."""
     if checkpoint is None:
         return (), None
     try:

@@ -1,10 +1,10 @@
 """Reading and writing of one Redis stream.
 
 A stream assigns growing ids, and any writer may choose one. After the largest possible id, a stream accepts no entry
-any more, and is replaced by a new stream under the same key. Replicas do so without coordination: each deletes the
-stream in a transaction that fails if another client has modified it since it was found to be full; then all append to
-the new stream. Replicas that had not read the old stream's entries lose them. The ids of the new stream start at the
-server's clock again; ``subscriber`` regularly checks the log and detects that they are smaller than those read before.
+any more, and is replaced by a new stream under the same key. Replicas need no coordination for this: each deletes the
+stream in a transaction, which fails if another client has modified the stream since it was found to be full. Then all
+append to the new stream. Replicas that had not read the old stream's entries lose them. The ids of the new stream start
+at the server's clock again; ``subscriber`` regularly checks the stream and detects that its ids have become smaller.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Publisher:
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
         """Queue new text of a replica for the Redis stream ``key``. Never waits for Redis. O(entries).
 
-        The k-th entry of a text gets the text's position in the ring buffer plus k in its sequence id. This identifies
-        the entry, because a text reaches a file as a whole.
+        The sequence id of the k-th entry of a text contains the text's ring-buffer position plus k. Such an id is
+        unique within the replica, and shows whether the text is in a file, because texts are never split between files.
         """
         entries: list[Entry] = []
         position = pieces.position
@@ -164,7 +164,7 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries to Redis; return those that Redis rejected, and why. Raise errors that end the connection."""
+        """Write entries to Redis; return the rejected entries and the reason. Raise errors that end the connection."""
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         values = [pack_entry(entry, queue.key) for entry in entries]
@@ -190,7 +190,7 @@ class Publisher:
             return queue, entries
 
     def _record_write(self, queue: PublishQueue, entries: list[Entry], left: list[Entry], *, is_rejected: bool) -> None:
-        """Update the counters and the queue after a write of ``entries``, of which Redis did not confirm ``left``."""
+        """Update counters and queue after writing ``entries``; ``left`` are the entries that Redis did not confirm."""
         with self._lock:
             self._num_in_flight = 0
             queue.put_back(left)
@@ -235,7 +235,7 @@ class StreamStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationStats:
-    """Counters of the replication of text through Redis. An entry has a sequence or a part of at most 4,096 tokens."""
+    """Counters of replication through Redis. An entry contains a sequence, or at most 4,096 tokens of a long one."""
 
     is_connected: bool  # Redis answers, and rejected neither the last read nor the last write of any namespace
     num_published: int = 0
@@ -289,7 +289,7 @@ class ReplicationLog:
         self.subscriber.loop.start()
 
     def attach(self, cache: NamespaceCache) -> None:
-        """From now on, publish new text of a cache to the replicas, and add their text to the cache. Returns at once.
+        """From now on, publish new text of a cache to the replicas, and add their text to it. Never waits for Redis.
 
         A cache with a directory continues where it stopped before a restart: text that it flushed is not stored again,
         and published text that it lost with its memtable is read back. ``offsets`` describes this, and the cases in
@@ -336,7 +336,7 @@ class ReplicationLog:
         )
 
     def close(self) -> None:
-        """Write the queued entries if Redis accepts them at once, and stop the threads. May be called twice."""
+        """Write the queued entries if Redis accepts them immediately, and stop the threads. May be called twice."""
         self._publisher.stop()
         self.subscriber.stop()
         self._publisher.close(_CLOSE_TIMEOUT_S)

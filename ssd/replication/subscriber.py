@@ -128,12 +128,12 @@ class Subscriber:
     """The reading half of the replication log: one thread and connection that read and trim all replication streams.
 
     A stream is read from its beginning, and entries that are not in the cache are stored, oldest first. Entries that
-    were trimmed before are lost. Known entries are read too: their sizes are needed to bound the stream, and their
-    sequence ids to detect second copies.
+    were trimmed before are lost. Entries whose text is in the cache are read too: their sizes are needed to bound the
+    stream, and their sequence ids to detect second copies.
 
     Nothing in a stream is trusted. Every two seconds, the subscriber checks that each stream still has the entry that
-    was read last. If not, the stream was emptied or replaced, and is read from its beginning. So no forged id can stop
-    this replica from reading, and no clock matters. An entry that is too large to transfer is skipped by its id. A
+    was read last. If not, the stream was emptied or replaced, and is read from its beginning. So neither a forged id
+    nor a wrong clock can stop this replica from reading. An entry that is too large to transfer is skipped by its id. A
     stream that is rejected, or whose cache is slow, is paused while the others are read.
     """
 

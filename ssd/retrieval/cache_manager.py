@@ -30,7 +30,7 @@ DEFAULT_NAMESPACE = "default"
 
 
 class _Discarded(Exception):
-    """Raised while a namespace is being opened, because it has been deleted meanwhile."""
+    """Raised while a namespace is being opened, if a request to delete this namespace has arrived since."""
 
 
 class CacheManager:
@@ -56,7 +56,7 @@ class CacheManager:
         on_open: Callable[[NamespaceCache], object] | None = None,
         on_close: Callable[[NamespaceCache], object] | None = None,
     ) -> None:
-        """Open the default ``namespace`` at once, so that errors of its directory are raised here.
+        """Create the manager and open the default ``namespace``, so that errors of its directory are raised here.
 
         Other namespaces are opened on first use.
 
@@ -128,7 +128,8 @@ class CacheManager:
             policy: The settings of the namespace from now on.
 
         Returns:
-            None if the name is invalid, or if all namespaces that the group may have open are leased by requests.
+            None if the name is invalid, or if the namespace is not open and requests already lease
+            ``policy.max_in_group`` namespaces of its group.
         """
         try:
             if self._is_group_full(name, policy):
@@ -160,7 +161,7 @@ class CacheManager:
         self._attach_shared_to_all()
 
     def discard(self, name: str) -> None:
-        """Delete a namespace and the namespaces of its group, open or not, together with their files.
+        """Delete a namespace, open or not, the namespaces whose ``policy.group`` it is, and the files of all of them.
 
         Existing leases of these namespaces become empty. Waits for writes in progress.
 
@@ -258,7 +259,7 @@ class CacheManager:
         """Open the cache of a namespace.
 
         If the directory cannot be used, the cache stays in memory, except that of the default namespace, for which
-        CacheError is raised. Raises _Discarded if the namespace was deleted meanwhile.
+        CacheError is raised. Raises _Discarded if the namespace was deleted while it was being opened.
         """
         with self._lock:
             if self._namespaces.get(namespace.name) is not namespace:
@@ -372,8 +373,8 @@ class CacheManager:
     def _pop_least_used(self, policy: NamespacePolicy) -> list[NamespaceCache]:
         """Remove the least recently used namespaces beyond the limits of group and manager; return their open caches.
 
-        ``policy`` is that of the namespace just requested. Leased namespaces stay. Namespaces that are not durable go
-        first, because closing durable namespaces costs more.
+        ``policy`` belongs to the namespace that was just requested. Leased namespaces are not removed. Namespaces that
+        are not durable are removed first, because closing durable namespaces costs more.
         """
         entries = list(self._namespaces.values())
         group = [each for each in entries if policy.group is not None and each.policy.group == policy.group]

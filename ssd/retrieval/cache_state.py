@@ -14,7 +14,8 @@ SourcePosition = Mapping[str, Any]
 class Checkpoint(NamedTuple):
     """A position in a replication log (or another source of text) up to which all text is in files.
 
-    Text that was evicted, or dropped because flushing could not keep up, counts as stored: it is lost for good.
+    Text that was evicted, or dropped because flushing could not keep up, also counts as stored, because it cannot be
+    recovered.
 
     Attributes:
         source: All text of the log up to this position is in files.
@@ -50,7 +51,7 @@ class PendingCheckpoints:
         return len(self._pending)
 
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
-        """Add a replication-log position that is valid for a restart once all text before ``position`` is in files.
+        """Add a replication-log position at which a restart may continue once all text before ``position`` is in files.
 
         ``position`` and ``memtable_start`` are positions in the ring buffer; text before ``memtable_start`` is in
         files.
@@ -61,10 +62,9 @@ class PendingCheckpoints:
         self._skip_to(memtable_start)
 
     def durable_at(self, position: int) -> Checkpoint | None:
-        """Return the newest replication-log position that is valid if all text before ``position`` is in files.
+        """Return the newest checkpoint that is valid if all text before ring-buffer position ``position`` is in files.
 
-        ``position`` is a position in the ring buffer. If ``set`` skipped the newest log position, an older one is
-        returned.
+        If ``set`` has dropped the newest such log position, an older one is returned.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:
@@ -80,7 +80,7 @@ class PublishedState(Protocol):
     """An immutable copy of what a drafter has learned about a namespace."""
 
     def to_bytes(self) -> bytes:
-        """Serialize what the drafter has learned, for ``LearnedState.stored`` after a restart. Thread-safe."""
+        """Serialize what the drafter has learned, in the form of ``LearnedState.stored``. Thread-safe."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Deduplicate prompts, so that text with which many prompts begin is stored once."""
+"""Deduplicate prompts: if many prompts begin with the same text, this text is stored once."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ class PromptDeduplicator:
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
         """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
-        The result is one view of ``tokens``, or none if nothing is new. The completion, after ``prompt_length`` tokens,
-        is always returned, because the number of occurrences of a text ranks drafts. Its blocks are remembered too,
-        because the next turn of a conversation repeats them in its prompt. The part will be stored at the ring-buffer
-        position ``position``, which never decreases.
+        The result is a list of one view of ``tokens``, or an empty list if nothing is new. The completion, after
+        ``prompt_length`` tokens, is always returned, because the number of occurrences of a text ranks drafts. Its
+        blocks are remembered too, because the next turn of a conversation repeats them in its prompt. The caller stores
+        the part at the ring-buffer position ``position``, which never decreases.
         """
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:
@@ -161,9 +161,9 @@ class PromptDeduplicator:
     def note_replicated(self, piece: Tokens, position: int) -> None:
         """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
-        If ``piece`` begins like a continuation of a known block, it is regarded as a continuation, and otherwise as the
-        beginning of a text. If that is wrong, a beginning may count as stored whose parts are all stored, each with its
-        lead-in, but not in one piece. Contexts of the lead-in's length are found nevertheless.
+        If the first tokens of ``piece`` are the lead-in of a known block, the text is assumed to continue that block,
+        and otherwise to be a beginning. If this is wrong, a prompt may be regarded as stored although
+        only its parts are, each with its lead-in. Contexts of the lead-in's length are found nevertheless.
         """
         if self._ends is None:
             return

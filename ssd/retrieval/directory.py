@@ -3,9 +3,8 @@
 ::
 
     manifest.json            the segments of one generation; replaced atomically, after the files it names exist
-    manifest-previous.json   the manifest before. A damaged or lost manifest is rebuilt from this one and from the
-                             headers of the segments,
-    manifest-damaged.json    and the damaged one is stored under this name
+    manifest-previous.json   the manifest before; with it and the segments' headers, a lost or damaged one is rebuilt
+    manifest-damaged.json    a damaged manifest, which was renamed to this when it was rebuilt
     learned.bin              the learned state of drafters (``LearnedState``); replaced atomically, may be removed
     <segment id>.seg         segment files, never modified; damaged ones stay, and are logged, until someone removes
                              them
@@ -59,7 +58,8 @@ LEFT_OUT_SUFFIX: Final = ".left-out"
 _MAX_LEARNED_BYTES: Final = 1 << 26
 
 RETRY_S: Final = 30.0
-"""The interval in seconds at which failed writes of a cache directory are retried; a flush of new text retries at once.
+"""The interval in seconds at which failed writes of a cache directory are retried. A flush of new text retries them
+too.
 """
 SAVE_LEARNED_S: Final = 60.0
 
@@ -138,8 +138,8 @@ class SegmentDirectory:
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
         """Load the segments that the manifest names, and return them in order, with the errors of unreadable segments.
 
-        Raises FormatVersion or OSError for files that may be intact but cannot be read now or by this version, and
-        closes the directory.
+        If a file may be intact but cannot be read now, or not by this version, closes the directory and raises OSError
+        or FormatVersion.
         """
         segments, failures = load_segments(self.path, self.manifest, namespace=self._identity["namespace"])
         used = {segment.segment_id for segment in segments}
@@ -178,9 +178,9 @@ class SegmentDirectory:
     ) -> None:
         """Replace the directory's manifest by one that lists ``segments``, and remove the files of other segments.
 
-        Segments without a file, because they could not be written, are skipped, and unusable files stay. The order
-        survives a power failure: the files' bytes, their names, the manifest's bytes and its name reach the disk one
-        after the other, and then other files are removed.
+        Segments without a file, because they could not be written, are skipped, and unusable files stay. A power
+        failure at any time leaves a valid directory: the segments' bytes and file names reach the disk before the
+        manifest, and other files are removed last.
 
         Raises:
             CacheLocked: Another process writes the directory.
@@ -400,9 +400,9 @@ def load_all_segments(path: Path, manifest: Manifest) -> list[Segment]:
 class DurableSegments:
     """Writes the segments of one namespace to files, and retries failed writes. Not thread-safe.
 
-    Segments that cannot be written are searched nevertheless, and writing them is retried. Such an outage begins with
-    the first failure and ends when everything is in files again. It does not end with the first successful write,
-    because a nearly full disk accepts small files all the time.
+    Segments that cannot be written are searched nevertheless, and writing them is retried. An outage, which is logged
+    once, begins with the first failed write and ends when everything is in files again. It does not end with the first
+    successful write, because small files can be written to a nearly full disk.
     """
 
     def __init__(
@@ -460,7 +460,7 @@ class DurableSegments:
     def commit(
         self, segments: tuple[Segment, ...], next_position: int, checkpoint: Checkpoint | None, *, is_whole: bool
     ) -> None:
-        """Update the manifest of the cache directory to the segments that have files.
+        """Write a manifest that lists those of the ``segments`` that have files.
 
         ``is_whole`` is whether no merge is waiting for disk space.
         """

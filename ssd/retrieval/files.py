@@ -74,8 +74,8 @@ _TEMPORARY = re.compile(r"(?:[0-9a-z-]{1,64}\.seg|manifest(?:-previous)?\.json|l
 def write_file(path: Path, parts: Sequence[bytes | memoryview], *, durable: bool) -> None:
     """Write ``parts`` to ``path`` atomically: readers see either the old file or the new one. Raises OSError.
 
-    The bytes go to a temporary name in the same directory, which is renamed. With ``durable``, they are synced to disk
-    before that.
+    The bytes are written to a temporary file in the same directory, which is renamed to ``path``. With ``durable``,
+    they are synced to disk before the renaming.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -105,7 +105,7 @@ def create_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def _create(path: Path) -> int:
-    """Create a file, never following a link, after removing any file left by a process with the same process id."""
+    """Create a file without following links. A file left by an earlier process with the same process id is removed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, FILE_MODE)
@@ -183,7 +183,7 @@ class DirectoryLock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock the directory ``path``. Raises CacheLocked at once if another process has the lock, and OSError."""
+        """Lock a directory without waiting. Raises CacheLocked if another process has the lock, and OSError."""
         self._path = path
         self._file: BinaryIO | None = None
         self._directory: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -369,7 +369,7 @@ class _NewerFormat(ValueError):
 
 
 def dump_checked_json(name: str, content: Mapping[str, Any]) -> bytes:
-    """Serialize ``content`` as JSON under the key ``name``, with a checksum and, twice, the format number."""
+    """Serialize ``content`` as JSON under the key ``name``, with the format number and a checksum that covers both."""
     content = {**content, "format": MANIFEST_FORMAT}  # the checksum does not cover the outer format number
     return json.dumps({"format": MANIFEST_FORMAT, name: content, "xxh3": _digest(content)}, indent=1).encode()
 

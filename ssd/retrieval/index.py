@@ -25,12 +25,12 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
     The size class of a segment is the logarithm of its size to the base ``merge_fanout``. A segment with a larger,
     newer neighbour is in that neighbour's class, because small segments between large ones would otherwise never be
-    merged. If at least ``merge_fanout`` neighbours are in one class, the cheapest run of them is merged: the one with
-    the fewest sorted tokens per token outside the run's largest segment. So each class has fewer than ``merge_fanout``
-    segments, except those whose sum would exceed ``max_tokens``, and a token is sorted about log(capacity /
+    merged. If at least ``merge_fanout`` neighbours are in one class, some of them are merged: those whose merge sorts
+    the fewest tokens per token outside their largest segment. So each class has fewer than ``merge_fanout``
+    segments, except segments whose sum would exceed ``max_tokens``, and a token is sorted about log(capacity /
     flush_tokens) times.
 
-    ``segments`` are in order, oldest first. Those whose ids are in ``excluded`` are not merged.
+    ``segments`` are in order, oldest first. Segments whose ids are in ``excluded`` are not merged.
     """
     classes = [
         int(math.log(max(1.0, len(segment) / config.flush_tokens), config.merge_fanout) + 1e-9) for segment in segments
@@ -53,7 +53,10 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
 
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
-    """Return the cheapest merge of 2 to ``fanout`` neighbours with at most ``max_tokens`` tokens, and its cost."""
+    """Return the cheapest merge of 2 to ``fanout`` neighbours with at most ``max_tokens`` tokens, and its cost.
+
+    The cost is the number of tokens to sort, per token outside the largest segment.
+    """
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
         total = largest = len(run[first])
@@ -83,15 +86,15 @@ class SuffixIndex:
         ring segments        [recent position, flushed)     immutable, in order of position, evicted oldest first
         memtable             [flushed, written)             in the ring buffer
 
-    Flushing, merging and retaining have two halves each, so that the owner can sort in between, on another thread and
-    without its lock: ``memtable_to_flush`` ... ``install_flushed``, ``plan_merge`` ... ``install_merged``, and
-    ``eviction_pass`` ... ``install_retained``.
+    Flushing, merging and retaining are split into two calls each: ``memtable_to_flush`` and ``install_flushed``,
+    ``plan_merge`` and ``install_merged``, ``eviction_pass`` and ``install_retained``. Between the two calls, the owner
+    sorts on another thread, without its lock.
 
     If room is needed, the oldest segment is evicted. The parts of it that occur in a later output come back as a
     retained segment, which is placed before all segments that are not evicted yet and is not examined again. Retained
-    segments have at most half of the capacity. Beyond that, and if there are no other segments, the oldest retained
-    ones are dropped. So new text always has half of the capacity, and text that is never reused evicts only text that
-    is not reused either.
+    segments have at most half of the capacity. If they exceed it, or if there are no other segments to evict, the
+    oldest retained segments are dropped. So new text always has half of the capacity, and text that is never reused
+    evicts only text that is not reused either.
     """
 
     def __init__(
@@ -167,7 +170,7 @@ class SuffixIndex:
     # Appending
 
     def append(self, tokens: Tokens, *, prompt_length: int = 0) -> list[Tokens]:
-        """Store a sequence (prompt, then completion) so that it can be searched at once; return the stored parts.
+        """Store a sequence (prompt, then completion), which can be searched immediately; return the stored parts.
 
         Leading blocks of the first ``prompt_length`` tokens that are stored already are skipped. Stored text that
         occurs in the other tokens, the output, counts as reused. The oldest segments are evicted, or the oldest
@@ -214,7 +217,7 @@ class SuffixIndex:
     # Flushing
 
     def memtable_to_flush(self) -> tuple[int, Tokens] | None:
-        """Return the position and a copy of the memtable's oldest sequences, at most one segment; None if empty."""
+        """Return the position and a copy of the oldest memtable text, at most one segment; None if there is none."""
         if len(self._ring) == 0:
             return None
         start = self._ring.memtable_start
@@ -260,7 +263,7 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments with the data needed to find their reused text; None if no segments are evicted.
+        """Return the evicted segments, with the data needed to find their reused text; None if there are none.
 
         Evicted segments are not searched any more; ``install_retained`` makes their reused text searchable again. See
         ``reuse.hot_texts``.
@@ -320,7 +323,7 @@ class SuffixIndex:
         self._publish_segments()
 
     def _evict(self, num_new_tokens: int) -> bool:
-        """Evict the oldest segments to make room; evict retained segments only if there are no others."""
+        """Evict the oldest segments to make room. Retained segments are evicted only if there are no other segments."""
         capacity, before = self.config.capacity_tokens, len(self.ring_segments)
         while self.ring_segments and self._num_ring_tokens + len(self._ring) + num_new_tokens > capacity:
             self._drop(self._num_retained if self._num_retained < len(self.ring_segments) else 0)

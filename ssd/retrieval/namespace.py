@@ -24,8 +24,8 @@ class NamespacePolicy:
         is_durable: Whether the namespace has a directory, if the manager has one, and is replicated. Otherwise all its
             text stays in this process's memory.
         owner: The owner of the text, for the manifest.
-        group: The group of the namespace. At most ``max_in_group`` namespaces of a group are open. For another one, the
-            least recently used is closed. If requests lease all of them, the request gets no namespace.
+        group: The group of the namespace. At most ``max_in_group`` namespaces of a group are open. To open another one,
+            the least recently used one is closed. If requests lease all of them, the request gets no namespace.
     """
 
     capacity_tokens: int | None = None
@@ -91,7 +91,7 @@ class NamespaceEntry:
             return self.cache
 
     def append(self, tokens: Tokens, *, prompt_length: int) -> None:
-        """Store a finished sequence, int32[n], now or when the namespace's cache is open. Never waits for files."""
+        """Store a finished sequence, int32[n], or keep it until the cache is open. Never waits for files."""
         with self._lock:
             if self._is_discarded:
                 return

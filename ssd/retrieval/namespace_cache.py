@@ -1,4 +1,4 @@
-"""The retrieval cache of one namespace: it stores sequences, and is sorted and written to files in the background."""
+"""The retrieval cache of one namespace: it stores sequences, and sorts and writes them to files in the background."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class NamespaceCache:
     """The stored text of one namespace. Made by ``CacheManager``, which also calls ``maintain`` unless it is inline.
 
     Appending and reading are safe from any thread and never wait for sorting or files. ``maintain``, ``close`` and
-    ``discard`` sort, read and write; they are safe from any thread, and run one at a time. ``_lock`` is locked for
+    ``discard`` sort, read and write files; they are safe from any thread, and run one at a time. ``_lock`` is held for
     microseconds, to change the index, checkpoints or counters, or to read several of them consistently.
     """
 
@@ -175,9 +175,9 @@ class NamespaceCache:
         A later prompt that begins with such text is neither stored again nor passed to listeners, so that replicas do
         not republish each other's text.
 
-        Waits, at most a second, while half of the ring buffer is unflushed, because a replica that reads a long log
-        must not outrun flushing; once the cache is being closed, it does not wait. So do not call it on the request
-        path, and pass some thousand tokens per call.
+        If half of the ring buffer is unflushed, the call waits for flushing, at most a second, because a replica that
+        reads a long log must not append faster. It does not wait once the cache is being closed. So do not call it on
+        the request path, and pass some thousand tokens per call.
 
         Args:
             pieces: int32[n] each, ids >= 0, verified by the caller. They are copied.
@@ -210,10 +210,11 @@ class NamespaceCache:
     def set_source(self, source: SourcePosition) -> None:
         """Record the caller's position in a replication log; after a restart, ``checkpoint`` is the last durable one.
 
-        The directory stores the newest position at which all text stored so far, by any caller, is in files. So a crash
-        loses only text after it. It must be small JSON, as every manifest contains it. Text in a file that turns out to
-        be unreadable is missing nevertheless, as is text dropped because flushing could not keep up. A segment that
-        could not be written delays the checkpoint, so that later text may be received again.
+        The directory stores the newest recorded position for which all text that the cache had then, from any caller,
+        is in files. So after a crash, only text after this position must be read again. ``source`` must be small JSON,
+        as every manifest contains it. A segment that could not be written delays the checkpoint, so that later text may
+        be received again. The checkpoint also covers text that is lost: dropped before it was flushed, or in a file
+        that has become unreadable.
         """
         with self._lock:
             self._set_source(source)
@@ -355,7 +356,7 @@ class NamespaceCache:
     # Flushing, and retaining reused text
 
     def _flush_memtable(self, min_tokens: int) -> None:
-        """Turn the memtable into segments while it has at least ``min_tokens`` tokens; text appended later waits."""
+        """Turn the memtable, without text appended since, into segments while it has ``min_tokens`` tokens or more."""
         stop = self._index.next_position
         while True:
             with self._lock:
@@ -441,7 +442,7 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer the retry of a failed merge, twice as long each time; without ``error``, no failure is counted."""
+        """Defer the retry of a failed merge, twice as long each time. Without ``error``, no failure is counted."""
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2

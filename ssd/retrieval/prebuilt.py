@@ -128,7 +128,7 @@ class PrebuiltWriter:
             self.discard()
 
     def _commit(self, segments: Sequence[Segment]) -> None:
-        """List the new segments first in the manifest; a server's ring-buffer position and checkpoint do not change."""
+        """Write a manifest with prebuilt segments first; its ring-buffer position and checkpoint stay unchanged."""
         manifest = self._directory.manifest
         self._directory.commit(
             sorted(segments, key=lambda segment: segment.start is not None),

@@ -1,8 +1,8 @@
 """Detect stored text that a later output repeated ("reused" text), so that it is retained instead of evicted.
 
 Reuse is detected when segments are evicted. About a quarter of the windows of evicted text, identified by hashes of
-their tokens, are looked up in all stored outputs and in the retained text. A window that occurs in a later output
-marks the block of text in which it occurred first. Prompts mark nothing, because clients control them.
+their tokens, are looked up in all stored outputs and in the retained text. If a window occurs in a later output, the
+block of text in which it occurred first is retained. Windows in prompts do not count, because clients choose prompts.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 
 @kernel
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
-    """Set ``flags`` of the windows of evicted text that occur in a later output.
+    """Find the windows (runs of WINDOW_TOKENS tokens) of evicted text that occur in a later output.
 
-    ``wanted`` are the sorted hashes of these windows, and ``places`` their first positions: only outputs whose prompt
-    begins after it count. ``ends`` and ``keys`` are the ends and hashes of the windows of later text.
+    Sets ``flags[i]`` for the window with the hash ``wanted[i]`` (sorted), first found at position ``places[i]``. Only
+    outputs whose prompt begins later count. ``ends`` and ``keys`` are the positions and hashes of the compared windows.
     """
     output = 0
     for i in range(len(keys)):
@@ -181,7 +181,7 @@ def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     """Return the reused text of a segment: the blocks marked in ``used``, each with its two neighbouring blocks.
 
     ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of
-    blocks becomes a sequence of its own. The result may be empty.
+    consecutive blocks becomes a sequence of its own. The result may be empty.
     """
     hot = used.copy()
     hot[1:] |= used[:-1]

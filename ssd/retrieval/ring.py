@@ -26,9 +26,9 @@ class TokenRing:
         [memtable_start, memtable_stop)   the memtable: whole sequences, each closed by ``SEPARATOR``
         [memtable_stop, ...)              not written yet
 
-    An append overwrites only slots below ``memtable_start``, and moves ``memtable_start`` before if it must. An earlier
-    snapshot stays intact until about ``len(tokens)`` more tokens arrive. A slower reader reads newer tokens, but never
-    anything that was not a token.
+    An append first increases ``memtable_start`` if there is no room, and then overwrites only slots before it. An
+    earlier snapshot stays intact until about ``len(tokens)`` more tokens arrive. A slower reader reads newer tokens,
+    but never anything that was not a token.
     """
 
     def __init__(self, limit: int, position: int = 0) -> None:
@@ -68,7 +68,7 @@ class TokenRing:
         return np.concatenate([self.tokens[first:], self.tokens[:last]])
 
     def end_of_sequences(self, max_tokens: int) -> int:
-        """Return the position up to which the oldest sequences have together at most ``max_tokens`` tokens.
+        """Return the position after the oldest sequences that together have at most ``max_tokens`` tokens.
 
         At least one sequence is included.
         """

@@ -1,9 +1,9 @@
 """An immutable text with the suffix array of the reversed text, and the file format in which the two are stored.
 
 Token ids take as few bytes as the largest one needs (``width``). An id is stored as id + 1, and ``SEPARATOR`` as 0,
-little-endian, between two guards of zeros. With this layout, texts can be compared backwards eight bytes at a time, for
-every width: a 64-bit number loaded from just before a position has the nearest token in its highest bytes, so comparing
-such numbers orders positions by the text before them.
+little-endian, with zero bytes before and after the text. With this layout, texts can be compared backwards eight bytes
+at a time, for every width: in a 64-bit number loaded from just before a position, the nearest token has the highest
+bytes. So comparing such numbers orders positions by the text before them.
 
 Files are written once and verified completely when they are opened. Segments are exchanged only as files.
 """
@@ -275,7 +275,7 @@ def open_segment(path: Path, *, fingerprint: str, namespace: str | None = None) 
     """Read a segment file into memory and verify it completely. Later changes of the file have no effect.
 
     ``namespace`` is the namespace that the file must have; None accepts any. Checksums prove that the text and the
-    suffix array are as written, and bounds are checked so that no reader can leave the text; the sort order is not
+    suffix array are as written. Bounds are checked, so that no search reads outside the text. The sort order is not
     verified.
 
     Raises:
@@ -334,7 +334,7 @@ def _check_section(path: Path, section: str, array: npt.NDArray[Any], checksum: 
 
 
 def _check_text(path: Path, text: Bytes, num_tokens: int, width: int) -> None:
-    """Verify the zeros around a segment's text and its last separator, which keep searches inside the segment."""
+    """Raise SegmentCorrupt if the text lacks its last separator or the zeros around it, which bound searches."""
     stop = GUARD_BYTES + width * num_tokens
     if text[:GUARD_BYTES].any() or text[stop - width :].any():
         raise corrupt(path, "its text has no separator at its end, or no zeros around it")

@@ -61,8 +61,7 @@ Bytes = npt.NDArray[np.uint8]
 _TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""The maximum number of tokens in a segment. The limit of the sorting library is in bytes, and a token may take four.
-"""
+"""The maximum number of tokens in a segment: the sorting library limits the number of bytes, up to four per token."""
 _BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 
@@ -113,9 +112,10 @@ def build_suffix_array(tokens: Tokens) -> Tokens:
 
     ``SEPARATOR`` is an ordinary symbol, the smallest one; a text that ends sorts before its continuations. The sorter
     is libdivsufsort (Y. Mori), the copy in pydivsufsort, called directly: O(n log n), about 0.12 s for 10**6 tokens of
-    32k distinct ids. It sorts bytes, so that time and memory follow the number of bytes per distinct id. With at most
-    65,536 distinct ids, the peak is 12 bytes per token, in addition to the input and its copy as ranks. The sort runs
-    without the GIL on one thread, and the code after it lets other threads run every few hundred microseconds.
+    32k distinct ids. It sorts bytes, so time and memory grow with the number of bytes that it takes to number the
+    distinct ids. With at most 65,536 distinct ids, the peak is 12 bytes per token, in addition to the input and its
+    copy as ranks. The sort runs without the GIL on one thread, and the code after it lets other threads run every few
+    hundred microseconds.
 
     Raises CacheError if the text is too long for the library.
     """
@@ -160,10 +160,10 @@ def _reversed_bytes(ranks: npt.NDArray[np.unsignedinteger], width: int) -> Bytes
 
 
 def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
-    """Convert a suffix array of the reversed text's bytes into a suffix array of the text's tokens, in place.
+    """Convert, in place, the suffix array of the packed bytes that the library sorted to that of the ``n`` tokens.
 
-    The sorting library supports only bytes, so ``order`` contains offsets inside tokens too, which are dropped. The
-    ``n`` token positions are written to the beginning of ``order``.
+    The library sorts bytes, so ``order`` also contains positions between the bytes of one token. They are dropped.
+    The ``n`` token positions are written to the beginning of ``order``.
     """
     count = 0
     for start in range(0, len(order), _BLOCK):

@@ -1,10 +1,10 @@
-"""The kernels that search for one context in many segments of the retrieval cache at once.
+"""The kernels that search for one context in many segments of the retrieval cache simultaneously.
 
 A segment's suffix array orders all positions of its text by the text before them. One binary search finds the rank at
-which the context would be inserted. The neighbours of that rank have the longest matches, and the ranks that match only
-``length`` tokens lie around those that match more. So one search serves every match length: expanding its range of
-ranks gives the shorter matches. (Suffix array of Manber & Myers, 1993, over the reversed text; its intervals are nested
-by match length.)
+which the context would be inserted. The neighbours of that rank have the longest matches. Ranks with shorter matches
+surround ranks with longer ones, so one search serves every match length: expanding its range of ranks gives the
+shorter matches. (Suffix array of Manber & Myers, 1993, over the reversed text; its intervals are nested by match
+length.)
 
 The searches of all segments (`SegmentSearch`) advance together, one memory access each per step. No access depends on
 another search, so the processor waits for memory once per step instead of once per access. The kernels allocate nothing
@@ -95,7 +95,7 @@ def pack_context(context: TokenIds, length: int, width: int, pattern: int) -> in
 
 @inlined
 def num_matching_tokens(text: int, pattern: int, num_bytes: int, width: int) -> int:
-    """Return how many whole tokens before ``text`` (packed text) and before ``pattern`` (packed context) are equal."""
+    """Compare packed text and packed context backwards from two addresses; return the number of equal whole tokens."""
     agreeing = 0
     while agreeing < num_bytes:
         different = load_uint64(text - agreeing - 8) ^ load_uint64(pattern - agreeing - 8)
@@ -113,11 +113,11 @@ class SegmentSearch(Record):
     """The state of the binary search for one context in the suffix array of one segment.
 
     Attributes:
-        low: While searching, the lower bound of the rank; then the rank found.
-        high: While searching, the upper bound of the rank.
+        low: During the search, the lower bound of the rank; afterwards the rank found.
+        high: During the search, the upper bound of the rank.
         pattern: The address just after the packed context, of ``pattern_bytes`` bytes; ``word`` holds its last eight.
-        match_above: The number of matching tokens at the rank found.
-        match_below: The number of matching tokens at the rank below it, whose position is ``position_below`` (or -1).
+        match_above: The number of context tokens that match at the rank found.
+        match_below: The number that match at the next lower rank, whose text position is ``position_below`` (or -1).
         length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
         probe: The address of the text that is compared next, ``offset`` bytes before it.
         active: Scratch, the indices of the searches that have not ended.
@@ -153,13 +153,13 @@ class RangeExpander(Record):
     expanded to find shorter matches. Record 2 * i expands search i to higher ranks, and 2 * i + 1 to lower ranks.
 
     Attributes:
-        num_ranks: The number of ranks in the range on this side.
-        step: The distance of the next compared rank; it doubles as long as the text at every rank matches.
-        is_stepping: Whether the compared ranks still move outwards.
-        probe: The rank that is compared next, counted outwards.
-        target: The address of that rank's position, then of its text.
-        offset: How many bytes before the end of the text are compared next.
-        active: Scratch, the indices of the sides that have not ended.
+        num_ranks: The number of ranks in the range in this direction.
+        step: The distance to the next compared rank, doubled after each rank whose text matches.
+        is_stepping: Whether the compared ranks still move outwards, before the binary search between the last two.
+        probe: The rank to compare next, as its distance from the rank where the search ended.
+        target: The address of the text position at that rank in the suffix array, and then that of the text.
+        offset: The number of bytes at the end of the text that match and are not compared again.
+        active: Scratch, the indices of the expanders that have not ended.
     """
 
     num_ranks: Int64
@@ -182,7 +182,7 @@ expanders_at = views_of(RangeExpander)
 
 @inlined
 def position_at(search: SegmentSearch, rank: int) -> int:
-    """Return the text position at a rank of the suffix array, clipped to 0..n in case that the file is wrong."""
+    """Return the text position at a rank of the suffix array, clipped to 0..n because the file may be damaged."""
     return min(load_uint32(search.order + 4 * rank), search.num_tokens)
 
 
@@ -278,7 +278,7 @@ def _search_sparse_indexes(searches: SegmentSearches, num_searches: int) -> None
 
 @inlined
 def _prefetch_probe(search: SegmentSearch) -> None:
-    """Prefetch the text at the middle rank of a binary search, which is compared one step later."""
+    """Prefetch the text at the middle rank of a binary search, because the next step compares this text."""
     search.probe = (
         code_address(search, position_at(search, min((search.low + search.high) >> 1, search.num_tokens - 1))) - 8
     )
@@ -376,7 +376,7 @@ def added_rank(searches: SegmentSearches, expanders: RangeExpanders, search: int
 
 @inlined
 def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: int) -> None:
-    """Choose the suffix-array rank that a range expansion compares next, and prefetch its position."""
+    """Choose the next rank that ``expand_ranges`` compares, and prefetch the entry of the suffix array at that rank."""
     num_ranks, max_ranks = expander.num_ranks, expander.max_ranks
     probe = select_int64(
         expander.is_stepping != 0, min(num_ranks + expander.step, max_ranks) - 1, (num_ranks + max_ranks) >> 1
@@ -390,11 +390,11 @@ def _prefetch_next_probe(search: SegmentSearch, expander: RangeExpander, side: i
 def expand_ranges(searches: SegmentSearches, expanders: RangeExpanders, num_searches: int, exact: int) -> None:
     """In each segment, find all matches of at least the length that ``request_range`` has set.
 
-    Matches of a length have neighbouring ranks in the suffix array, which surround those of longer matches; so call it
-    with ever smaller lengths. On each side, the distance of the compared ranks doubles, and then a binary search finds
-    the end of the range; all sides advance together. A side with ``exact`` or more new ranks skips that binary search
-    and ends at the last matching rank, which covers more than half of its matches. O(log of the new ranks) steps per
-    side.
+    The ranks of all matches of at least some length are neighbours in the suffix array. A smaller length gives a wider
+    range of ranks, so call this function with ever smaller lengths. In each direction, the distance of the compared
+    ranks doubles, and then a binary search finds the end of the range. If ``exact`` or more ranks have been added, the
+    binary search is left out: the range then ends at the last compared match and has more than half of the matches.
+    All directions and segments advance together, in O(log of the added ranks) steps.
     """
     active = 0
     for number in range(num_searches):

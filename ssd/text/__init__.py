@@ -1,1 +1,1 @@
-"""Conversion between text and token ids: ``codec`` for complete texts, ``stream`` for text that is being generated."""
+"""Conversion between text and token ids: ``codec`` for complete texts, ``detokenizer`` for text being generated."""

@@ -25,7 +25,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
     The changes are, in order: text next to a tool call becomes a message before it; each call becomes a message of its
     own, followed by its result; results become user messages; calls become text. Arguments that are not a JSON object
     are wrapped in an object with the key "arguments". Each change is combined with every form of `equivalent_forms`.
-    Order and number of the rewritings depend only on the roles of the messages and on which parts they have.
+    The order and number of the rewritings depend only on the roles of the messages and on the parts that they have.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -38,7 +38,7 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
-    """Yield the rewritings of a conversation, and for each whether all its messages have at most one tool call."""
+    """Yield (rewriting of a conversation, whether each of its messages has at most one tool call)."""
     yield messages, False
     yield _text_apart(messages), False
     yield _one_call_each(messages), True
@@ -108,7 +108,7 @@ def _results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
-    """Append tool calls as text to the content of their messages; ``beside_text``: only if there already is content."""
+    """Append tool calls as text to the content of their messages; with ``beside_text``, only to non-empty content."""
     found: list[Message] = []
     for message in messages:
         functions = functions_of(message)

@@ -1,9 +1,9 @@
 """A chat template, with tests that detect which parts of a conversation the template leaves out of the prompt.
 
 A template is a program. Its source does not show whether it writes a role, a list of content parts or a second tool
-call; it may mention a role only in a comment. So it is rendered with unique marks as contents and arguments, once for
-each shape (roles and parts) of a conversation. Conversations of that shape are then rewritten in the first way of
-`variants` in which the template wrote all marks.
+call; it may mention a role only in a comment. So a test conversation is rendered for each shape (roles and parts) of a
+conversation, with unique texts ("marks") as contents and arguments. Conversations of that shape are then rewritten in
+the first way of `variants` in which the template wrote all marks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewritten conversation of which a chat template writes the most parts, among those that `variants` yields."""
+    """The rewriting of a conversation by `variants` from which the chat template leaves out the fewest parts."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools; if it refuses the test conversations, whether its source names tools."""
+        """Whether the template writes tools. If it refuses the test conversations, a mention in its source counts."""
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
         return mentions_tools(self.source) and (
@@ -196,7 +196,7 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template writes contents of ``role`` as lists of parts, but drops them as strings."""
+        """Return whether the template drops contents of ``role`` as strings, but writes them as lists of parts."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []
@@ -238,7 +238,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """Return the unique text (mark) that replaces each part of a conversation when a chat template is tested."""
+    """Return, for each part of a conversation, the unique text (mark) that ``_marked`` writes in its place."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():
@@ -250,7 +250,7 @@ def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Replace all contents and tool-call arguments of a conversation by unique marks, to test a chat template."""
+    """Return a test conversation: ``messages`` with unique marks in place of their contents and call arguments."""
 
     def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function, mark = call.get("function"), _mark(number, place)
@@ -269,14 +269,13 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
 
 
 def _kind(function: Mapping[str, Any]) -> str:
-    """Return "c" if the arguments of a tool call are a JSON object, "x" if they are text, and "l" otherwise."""
     if has_object_arguments(function):
         return "c"
     return "x" if isinstance(function["arguments"], str) else "l"
 
 
 def _sign(message: Message) -> str:
-    """Encode the shape of a message, its role and which parts it has, as a short text that serves as a cache key."""
+    """Return a cache key for the shape of a message: its role, its parts, and the form of its calls' arguments."""
     calls = ""
     if "tool_calls" in message:
         calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
@@ -285,7 +284,7 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """Return the indices of a list that remain if a sequence of up to 6 items recurs at most twice in succession.
+    """Return the indices of ``signs`` to keep, so that no series of up to 6 signs occurs more than twice in a row.
 
     A long conversation then has the shape of a shorter conversation, whose test result can be reused.
     """

@@ -288,7 +288,7 @@ class TextCodec:
 
     @cached_property
     def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
-        """A cache for `TextStream`: (previous token, token) -> (text that the token adds, text of the token alone)."""
+        """A cache for `TextStream`, from (previous token, token) to (text that the token adds, its text alone)."""
         return {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -311,7 +311,7 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """Render variant ``number`` of a conversation; if it is None or fails, the first variant that can be rendered."""
+    """Render rewriting ``number`` of a conversation; if it is None or fails, the first form that can be rendered."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
         with suppress(Exception):  # the test with marks succeeded, but the real contents may fail
@@ -326,7 +326,7 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """Return, for each message of `describe_tools_in_words`, the index of the original message with which it begins."""
+    """Return, for each message in ``told``, the index of the first of the ``messages`` from which it was made."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
         number
@@ -356,7 +356,7 @@ def _without_object(messages: Sequence[Message]) -> str:
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
-    """Return the tokenizer's faster ``decode`` in Rust; None if it gives other texts than transformers' ``decode``."""
+    """Return the tokenizer's faster ``decode`` in Rust; None if its class does not decode as transformers does."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -405,7 +405,7 @@ class TokenTexts:
 
 
 def _spelling(codec: TextCodec) -> tuple[bool, bool]:
-    """Return whether the vocabulary writes bytes as characters (GPT-2), and whether it marks spaces (sentencepiece)."""
+    """Return whether the vocabulary spells bytes as characters (as GPT-2 does), and whether it marks spaces."""
     try:
         decoder: Any = json.loads(codec.to_json())["decoder"] or {}
     except ValueError:  # not one of Rust's: tokens are decoded alone

@@ -55,7 +55,7 @@ class TextStream:
     def following(
         cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
     ) -> TextStream:
-        """Create the detokenizer for one output of a request; ``stops``: whether it searches for stop strings."""
+        """Create the detokenizer for one output of a request. If ``stops`` is False, stop strings are not searched."""
         return cls(
             codec,
             stop=sampling.stop if stops else (),
@@ -121,7 +121,7 @@ class TextStream:
         )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
-        """Decode several tokens at once; None, without effect, if a stop string or broken character may occur."""
+        """Add tokens with one decoder call and return the new text; None, without effect, if that is not possible."""
         codec, silent = self._codec, self._silent
         if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
@@ -150,7 +150,7 @@ class TextStream:
         )  # bytes that changed the text of the tokens before them
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Return the recent tokens' text up to the last complete character, and the number of tokens after it."""
+        """Return the text up to the last complete character, and the number of tokens that spell the rest."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
@@ -158,7 +158,7 @@ class TextStream:
         return text, 0
 
     def _send(self, piece: str) -> str:
-        """Return text without a suffix that may become a stop string, which is sent later; set ``stop_hit``."""
+        """Return the text that is safe to send, and keep a suffix that may become a stop string; set ``stop_hit``."""
         if not self._stop:
             return piece
         text = self._unsent + piece
@@ -173,7 +173,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the last tokens that together spell complete characters; empty if the last character is incomplete."""
+    """Return the fewest last tokens that spell complete characters; empty if the last character is incomplete."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:

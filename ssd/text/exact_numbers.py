@@ -1,4 +1,4 @@
-"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules, which spell these numbers.
+"""Compiles JSON schemas with numbers that 64-bit floats cannot represent to Lark rules with all digits of the numbers.
 
 Only the path from the schema's root to such a number becomes rules. All other parts stay JSON schemas.
 """
@@ -99,7 +99,7 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Return a Lark rule for items separated by commas, in order; the bool says whether an item is required."""
+        """Return a Lark rule for comma-separated items in order; the bool of an item is whether it is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]

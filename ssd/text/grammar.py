@@ -30,8 +30,8 @@ Mask = npt.NDArray[np.bool_]
 PATIENCE_S = 0.02
 """The maximum time in seconds that a forward pass waits for token masks.
 
-Usual masks are far faster. A mask that needs more processor time than this is costly: many costly masks at once would
-take the processors from the forward passes.
+Usual masks are far faster. A mask that needs more processor time than this is costly: if many costly masks were
+computed simultaneously, they would take the processors from the forward passes.
 """
 
 
@@ -78,8 +78,8 @@ class _Trial:
 class GrammarState:
     """The structured-output state of one request: a grammar, the tokens generated so far, and the next token masks.
 
-    One thread owns it; other threads compute the masks. After an end-of-text token only end-of-text tokens are allowed.
-    Whether the grammar becomes too complex or reaches a dead end depends only on the output and not on drafts.
+    One thread calls the methods; other threads compute the masks. After an end-of-text token only end-of-text is
+    allowed. Whether the grammar becomes too complex or reaches a dead end depends only on the output and not on drafts.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class GrammarState:
     ) -> None:
         """Create the state before the first token.
 
-        ``open_it`` reserves memory for the compiled grammar; with True, it may return None if there is no memory.
-        ``param`` is the request field with the constraint, for error messages. Tenants take turns if their masks are
-        costly to compute.
+        ``open_it(may_refuse)`` reserves memory for the compiled grammar; with True, it may return None if memory is
+        full. ``param`` is the request field with the constraint, for error messages. ``tenant`` matters if masks are
+        costly: then they are computed for one tenant after the other.
         """
         self._open_it = open_it
         self._open: GrammarReservation | None = None
@@ -122,7 +122,7 @@ class GrammarState:
         return self._made is not None and not self._made.done()
 
     def is_ready(self) -> bool:
-        """Return whether a forward pass may include this sequence; start computing its first mask if that is missing.
+        """Return whether the next forward pass may include this sequence; if a mask is missing, start to compute it.
 
         A sequence whose masks were late, or whose grammar is not in memory yet, needs its first mask before the pass.
         """
@@ -160,9 +160,9 @@ class GrammarState:
         """Return the allowed tokens, bool[V], at the position of each draft token and at the position after the draft.
 
         For k draft tokens there are at most k + 1 masks. Masks after a draft token that is not allowed are left out,
-        because the token is rejected, and so are late masks, see `settle`. A mask allows at least one token. It allows
-        only end-of-text if no other token may follow, or if the grammar is too complex or at a dead end, which
-        `advance` reports. Masks that were not started are computed here. Exceptions of the computation are raised here.
+        because that token is rejected. Late masks are left out too, see `settle`. A mask allows at least one token:
+        only end-of-text if no other token may follow, or if `advance` will report that the grammar is too complex or at
+        a dead end. Masks that were not started are computed here. Exceptions of the computation are raised here.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -208,7 +208,7 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Compute the token masks of a draft; masks of an earlier draft after the same output are reused."""
+        """Compute the masks for a draft by ``run``, except those known from an earlier draft after the same output."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -243,8 +243,7 @@ class GrammarState:
     def _count_growth(self, num_masks: int) -> None:
         """Count the memory that computing masks has added to the grammar, estimated from the process's allocations.
 
-        Because other threads allocate memory too, only slow masks count, with at most the maximum growth for their
-        time.
+        Other threads allocate memory too, so only slow masks count, and with at most _MOST_GROWTH bytes per second.
         """
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
             most = int(_MOST_GROWTH * self._costs_s)
@@ -313,7 +312,8 @@ class GrammarState:
 def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
     """Return, for each sequence of a forward pass, the number of positions whose grammar mask is ready.
 
-    Waits at most `PATIENCE_S`. Does not wait for sequences whose masks were late before, unless the pass has no others.
+    Waits at most `PATIENCE_S`. Waits for sequences whose masks were late before only if the pass has no other
+    sequences.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]

@@ -177,10 +177,10 @@ class GrammarCompiler:
 
 
 def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
-    """Rename special tokens in a ``tokenizer.json`` to random names; return the new file and the new name of each.
+    """Rename special tokens in a ``tokenizer.json`` to random names; return the new file and the new names.
 
-    If a grammar forces its next bytes, llguidance encodes the bytes with this tokenizer and allows only the resulting
-    tokens. With names that text can spell, such as <|endoftext|>, this text would become a control token.
+    If a grammar allows only one continuation, llguidance encodes its bytes with this tokenizer and allows only the
+    resulting tokens. If text could spell the names, e.g. <|endoftext|>, such text would become a control token.
     """
     tokenizer = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)

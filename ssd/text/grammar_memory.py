@@ -113,8 +113,8 @@ class GrammarMemory:
     ) -> GrammarReservation | None:
         """Reserve memory for a request's grammar, evicting cached grammars if needed.
 
-        ``compiled`` is the grammar if it is cached; else ``compile_it`` compiles it. With ``may_refuse``, the result is
-        None if grammars in use leave no memory, except for a small grammar or if no other grammar is in use.
+        ``compiled`` is the grammar if it is cached; else ``compile_it`` compiles it. With ``may_refuse``, a large
+        grammar that does not fit next to the grammars in use is refused: the result is None.
         """
         opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:

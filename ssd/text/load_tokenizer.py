@@ -50,7 +50,7 @@ def go_offline_without_a_hub() -> str | None:
 
 
 def _failure_to_connect(host: str, port: int) -> str | None:
-    """Return the reason if a TCP connection cannot be made within ``_PATIENCE_S`` seconds; None if it can."""
+    """Try a TCP connection; return why it was not made within ``_PATIENCE_S`` seconds, or None if it was made."""
     failures: list[str | None] = ["no answer"]
 
     def connect() -> None:
@@ -171,7 +171,7 @@ def _load_lone_file(path: Path) -> Any:
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
     """Return the token ids that end a model's output: first the tokenizer's own, then those in the model's files.
 
-    The model's files are ``generation_config.json`` or, if it names no such ids, ``config.json``.
+    The ids are read from ``generation_config.json`` or, if that file has none, from ``config.json``.
     """
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     hub = hub or HubOptions()

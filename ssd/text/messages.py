@@ -138,11 +138,11 @@ _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield a conversation and its equivalent forms, the least changed first, until a chat template accepts one.
 
-    The forms are, in order: consecutive messages of one role are joined; the system messages at the beginning are
-    joined and later ones become user messages; both changes; in addition, a user message after a tool result is
-    appended to the result; and the system message becomes a user message. Each form occurs twice: with tool-call
-    arguments as objects and as JSON text, which a few templates concatenate. ``messages`` must be normalized.
-    O(characters).
+    The forms are, in order: (1) consecutive messages of one role are joined; (2) the system messages at the beginning
+    are joined, and later ones become user messages; (3) both 1 and 2; (4) as 3, and a user message after a tool result
+    is appended to the result; (5) as 4, and the system message becomes a user message. Each form occurs twice: with
+    tool-call arguments as objects, and with arguments as JSON text, which a few templates require. ``messages`` must be
+    normalized. O(characters).
 
     The changes are small, so a longer conversation begins with the same text as before and hits the prefix cache.
     """
@@ -171,7 +171,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join consecutive messages whose roles are a pair in ``pairs``, except after tool calls; keep the first role."""
+    """Join consecutive messages whose roles are one of ``pairs``, except after tool calls. The first role is kept."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}

@@ -297,7 +297,7 @@ class _Preparation:
         return node
 
     def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
-        """Raise SchemaError if a schema refers to itself for the same value; no value satisfies such a schema."""
+        """Raise SchemaError if references lead from a schema back to it for the same value: no value is valid then."""
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
@@ -308,7 +308,7 @@ class _Preparation:
         self._progressing.add(id(node))
 
     def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
-        """Return whether every value of a schema is infinite, since it contains a value of a schema in ``begun``."""
+        """Return whether every valid value is infinite, because it must contain a value of a schema in ``begun``."""
         if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
             return False
         if id(node) in begun:
@@ -548,7 +548,7 @@ _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", int: "n
 
 
 def types_of(node: Mapping[str, Any]) -> set[str] | None:
-    """Return the types that the keywords type, const and enum allow; integers count as "number". None: all types."""
+    """Return the types that the keywords type, const and enum allow (integers as "number"); None if all are allowed."""
     given = node.get("type")
     found: set[str] | None = None
     if isinstance(given, (str, list)):
@@ -562,7 +562,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum allows, as JSON in which 1 equals 1.0; None without these keywords."""
+    """Return the values that const or enum allows, as JSON text in which 1 equals 1.0; None without a keyword."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None
@@ -682,9 +682,9 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
 def close_objects(schema: Schema) -> Schema:
     """Set additionalProperties to false for each object whose schema does not say whether additional keys are allowed.
 
-    Without this, a weak model invented keys, one of them five times. All JSON values that the result accepts are also
-    valid under the original schema. Objects without named keys stay open. The schema is returned unchanged if several
-    parts constrain one object together, or if it is nested too deeply for Python. O(schema).
+    Without this, a weak model invented keys, and wrote one of them five times. All JSON values that the result accepts
+    are also valid under the original schema. Objects without named keys stay open. The schema is returned unchanged if
+    several parts constrain one object together, or if it is nested too deeply for Python. O(schema).
     """
     try:
         return _closed(schema)
@@ -721,7 +721,7 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema without an ``allOf`` that contains only patterns, because patterns do not constrain objects."""
+    """Return the schema without its ``allOf`` if that consists only of patterns, which do not constrain objects."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
         return {key: value for key, value in schema.items() if key != "allOf"}

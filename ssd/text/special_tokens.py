@@ -30,14 +30,14 @@ class Marks(NamedTuple):
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """Replace JSON escapes of the two mark characters, as some chat templates write them, by the characters."""
+        """Replace the JSON escapes of the two mark characters, which some chat templates write, by the characters."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _Kept(NamedTuple):
-    """The special tokens that are enclosed in marks if a text spells them, and all prefixes of these tokens."""
+    """The special tokens that are enclosed in marks if a message spells them, and all prefixes of these tokens."""
 
     tokens: frozenset[str]
     beginnings: frozenset[str]
@@ -196,7 +196,7 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """The original id of each added token, by its id in the copy of the tokenizer."""
+        """Maps the id of each added token in the copy of the tokenizer to its original id."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
