@@ -44,9 +44,13 @@ class Child:
         try:
             self._process = subprocess.Popen(
                 [python, "-m", module, str(theirs.fileno())],
-                cwd=ROOT, env=dict(environment), pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL, stdout=self._words, stderr=self._words,
-            )  # fmt: skip
+                cwd=ROOT,
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+            )
         except OSError as error:
             self._words.close()
             raise ChildEnded(f"{name}: {python} does not run: {error}") from error

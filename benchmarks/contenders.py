@@ -87,9 +87,7 @@ class Question:
 
 
 QUESTIONS: Final = {
-    "sources": Question(
-        ways=_SOURCES, traffic=("new",), temperatures=(0.0, 0.7), top_p=0.9, prompt_tokens=320
-    ),
+    "sources": Question(ways=_SOURCES, traffic=("new",), temperatures=(0.0, 0.7), top_p=0.9, prompt_tokens=320),
     "mechanisms": Question(
         ways=(
             Way(name="without index, own text", draft=DraftConfig(retrieval=False), keeps_prompts=True),
@@ -98,28 +96,41 @@ QUESTIONS: Final = {
             Way(name="without kept prompts"),
             Way(name=ALL, keeps_prompts=True),
         ),
-        traffic=("mixed", "new"), temperatures=(0.0, 0.7), requests=12, prompt_tokens=192, max_tokens=40, rounds=5,
+        traffic=("mixed", "new"),
+        temperatures=(0.0, 0.7),
+        requests=12,
+        prompt_tokens=192,
+        max_tokens=40,
+        rounds=5,
         off=Way(name=OFF, keeps_prompts=True),
     ),
     "overhead": Question(
-        ways=(Way(name=ALL),), traffic=("cold", "adversarial", "full"), temperatures=(1.0,), batch=(1, 2, 4, 8, 32),
-        requests=0, prompt_tokens=96, max_tokens=128, rounds=12,
+        ways=(Way(name=ALL),),
+        traffic=("cold", "adversarial", "full"),
+        temperatures=(1.0,),
+        batch=(1, 2, 4, 8, 32),
+        requests=0,
+        prompt_tokens=96,
+        max_tokens=128,
+        rounds=12,
     ),
-}  # fmt: skip
+}
 
 OPTIONS: dict[str, Any] = {
     "question": Option(default="sources", choices=tuple(QUESTIONS)),
     **{
         name: Option(default=None, kind=int, help=f"{about} (default: as the question has it)")
         for name, about in (
-            ("requests", "of a round"), ("max_tokens", "of each request"), ("prompt_tokens", "prompts are cut to"),
+            ("requests", "of a round"),
+            ("max_tokens", "of each request"),
+            ("prompt_tokens", "prompts are cut to"),
             ("rounds", "of all ways in turn"),
         )
     },
     "batch": Option(default=None, kind=int, several=True, metavar="B", help="rows"),
     "traffic": Option(default=None, several=True, choices=("mixed", "new", "cold", "adversarial", "full")),
     "seed": 0,
-}  # fmt: skip
+}
 COLUMNS = (
     ("model", "{model}"),
     ("traffic", "{traffic}"),
@@ -240,9 +251,12 @@ def _rounds(
 
     def params(asked: int) -> SamplingParams:
         return SamplingParams(
-            max_tokens=question.max_tokens, temperature=temperature, top_p=question.top_p if temperature else 1.0,
-            seed=asked, ignore_eos=is_short,
-        )  # fmt: skip
+            max_tokens=question.max_tokens,
+            temperature=temperature,
+            top_p=question.top_p if temperature else 1.0,
+            seed=asked,
+            ignore_eos=is_short,
+        )
 
     for number in range(question.rounds + is_short):
         tallies = {name: Tally() for name in engines}

@@ -80,9 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         codec, model = load(Namespace(**{**vars(args), "dtype": dtype}), speaks=True)
         prompts = [codec.encode_prompt(text)[-160:] for text in snippets(args.seed)[: args.prompts]]
         target = open_target(
-            model, num_slots=max(args.batch), max_length=512, max_draft_tokens=max(args.draft), batch_invariant="off",
+            model,
+            num_slots=max(args.batch),
+            max_length=512,
+            max_draft_tokens=max(args.draft),
+            batch_invariant="off",
             keeps_top=bool(args.drafters),
-        )  # fmt: skip
+        )
         tune_threads(target)
         verify_batch_invariance(target, "on")
         this.ran_on(target)

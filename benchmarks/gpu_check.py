@@ -73,8 +73,12 @@ class Mark:
         value = "-" if self.value is None else f"{self.value:g}"
         if self.interval is not None:
             value += " ({:.2f} ... {:.2f})".format(*self.interval)
-        return {"mark": self.name, "measured": value, "word": word,
-                "bound": f"{'at most' if self.at_most else 'at least'} {self.bound:g}"}  # fmt: skip
+        return {
+            "mark": self.name,
+            "measured": value,
+            "word": word,
+            "bound": f"{'at most' if self.at_most else 'at least'} {self.bound:g}",
+        }
 
 
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
@@ -200,14 +204,20 @@ def device_of(results: Mapping[str, Found], part: str) -> str:
 def section(results: Found) -> str:
     """The targets and the steps of the 8B shape, for docs/benchmarks.md. ``results`` : of `read_results`."""
     columns = (
-        ("target", "{mark}"), ("GPU, commit", "{on}"), (">measured", "{measured}"), (">bound", "{bound}"),
+        ("target", "{mark}"),
+        ("GPU, commit", "{on}"),
+        (">measured", "{measured}"),
+        (">bound", "{bound}"),
         ("result", "{word}"),
-    )  # fmt: skip
+    )
     steps = (
-        (">batch", "{batch}"), (">tokens per row and pass", "{T}"), (">engine step, ms", "{step_ms_p50:.2f}"),
-        (">forward pass alone, ms", "{pass_ms:.2f}"), (">output tokens/s", "{tokens_per_s:,.0f}"),
+        (">batch", "{batch}"),
+        (">tokens per row and pass", "{T}"),
+        (">engine step, ms", "{step_ms_p50:.2f}"),
+        (">forward pass alone, ms", "{pass_ms:.2f}"),
+        (">output tokens/s", "{tokens_per_s:,.0f}"),
         (">share of the memory copy rate", "{of_copy:.2f}"),
-    )  # fmt: skip
+    )
     where = (
         "The next table shows engine steps of the 8B shape on an {device} ({date}, torch "
         "{environment[versions][torch]}, transformers {environment[versions][transformers]}). Each row had 1,024 "
@@ -252,9 +262,16 @@ _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --r
 _OVERHEAD = "benchmarks.contenders --question overhead --traffic cold adversarial --rounds 6"
 _EXACT = "benchmarks.exact --rounds 1 --draft 1 8 63 --batch 1 8 32"
 _TESTS = (
-    "overlap", "triton_attention", "triton_sampling", "triton_layers", "triton_linear", "static_steps",
-    "pass_noise", "taps", "take_weights",
-)  # fmt: skip
+    "overlap",
+    "triton_attention",
+    "triton_sampling",
+    "triton_layers",
+    "triton_linear",
+    "static_steps",
+    "pass_noise",
+    "taps",
+    "take_weights",
+)
 _TEST_FILES = " ".join(f"tests/test_{name}.py" for name in _TESTS)
 PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     # The drafter's kernels are compiled for the CPU, once a machine.
@@ -272,7 +289,8 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ),
     ),
     "speed-large": (
-        60, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 63", f"{_STEPS} --shape 8b --batch 8 32 64 --draft 0"),
+        60,
+        (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 63", f"{_STEPS} --shape 8b --batch 8 32 64 --draft 0"),
     ),
     "repeats": (40, ("benchmarks.growth --shape 8b --streams --repeated 4 --max-tokens 192",)),
     "overhead-large": (60, (f"{_OVERHEAD} --shape 8b --batch 1 16",)),
@@ -284,9 +302,10 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "overhead-small": (50, (f"{_OVERHEAD} --dtype float32 --batch 1 4 16",)),
     "growth-real": (60, (f"{_GROWTH} --model REAL", f"{_EXACT} --model REAL --dtype float32 --drafters ssd random")),
     "speed-variants": (
-        40, (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
+        40,
+        (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
     ),
-}  # fmt: skip
+}
 """By name, in the order of their worth: the seconds that it should take on a GPU with 4 TB/s, and programs of ours with
 their arguments, or pytest."""
 

@@ -78,8 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = run.args
     codec, model = run.load(speaks=True)
     again = repeat(model, codec, args.repeated, args.max_tokens, seed=args.seed)
-    run.say(f"the same {again['requests']} greedy requests twice: {again['steps_first']} verify steps, then "
-            f"{again['steps_second']}; the second run has {again['speedup_second']}x the tokens/s of off")  # fmt: skip
+    run.say(
+        f"the same {again['requests']} greedy requests twice: {again['steps_first']} verify steps, then "
+        f"{again['steps_second']}; the second run has {again['speedup_second']}x the tokens/s of off"
+    )
     for name in args.streams:
         stream = open_stream(name, codec, args.requests, args.seed, _LENGTH - args.max_tokens)
         for sampling in args.sampling:

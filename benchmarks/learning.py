@@ -60,8 +60,15 @@ NOTE = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print, plot; return the exit status."""
-    under = ("benchmarks/traces.py", "cache_builder/evaluation", "ssd/jit", "ssd/config.py", "ssd/drafting",
-             "ssd/cost_model", "ssd/retrieval")  # fmt: skip
+    under = (
+        "benchmarks/traces.py",
+        "cache_builder/evaluation",
+        "ssd/jit",
+        "ssd/config.py",
+        "ssd/drafting",
+        "ssd/cost_model",
+        "ssd/retrieval",
+    )
     this = Run("learning", __doc__, argv, OPTIONS, COLUMNS, unsaid=("picture",), under=under)
     tokenizer = find_tokenizer(this.args.tokenizer)
     warm_up()

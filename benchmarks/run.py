@@ -45,9 +45,17 @@ Columns = Sequence[tuple[str, str]]
 """Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
 
 ENGINE: Final = (
-    "benchmarks/traces.py", "benchmarks/ways.py", "benchmarks/workloads.py", "ssd/jit", "ssd/config.py",
-    "ssd/drafting", "ssd/engine", "ssd/model", "ssd/cost_model", "ssd/retrieval",
-)  # fmt: skip
+    "benchmarks/traces.py",
+    "benchmarks/ways.py",
+    "benchmarks/workloads.py",
+    "ssd/jit",
+    "ssd/config.py",
+    "ssd/drafting",
+    "ssd/engine",
+    "ssd/model",
+    "ssd/cost_model",
+    "ssd/retrieval",
+)
 """What lies under most figures: they may be others once it has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 GAIN: Final = SPREAD.replace(" ", "x ", 1)

@@ -36,15 +36,36 @@ _PIECE = 3
 _TOOL = {"type": "function", "function": {"name": SAMPLE_NAME, "description": "x", "parameters": SAMPLE_SCHEMA}}
 _BARE_TOOL = {"type": "function", "function": {"name": SAMPLE_NAME}}
 SHAPES: Mapping[str, str] = {
-    "user": "u", "system": "su", "developer": "du", "lone system": "s", "two systems": "ssu", "later system": "uausu",
-    "later developer": "duadu", "turns": "uauau", "system and turns": "suauau", "two users": "uuau",
-    "two assistants": "uaau", "assistant first": "au", "call": "uct", "call and answer": "uctau",
-    "system, call": "suct", "developer, call": "ductau", "text beside a call": "uTt",
-    "text beside a call, answered": "uTtau", "two calls": "uCtt", "two calls, answered": "uCttau",
-    "text beside two calls": "uBtt", "one result of two calls": "uCtau", "calls in turn": "uctctct",
-    "cut arguments": "uxt", "a list as arguments": "ult", "user behind a result": "uctu",
-    "system behind a result": "ucts", "thinking": "uruau", "thinking, call": "uRtau",
-}  # fmt: skip
+    "user": "u",
+    "system": "su",
+    "developer": "du",
+    "lone system": "s",
+    "two systems": "ssu",
+    "later system": "uausu",
+    "later developer": "duadu",
+    "turns": "uauau",
+    "system and turns": "suauau",
+    "two users": "uuau",
+    "two assistants": "uaau",
+    "assistant first": "au",
+    "call": "uct",
+    "call and answer": "uctau",
+    "system, call": "suct",
+    "developer, call": "ductau",
+    "text beside a call": "uTt",
+    "text beside a call, answered": "uTtau",
+    "two calls": "uCtt",
+    "two calls, answered": "uCttau",
+    "text beside two calls": "uBtt",
+    "one result of two calls": "uCtau",
+    "calls in turn": "uctctct",
+    "cut arguments": "uxt",
+    "a list as arguments": "ult",
+    "user behind a result": "uctu",
+    "system behind a result": "ucts",
+    "thinking": "uruau",
+    "thinking, call": "uRtau",
+}
 """Messages, one a letter. Of an assistant: c a call, T text beside it, C two calls, B text beside both, x arguments
 that were cut, l a list as arguments, r and R text and a call with reasoning before it."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
@@ -143,9 +164,13 @@ def _call(id: str, letter: str, number: int) -> dict[str, Any]:
 
 
 def compare(
-    source: str, codec: TextCodec, tokenizer: Any, form: MessageFormat, messages: list[dict[str, Any]],
+    source: str,
+    codec: TextCodec,
+    tokenizer: Any,
+    form: MessageFormat,
+    messages: list[dict[str, Any]],
     tools: Mapping[str, Any],
-) -> tuple[str, int, int]:  # fmt: skip
+) -> tuple[str, int, int]:
     """What became of a conversation, and how many marks are missing in our prompt and in that of transformers."""
     marks = _marks_in(str(messages))
     named = {"mistral": with_short_call_ids, "kimi_k2": with_numbered_call_ids}.get(str(form.tool_call), list)

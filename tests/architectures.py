@@ -40,21 +40,36 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
 _LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
     "num_key_value_heads": 4,
-}  # fmt: skip
+}
 _ROUTED = {
-    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
-}  # fmt: skip
+}
 _MAMBA2 = {
-    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
     "mamba_chunk_size": 8,
-}  # fmt: skip
+}
 _DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +101,20 @@ _ALL = [
     Architecture("Gemma 2 (soft caps)", "gemma2", SLOTS, _WINDOW),
     Architecture("Gemma 3", "gemma3_text", SLOTS, _WINDOW),
     Architecture(
-        "Gemma 3n (shared keys)", "gemma3n_text", SLOTS,
-        {**_WINDOW, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 300,
-         "hidden_size_per_layer_input": 16, "laurel_rank": 8, "intermediate_size": [96] * 4,
-         "activation_sparsity_pattern": [0.0] * 4,
-         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+        "Gemma 3n (shared keys)",
+        "gemma3n_text",
+        SLOTS,
+        {
+            **_WINDOW,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 300,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        },
     ),
     Architecture("Phi", "phi"),
     Architecture("Phi-3", "phi3"),
@@ -99,8 +123,12 @@ _ALL = [
     Architecture("GPT-BigCode", "gpt_bigcode", SLOTS, _GPT2),
     Architecture("GPT-NeoX", "gpt_neox"),
     Architecture("GPT-J", "gptj", ROWS, {**_GPT2, "rotary_dim": 8}),
-    Architecture("GPT-Neo", "gpt_neo", ROWS,
-                 {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6}),
+    Architecture(
+        "GPT-Neo",
+        "gpt_neo",
+        ROWS,
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 6},
+    ),
     Architecture("OPT", "opt", SLOTS, {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     Architecture("BLOOM (ALiBi)", "bloom", ROWS, {"n_layer": 2, "n_head": 4}),
     Architecture("MPT (ALiBi)", "mpt", ROWS, {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}),
@@ -125,9 +153,17 @@ _ALL = [
     Architecture("SmolLM3", "smollm3"),
     Architecture("gpt-oss (sinks)", "gpt_oss", SLOTS, {**_EXPERTS, **_WINDOW}),
     Architecture(
-        "Llama 4 (chunks, temperature)", "llama4_text", SLOTS,
-        {**_HEAD, "num_local_experts": 2, "attention_chunk_size": 6, "intermediate_size_mlp": 96,
-         "no_rope_layers": [1, 0], "floor_scale": 4},
+        "Llama 4 (chunks, temperature)",
+        "llama4_text",
+        SLOTS,
+        {
+            **_HEAD,
+            "num_local_experts": 2,
+            "attention_chunk_size": 6,
+            "intermediate_size_mlp": 96,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+        },
     ),
     Architecture("Nemotron", "nemotron", ROWS),
     Architecture("EXAONE 4", "exaone4", SLOTS, {**_WINDOW, **_ALTERNATING}),
@@ -135,28 +171,65 @@ _ALL = [
     Architecture("Hunyuan", "hunyuan_v1_dense", SLOTS, _HEAD),
     Architecture("Seed-OSS", "seed_oss", SLOTS, _HEAD),
     Architecture("Mamba", "mamba", SINGLE),
-    Architecture("Mamba-2", "mamba2", REPLAY,
-                 {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}),
+    Architecture(
+        "Mamba-2", "mamba2", REPLAY, {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8}
+    ),
     Architecture("Falcon-Mamba", "falcon_mamba", SINGLE),
-    Architecture("Jamba", "jamba", SINGLE,
-                 {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-                  "num_experts": 2, "mamba_d_state": 8, "use_mamba_kernels": False}),
+    Architecture(
+        "Jamba",
+        "jamba",
+        SINGLE,
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
     Architecture("Bamba", "bamba", REPLAY, {**_MAMBA2, "attn_layer_indices": [1]}),
     Architecture("Falcon-H1", "falcon_h1", REPLAY, {**_MAMBA2, "mamba_d_ssm": 128, "head_dim": 16}),
-    Architecture("Zamba 2", "zamba2", REPLAY,
-                 {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16, "mamba_headdim": 16, "mamba_expand": 2,
-                  "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8, "num_mem_blocks": 1}),
-    Architecture("Granite 4 hybrid", "granitemoehybrid", REPLAY,
-                 {**_MAMBA2, **_EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]}),
-    Architecture("Qwen3-Next", "qwen3_next", REPLAY,
-                 {**_HEAD, **_MANY_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}),
+    Architecture(
+        "Zamba 2",
+        "zamba2",
+        REPLAY,
+        {
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 16,
+            "mamba_headdim": 16,
+            "mamba_expand": 2,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 1,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+        },
+    ),
+    Architecture(
+        "Granite 4 hybrid",
+        "granitemoehybrid",
+        REPLAY,
+        {**_MAMBA2, **_EXPERTS, "shared_intermediate_size": 32, "layer_types": ["mamba", "attention"]},
+    ),
+    Architecture(
+        "Qwen3-Next", "qwen3_next", REPLAY, {**_HEAD, **_MANY_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32}
+    ),
     Architecture("Qwen3.5", "qwen3_5_text", REPLAY, {**_HEAD, **_DELTA}),
     Architecture("LFM2", "lfm2", REPLAY, {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
-    Architecture("MiniMax", "minimax", SINGLE,
-                 {**_HEAD, **_EXPERTS, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]}),
-    Architecture("RecurrentGemma", "recurrent_gemma", WHOLE,
-                 {"attention_window_size": 6, "lru_width": 64, "block_types": ["recurrent", "attention"], **_HEAD}),
-]  # fmt: skip
+    Architecture(
+        "MiniMax",
+        "minimax",
+        SINGLE,
+        {**_HEAD, **_EXPERTS, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    Architecture(
+        "RecurrentGemma",
+        "recurrent_gemma",
+        WHOLE,
+        {"attention_window_size": 6, "lru_width": 64, "block_types": ["recurrent", "attention"], **_HEAD},
+    ),
+]
 
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
 

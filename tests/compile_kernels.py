@@ -46,8 +46,30 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
-_VALUES = ("query", "keys", "values", "out", "sinks", "logits", "x", "weight", "q", "k", "cos", "sin", "query_out",
-           "key_out", "gate", "up", "stored_keys", "stored_values", "key", "value", "more", "total")  # fmt: skip
+_VALUES = (
+    "query",
+    "keys",
+    "values",
+    "out",
+    "sinks",
+    "logits",
+    "x",
+    "weight",
+    "q",
+    "k",
+    "cos",
+    "sin",
+    "query_out",
+    "key_out",
+    "gate",
+    "up",
+    "stored_keys",
+    "stored_values",
+    "key",
+    "value",
+    "more",
+    "total",
+)
 _NUMBERS = {"scale": "fp32", "softcap": "fp32", "eps": "fp32", "offset": "fp32"}
 _ODD = ("width", "splits", "heads", "size", "num_rows", "query_row", "query_head", "query_position")
 """Numbers that need not be multiples of 16."""
@@ -126,11 +148,21 @@ def _attention(
 ) -> Variant:
     tiles = tiles_of(_DTYPES[element], dim, value_dim, num_queries, is_tree=is_tree)
     constants = {
-        "GROUPS": 4, "KV_HEADS": 8, "DIM": dim, "VALUE_DIM": value_dim, "IS_WHOLE": is_whole,
-        "SPLIT_KEYS": split_keys, "WINDOW": window, "CHUNK": chunk, "IS_CAPPED": is_capped, "IS_TREE": is_tree,
-        "BLOCK_QUERIES": tiles.queries, "BLOCK_KEYS": tiles.keys, "BLOCK_DIM": tiles.dim,
+        "GROUPS": 4,
+        "KV_HEADS": 8,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "IS_WHOLE": is_whole,
+        "SPLIT_KEYS": split_keys,
+        "WINDOW": window,
+        "CHUNK": chunk,
+        "IS_CAPPED": is_capped,
+        "IS_TREE": is_tree,
+        "BLOCK_QUERIES": tiles.queries,
+        "BLOCK_KEYS": tiles.keys,
+        "BLOCK_DIM": tiles.dim,
         "BLOCK_VALUE": tiles.value_dim,
-    }  # fmt: skip
+    }
     name = f"{element} {tiles.queries} queries of {dim}{' of a tree' if is_tree else ''}{' in one' if is_whole else ''}"
     name += " exact" if split_keys else ""
     pointers = {**_POINTERS, "found": element if is_whole else "fp32"}
@@ -140,10 +172,15 @@ def _attention(
 def _linear(element: str, num_rows: int, num_outputs: int, *, size: int = 4096, has_bias: bool = False) -> Variant:
     tiles = linear_tiles_of(num_rows, num_outputs, _DTYPES[element])
     constants = {
-        "SIZE": size, "NUM_OUTPUTS": num_outputs, "HAS_BIAS": has_bias, "IS_TURNED": tiles.outputs >= 64,
-        "BLOCK_ROWS": tiles.rows, "BLOCK_OUTPUTS": tiles.outputs, "BLOCK_INPUTS": tiles.inputs,
+        "SIZE": size,
+        "NUM_OUTPUTS": num_outputs,
+        "HAS_BIAS": has_bias,
+        "IS_TURNED": tiles.outputs >= 64,
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_OUTPUTS": tiles.outputs,
+        "BLOCK_INPUTS": tiles.inputs,
         "ASKED": 512,
-    }  # fmt: skip
+    }
     name = f"linear {element} of {num_outputs} by {size}, {tiles.rows} rows"
     return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)
 

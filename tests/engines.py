@@ -55,10 +55,16 @@ def make_engine(
         target.rollback(slot, 0)
     draft = DraftConfig(num_speculative_tokens=limit, draft_shape=shape)
     return Engine(
-        target, drafter=make_drafter(drafter, draft) if isinstance(drafter, str) else drafter, codec=codec,
-        caches=caches, config=EngineConfig(**{"coupled_streams": 1, "coupled_window": 2, **config}), draft=draft,
-        eos_token_ids=None if codec else eos, noise_root=root, draw_seed=draw_seed,
-    )  # fmt: skip
+        target,
+        drafter=make_drafter(drafter, draft) if isinstance(drafter, str) else drafter,
+        codec=codec,
+        caches=caches,
+        config=EngineConfig(**{"coupled_streams": 1, "coupled_window": 2, **config}),
+        draft=draft,
+        eos_token_ids=None if codec else eos,
+        noise_root=root,
+        draw_seed=draw_seed,
+    )
 
 
 def ask(name: str, prompt: Sequence[int], sampling: SamplingParams | None = None, **more: Any) -> Request:

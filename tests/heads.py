@@ -54,9 +54,14 @@ def random_eagle3(model: PreTrainedModel, layers: Sequence[int], draft_vocab_siz
     """A head whose weights say nothing, over a reduced vocabulary unless that is None."""
     own = model.config.get_text_config()
     config = LlamaConfig(
-        vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation=ATTENTION_NAME,
-    )  # fmt: skip
+        vocab_size=own.vocab_size,
+        hidden_size=own.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=ATTENTION_NAME,
+    )
     torch.manual_seed(1)
     head = Eagle3Head(config, lambda ids: model.get_input_embeddings()(ids), layers, draft_vocab_size=draft_vocab_size)
     with torch.no_grad():
@@ -75,7 +80,7 @@ def head_drafter(
     tapped = feature_spec(head, model.device, model.dtype)
     target = open_target(
         model, num_slots=num_slots, max_length=max_length, max_draft_tokens=7, tapped=tapped, batch_invariant="on"
-    )  # fmt: skip
+    )
     assert isinstance(target, SlotRunner) and target.can_verify_trees
     return target, HeadDrafter(head, target, chunk_tokens=chunk_tokens)
 

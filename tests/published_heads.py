@@ -68,10 +68,14 @@ def medusa(num_heads: int, num_layers: int) -> dict[str, torch.Tensor]:
 def _layer(at: str, width: int) -> dict[str, torch.Tensor]:
     """Of 4 heads of 16, 2 of keys and values, 96 between; ``width`` : what its attention reads."""
     shapes = {
-        "self_attn.q_proj": (64, width), "self_attn.k_proj": (32, width), "self_attn.v_proj": (32, width),
-        "self_attn.o_proj": (HIDDEN, 64), "mlp.gate_proj": (96, HIDDEN), "mlp.up_proj": (96, HIDDEN),
+        "self_attn.q_proj": (64, width),
+        "self_attn.k_proj": (32, width),
+        "self_attn.v_proj": (32, width),
+        "self_attn.o_proj": (HIDDEN, 64),
+        "mlp.gate_proj": (96, HIDDEN),
+        "mlp.up_proj": (96, HIDDEN),
         "mlp.down_proj": (HIDDEN, 96),
-    }  # fmt: skip
+    }
     found = {f"{at}{name}.weight": random(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items(), 10)}
     return {**found, f"{at}post_attention_layernorm.weight": norm(HIDDEN, 32)}
 
@@ -114,14 +118,25 @@ def eagle3(directory: Path, changes: Mapping[str, torch.Tensor | None] | None = 
 def speculators(directory: Path, more: Mapping[str, torch.Tensor] | None = None, **config: Any) -> Path:
     """The speculators format."""
     said = {
-        "speculators_model_type": "eagle3", "transformer_layer_config": EAGLE_SHAPE,
-        "draft_vocab_size": len(DRAFTED), "norm_before_residual": False, "target_hidden_size": None, **config,
-    }  # fmt: skip
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": EAGLE_SHAPE,
+        "draft_vocab_size": len(DRAFTED),
+        "norm_before_residual": False,
+        "target_hidden_size": None,
+        **config,
+    }
     return write(directory, said, {**eagle3_tensors("layers.0."), **(more or {})})
 
 
 EAGLE_SHAPE: dict[str, Any] = {
-    "hidden_size": HIDDEN, "vocab_size": VOCAB, "intermediate_size": 96, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-    "max_position_embeddings": 128, "hidden_act": "silu",
-}  # fmt: skip
+    "hidden_size": HIDDEN,
+    "vocab_size": VOCAB,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+}

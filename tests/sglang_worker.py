@@ -83,14 +83,18 @@ def main(directory: str) -> None:
     plugin.register()
     registry.HookRegistry.apply_hooks()
     sglang = importlib.import_module("ssd.integrations.sglang")
-    sglang.remember_server(None, SimpleNamespace(model_path=str(MODEL_PATH), tokenizer_path=None, tp_size=1,
-                                                 context_length=512))  # fmt: skip
+    sglang.remember_server(
+        None, SimpleNamespace(model_path=str(MODEL_PATH), tokenizer_path=None, tp_size=1, context_length=512)
+    )
     worker_class = worker_module.NGRAMWorker
     corpus = worker_module.NgramCorpus(draft_token_num=SIZE, max_trie_depth=DEPTH, capacity=1 << 20)
     worker = SimpleNamespace(
-        draft_token_num=SIZE, max_trie_depth=DEPTH, enable_overlap=True, ngram_corpus=corpus,
+        draft_token_num=SIZE,
+        max_trie_depth=DEPTH,
+        enable_overlap=True,
+        ngram_corpus=corpus,
         _efficient_concat_last_n=lambda a, b, n: worker_class._efficient_concat_last_n(None, a, b, n),
-    )  # fmt: skip
+    )
     random = np.random.default_rng(0)
     scripts = {name: random.integers(1, 4000, 60).tolist() for name in ("a", "b")}
     steps, equal = [], True
@@ -123,10 +127,18 @@ def main(directory: str) -> None:
             new = [tokens for tokens, is_over in zip(new, over, strict=True) if not is_over]
             requests = [request for request, is_over in zip(requests, over, strict=True) if not is_over]
     stats = corpus.cache.stats()
-    print(json.dumps({
-        "is_ours": worker_module.NgramCorpus is sglang.SsdCorpus, "steps": steps, "equal": equal,
-        "failures": corpus.num_failures, "stored": stats.num_stored, "running": stats.num_running,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "is_ours": worker_module.NgramCorpus is sglang.SsdCorpus,
+                "steps": steps,
+                "equal": equal,
+                "failures": corpus.num_failures,
+                "stored": stats.num_stored,
+                "running": stats.num_running,
+            }
+        )
+    )
 
 
 def verify(tokens: Any, mask: Any, request: Any) -> list[int]:

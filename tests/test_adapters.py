@@ -86,11 +86,17 @@ def engine(paths: dict[str, str], codec: TextCodec) -> Iterator[Engine]:
 def requests_of(codec: TextCodec, names: tuple[str | None, ...], prefix: str) -> list[Request]:
     """Every text with every adapter, neighbours with different ones."""
     return [
-        ask(f"{prefix}/{number}/{name}", codec.encode_prompt(text), max_tokens=MAX_TOKENS, ignore_eos=True,
-            namespace=f"default.{name}", adapter=name)
+        ask(
+            f"{prefix}/{number}/{name}",
+            codec.encode_prompt(text),
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            namespace=f"default.{name}",
+            adapter=name,
+        )
         for number, text in enumerate(TEXTS)
         for name in names
-    ]  # fmt: skip
+    ]
 
 
 def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
@@ -129,9 +135,11 @@ def test_mixed_batches_say_what_peft_says_of_each_adapter_alone(
             for request in (request for request in requests if request.adapter == name):
                 prompt = torch.tensor([request.prompt_token_ids])
                 whole = model.generate(
-                    input_ids=prompt, max_new_tokens=MAX_TOKENS, do_sample=False,
+                    input_ids=prompt,
+                    max_new_tokens=MAX_TOKENS,
+                    do_sample=False,
                     attention_mask=torch.ones_like(prompt),
-                )  # fmt: skip
+                )
                 expected = whole[0, prompt.shape[1] :].tolist()
                 compared += require_same(model, request.prompt_token_ids, found[request.request_id], expected)
             assert compared > 0.7 * MAX_TOKENS * len(TEXTS)

@@ -163,10 +163,24 @@ def test_importing_loads_neither_torch_nor_the_web_framework(module: str) -> Non
 def test_importing_the_class_loads_nothing_heavy_but_torch_and_numba() -> None:
     """The whole of transformers, and what it loads of torch, takes longer to import than everything else together."""
     heavy = {
-        "transformers", "tokenizers", "huggingface_hub", "accelerate", "sympy", "scipy", "torch._dynamo",
-        "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental.symbolic_shapes", "triton", "redis",
-        "fastapi", "pydantic", "uvicorn", "llguidance", "pyarrow",
-    }  # fmt: skip
+        "transformers",
+        "tokenizers",
+        "huggingface_hub",
+        "accelerate",
+        "sympy",
+        "scipy",
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "torch.fx.experimental.symbolic_shapes",
+        "triton",
+        "redis",
+        "fastapi",
+        "pydantic",
+        "uvicorn",
+        "llguidance",
+        "pyarrow",
+    }
     code = f"import sys; from ssd import LLM; print(sorted({heavy} & set(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert loaded.stdout.strip() == "[]"

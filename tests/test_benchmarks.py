@@ -146,9 +146,14 @@ def test_speculation_off_keeps_prompts_where_all_together_does() -> None:
 
 @pytest.mark.parametrize(
     ("text", "is_whole", "word"),
-    [("ab", True, "right"), ("ac", True, "changed"), ("a", True, "changed"), ("a", False, "cancelled"),
-     ("b", False, "changed")],
-)  # fmt: skip
+    [
+        ("ab", True, "right"),
+        ("ac", True, "changed"),
+        ("a", True, "changed"),
+        ("a", False, "cancelled"),
+        ("b", False, "changed"),
+    ],
+)
 def test_a_wrong_answer_is_found(text: str, is_whole: bool, word: str, tmp_path: Path) -> None:
     asked = Load(Server(tmp_path / "log"))
     question = Question("made", "/v1/completions", {}, (Answer((7,), "ab", "stop"),))

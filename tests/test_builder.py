@@ -198,8 +198,11 @@ def test_a_build_that_is_ended_leaves_nothing(number: signal.Signals, model: Pat
     command = [sys.executable, "-m", "cache_builder", "build", "-", "--tokenizer", str(model)]
     with subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")],
-        stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    ) as process:  # fmt: skip
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
         eventually(lambda: [*tmp_path.glob(".out.unfinished")] or process.poll() is not None)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == (128 + number if number is signal.SIGTERM else -number)

@@ -41,8 +41,11 @@ def test_importing_the_path_loads_no_torch() -> None:
 def test_all_packages_are_installed() -> None:
     root = MODEL_PATH.parent.parent.parent
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = [file.parent.relative_to(root) for top in ("ssd", "server", "cache_builder")
-               for file in (root / top).rglob("__init__.py")]  # fmt: skip
+    folders = [
+        file.parent.relative_to(root)
+        for top in ("ssd", "server", "cache_builder")
+        for file in (root / top).rglob("__init__.py")
+    ]
     assert sorted(listed) == sorted({".".join(folder.parts) for folder in folders})
 
 
@@ -67,9 +70,13 @@ def test_no_token_is_prepended_and_end_of_text_is_one_token() -> None:
 def test_chat_template_renders_what_training_rendered() -> None:
     messages = [
         {"role": role, "content": content}
-        for role, content in (("system", "Be brief."), ("user", "Write f."), ("assistant", "def f(): pass\n"),
-                              ("user", "  Again. "))
-    ]  # fmt: skip
+        for role, content in (
+            ("system", "Be brief."),
+            ("user", "Write f."),
+            ("assistant", "def f(): pass\n"),
+            ("user", "  Again. "),
+        )
+    ]
     rendered = tokenizer().apply_chat_template(messages, tokenize=False)
     assert rendered == ("<|system|>Be brief.<|user|>Write f.<|assistant|>def f(): pass\n<|endoftext|><|user|>  Again. ")
     prompt = tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -36,8 +36,9 @@ TEMPLATES = {
     ),
     "one call": _EACH.replace("BODY", _ONE_CALL + _CALLS),
     "first call": _EACH.replace("BODY", _CALLS.replace("m.tool_calls %}", "(m.tool_calls or [])[:1] %}")),
-    "calls or text": _EACH.replace("BODY", "{% if m.tool_calls %}" + _CALLS.replace("{{ m.content }}", "")
-                                   + "{% else %}{{ m.content }}{% endif %}"),
+    "calls or text": _EACH.replace(
+        "BODY", "{% if m.tool_calls %}" + _CALLS.replace("{{ m.content }}", "") + "{% else %}{{ m.content }}{% endif %}"
+    ),
     "no calls": _EACH.replace("BODY", "{{ m.content }}"),
     "no calls, no results": _EACH.replace("BODY", "{% if m.role != 'tool' %}{{ m.content }}{% endif %}"),
     "items": _EACH.replace(
@@ -48,7 +49,7 @@ TEMPLATES = {
     "a first system with others": _EACH.replace(
         "BODY", "{% if m.role != 'system' or (loop.first and messages | length > 1) %}{{ m.content }}{% endif %}"
     ),
-}  # fmt: skip
+}
 
 
 @cache
@@ -139,8 +140,11 @@ def test_functions_get_what_the_template_reads_of_each() -> None:
     assert '{"name": "f"}' in prompt(_TOOLS + TEMPLATES["all"], [USER], template_kwargs={"tools": bare})  # unchanged
     assert prompt("{{ tools | length }}" + TEMPLATES["all"], [USER])[0] == "0"  # None has no length
     with pytest.raises(RequestError, match="refuses these tools: no parameters") as caught:
-        prompt("{% if tools %}{{ raise_exception('no parameters') }}{% endif %}" + TEMPLATES["all"], [USER],
-               template_kwargs={"tools": bare})  # fmt: skip
+        prompt(
+            "{% if tools %}{{ raise_exception('no parameters') }}{% endif %}" + TEMPLATES["all"],
+            [USER],
+            template_kwargs={"tools": bare},
+        )
     assert caught.value.param == "tools"
 
 

@@ -136,9 +136,11 @@ def place(tmp_path_factory: pytest.TempPathFactory, codec: TextCodec) -> Path:
     (place / "bare").mkdir()
     write_model_directory(place / "silent", chat_template=None)
     for name, fingerprint, namespace in (
-        ("warm", codec.fingerprint, "default"), ("torn", codec.fingerprint, "default"),
-        ("support", codec.fingerprint, "support"), ("foreign", "f" * 32, "default"),
-    ):  # fmt: skip
+        ("warm", codec.fingerprint, "default"),
+        ("torn", codec.fingerprint, "default"),
+        ("support", codec.fingerprint, "support"),
+        ("foreign", "f" * 32, "default"),
+    ):
         write_cache(place / name, [[1, 2, 3] * 6], fingerprint=fingerprint, namespace=namespace)
     (segment,) = (place / "torn").glob("*.seg")
     segment.write_bytes(segment.read_bytes()[:-1])

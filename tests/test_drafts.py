@@ -99,9 +99,11 @@ def both(random: np.random.Generator) -> Both:
         prompt = random.integers(0, VOCAB, int(random.integers(1, 6))).tolist()
         kind, most = int(random.integers(0, 9)), int(random.choice([LIMIT, LIMIT, 2, 0]))
         request = Request(
-            request_id=str(number), prompt_token_ids=tuple(prompt), num_speculative_tokens=most,
+            request_id=str(number),
+            prompt_token_ids=tuple(prompt),
+            num_speculative_tokens=most,
             sampling=SamplingParams(max_tokens=40, temperature=kind / 4),
-        )  # fmt: skip
+        )
         sequence = Sequence(request, max_length=60, eos_token_ids=(), stream=None, noise=SequenceNoise.seeded(number))
         sequences.append(sequence)
         rows.append(SlowRow(prompt, len(prompt), sequence.max_length, most, kind))

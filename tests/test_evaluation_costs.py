@@ -130,9 +130,16 @@ def log_asked(**changes: Any) -> dict[str, Any]:
     codec = TextCodec.load(str(MODEL_PATH))
     prompts = [codec.encode_prompt(text) for text in ("def read(path):\n", "import os\n", "def read(path):\n")]
     return {
-        "prompts": [*prompts, [5] * 10_000], "lengths": [24, 8, 24, 5], "temperatures": [0.0, 0.8], "minutes": 5,
-        "fingerprint": codec.fingerprint, "draft_limit": 16, "warm": [], "learns": True, **changes,
-    }  # fmt: skip
+        "prompts": [*prompts, [5] * 10_000],
+        "lengths": [24, 8, 24, 5],
+        "temperatures": [0.0, 0.8],
+        "minutes": 5,
+        "fingerprint": codec.fingerprint,
+        "draft_limit": 16,
+        "warm": [],
+        "learns": True,
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,15 @@ def stored_blocks(text: list[int], begin: int, end: int, **fields: Any) -> dict[
     """Blocks ``begin`` to ``end`` of a text as vLLM publishes them, with hashes of all tokens up to each block."""
     hashes = [hash(tuple(text[: BLOCK * (i + 1)])) & (2**63 - 1) for i in range(-1, end)]
     return {
-        "type": "BlockStored", "block_hashes": hashes[begin + 1 :],
+        "type": "BlockStored",
+        "block_hashes": hashes[begin + 1 :],
         "parent_block_hash": hashes[begin] if begin else None,
-        "token_ids": text[BLOCK * begin : BLOCK * end], "block_size": BLOCK, "lora_id": None, "medium": "GPU",
+        "token_ids": text[BLOCK * begin : BLOCK * end],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
         "lora_name": None,
-    } | fields  # fmt: skip
+    } | fields
 
 
 def packed(*events: Any) -> bytes:
@@ -85,12 +89,23 @@ def test_maps_and_arrays_say_the_same() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"token_ids": [1, 2, 3]}, {"token_ids": [0, 1, 2, VOCAB_SIZE]}, {"token_ids": [0, 1, 2, -1]},
-        {"token_ids": [0, 1, 2, True]}, {"token_ids": [0, 1, 2, "3"]}, {"token_ids": "text"}, {"block_size": 5},
-        {"block_hashes": []}, {"block_hashes": [[1]]}, {"block_hashes": 7}, {"block_hashes": [b"x" * 65]},
-        {"parent_block_hash": 0.5}, {"lora_name": "x" * 1000}, {"extra_keys": [["x" * 1000]]}, {"type": 3},
+        {"token_ids": [1, 2, 3]},
+        {"token_ids": [0, 1, 2, VOCAB_SIZE]},
+        {"token_ids": [0, 1, 2, -1]},
+        {"token_ids": [0, 1, 2, True]},
+        {"token_ids": [0, 1, 2, "3"]},
+        {"token_ids": "text"},
+        {"block_size": 5},
+        {"block_hashes": []},
+        {"block_hashes": [[1]]},
+        {"block_hashes": 7},
+        {"block_hashes": [b"x" * 65]},
+        {"parent_block_hash": 0.5},
+        {"lora_name": "x" * 1000},
+        {"extra_keys": [["x" * 1000]]},
+        {"type": 3},
     ],
-)  # fmt: skip
+)
 def test_what_contradicts_itself_is_counted_and_left_out(change: dict[str, Any]) -> None:
     good = stored_blocks(text_of(1, 1), 0, 1)
     events, num_invalid = decode_batch(packed(good, good | change, good), VOCAB_SIZE)
@@ -106,11 +121,16 @@ def test_copies_on_another_medium_and_further_groups_are_left_out() -> None:
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
-    | st.binary(max_size=5) | st.sampled_from(["BlockStored", "events", "token_ids"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.sampled_from(["BlockStored", "events", "token_ids"]),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=12), inner, max_size=5),
     max_leaves=20,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -315,9 +335,19 @@ def test_text_arrives_in_directory_and_redis_and_sigterm_ends_it(tmp_path: Path,
     texts = [text_of(n, 10) for n in range(3)]
     with publishing() as (publisher,):
         command = [
-            sys.executable, "-m", "cache_builder", "follow", publisher.endpoint, "--out", str(tmp_path / "cache"),
-            "--redis", redis_server.url, "--json", "--replay-port", str(publisher.port + 1),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "cache_builder",
+            "follow",
+            publisher.endpoint,
+            "--out",
+            str(tmp_path / "cache"),
+            "--redis",
+            redis_server.url,
+            "--json",
+            "--replay-port",
+            str(publisher.port + 1),
+        ]
         salt: dict[str, Any] = {"extra_keys": [["secret"], *[None] * 9]}
         adapter: dict[str, Any] = {"lora_name": "sql"}
         for text, fields in zip(texts, (dict[str, Any](), adapter, salt), strict=True):
@@ -399,8 +429,11 @@ def test_vllm_is_followed_and_evaluated(tmp_path: Path) -> None:
     written = tmp_path / "texts.json"
     vllm = subprocess.Popen(
         [str(ROOT / ".venv-vllm/bin/python"), "-m", "tests.vllm_publisher", str(MODEL_PATH), str(port), str(written)],
-        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     address = [f"tcp://127.0.0.1:{port}", "--replay-port", str(port + 1), "--minutes", "0.1"]
     try:
         assert vllm.stdout is not None and any("published" in line for line in vllm.stdout)

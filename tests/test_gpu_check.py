@@ -134,13 +134,22 @@ def test_marks_read_both_ways_and_what_was_not_measured_is_neither_met_nor_misse
 
 
 def overhead(traffic: str, batch: int, over: float, low: float, high: float, drafted: float = 0.5) -> Found:
-    return {"traffic": traffic, "batch": batch, "over_off": [over, low, high], "over_off_95": [low, high],
-            "drafted_per_pass": [drafted, 0.0, drafted]}  # fmt: skip
+    return {
+        "traffic": traffic,
+        "batch": batch,
+        "over_off": [over, low, high],
+        "over_off_95": [low, high],
+        "drafted_per_pass": [drafted, 0.0, drafted],
+    }
 
 
 def test_marks_of_all_batches_are_of_all_of_them_and_as_sure_as_the_least_sure() -> None:
-    rows = [overhead("cold", 1, 1.0, 0.99, 1.01), overhead("cold", 16, 1.1, 0.99, 1.3),
-            overhead("adversarial", 1, 0.9, 0.8, 0.95), overhead("adversarial", 16, 1.0, 0.99, 1.0)]  # fmt: skip
+    rows = [
+        overhead("cold", 1, 1.0, 0.99, 1.01),
+        overhead("cold", 16, 1.1, 0.99, 1.3),
+        overhead("adversarial", 1, 0.9, 0.8, 0.95),
+        overhead("adversarial", 16, 1.0, 0.99, 1.0),
+    ]
 
     def marked(rows: list[Found], batch: tuple[int, ...] = (1, 16), **more: Any) -> tuple[bool | None, bool | None]:
         run = {"benchmark": "overhead", "parameters": {"batch": batch}, "rows": rows, **more}
@@ -158,8 +167,11 @@ def test_marks_of_all_batches_are_of_all_of_them_and_as_sure_as_the_least_sure()
 
 
 def test_outputs_that_differ_are_counted_where_none_may() -> None:
-    exact = {"benchmark": "exact", "dtype": "torch.bfloat16", "rows": [{"dtype": "bfloat16", "num_different": 1,
-             "num_positions": 20_000}]}  # fmt: skip
+    exact = {
+        "benchmark": "exact",
+        "dtype": "torch.bfloat16",
+        "rows": [{"dtype": "bfloat16", "num_different": 1, "num_positions": 20_000}],
+    }
     again: Found = {"repeated_requests": {"mismatches": 2, "speedup_second": 9.0}, "rows": [{"mismatches": 4}]}
     growth = [{"benchmark": "growth", "dtype": f"torch.{kind}", **again} for kind in ("float32", "bfloat16")]
 

@@ -50,10 +50,11 @@ SCHEMA = {
 BRANCHES = {  # keys of different values, of which a draft may try the wrong one
     "type": "object",
     "properties": {
-        "kind": {"const": "inner"}, "size": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.05},
+        "kind": {"const": "inner"},
+        "size": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.05},
     },
     "required": ["size"],
-}  # fmt: skip
+}
 OUTPUTS = {
     "json_object": StructuredOutput("json_object"),
     "json_schema": StructuredOutput("json_schema", json.dumps(SCHEMA)),
@@ -172,11 +173,19 @@ def test_a_tokenizer_that_the_library_cannot_read_is_a_refusal() -> None:
 @pytest.mark.parametrize(
     ("kind", "source"),
     [
-        ("json_schema", "{"), ("json_schema", '{"type": "nothing"}'), ("json_schema", "3"), ("json_schema", "[]"),
-        ("json_schema", '{"$ref": "#/nowhere"}'), ("regex", "(["), ("choice", "[]"), ("choice", '[""]'),
-        ("grammar", "start: x"), ("grammar", ""), ("grammar", "start: x " + '"' + "y" * 5000 + '"'),
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "nothing"}'),
+        ("json_schema", "3"),
+        ("json_schema", "[]"),
+        ("json_schema", '{"$ref": "#/nowhere"}'),
+        ("regex", "(["),
+        ("choice", "[]"),
+        ("choice", '[""]'),
+        ("grammar", "start: x"),
+        ("grammar", ""),
+        ("grammar", "start: x " + '"' + "y" * 5000 + '"'),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compiled_is_refused_by_the_clients_name(kind: Any, source: str) -> None:
     with pytest.raises(RequestError) as caught:
         compiler().compile(StructuredOutput(kind, source, "guided_thing"))
@@ -277,9 +286,13 @@ def test_weaker_rules_give_way_to_the_grammar(target: Any) -> None:
     pytest.importorskip("llguidance")
     yes = CODEC.encode_completion("yes")
     sampling = SamplingParams(
-        max_tokens=8, temperature=0.0, min_tokens=8, allowed_token_ids=(7,), bad_words=(tuple(yes),),
+        max_tokens=8,
+        temperature=0.0,
+        min_tokens=8,
+        allowed_token_ids=(7,),
+        bad_words=(tuple(yes),),
         structured_output=StructuredOutput("choice", '["yes"]'),
-    )  # fmt: skip
+    )
     found, _ = output_of(target, "none", CODEC.encode_prompt("x"), sampling, 0)
     assert (found.text, found.finish_reason) == ("yes", FinishReason.STOP)
 

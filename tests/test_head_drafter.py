@@ -119,12 +119,19 @@ def test_a_full_house_with_reuse_and_preemption_says_what_plain_decoding_says(na
     common = random.integers(3, 40, 24).tolist()
     requests = [
         ask(
-            str(index), [*common[: 24 - index], *random.integers(3, 40, 1 + index % 5).tolist()], max_tokens=24,
-            temperature=0.8 * (index % 2), top_k=8, seed=index, ignore_eos=True, logprobs=1, namespace="shared",
+            str(index),
+            [*common[: 24 - index], *random.integers(3, 40, 1 + index % 5).tolist()],
+            max_tokens=24,
+            temperature=0.8 * (index % 2),
+            top_k=8,
+            seed=index,
+            ignore_eos=True,
+            logprobs=1,
+            namespace="shared",
             priority=-1 if index > 8 else 0,
         )
         for index in range(12)
-    ]  # fmt: skip
+    ]
     expected = run(target, "none", [replace(request, priority=0) for request in requests])[1]
     config: dict[str, Any] = {"scheduling_policy": "priority", "prefill_chunk_tokens": 16}
     for shape in ("chain", "tree"):
@@ -303,20 +310,25 @@ slots = st.integers(0, SLOTS - 1)
 happenings: st.SearchStrategy[Callable[[House], None]] = st.one_of(
     st.builds(
         lambda slot, text, donor: lambda house: house.begin(slot, text, donor=donor),
-        slots, texts, st.none() | slots,
+        slots,
+        texts,
+        st.none() | slots,
     ),
     st.builds(lambda slot, keep: lambda house: house.leave(slot, keep=keep), slots, st.integers(0, 9)),
     st.builds(lambda slot: lambda house: house.come_again(slot), slots),
     st.builds(
         lambda slot, draft, accepted: lambda house: house.go_on(slot, draft, accepted),
-        slots, st.lists(st.integers(3, 40), max_size=4), st.integers(0, 9),
+        slots,
+        st.lists(st.integers(3, 40), max_size=4),
+        st.integers(0, 9),
     ),
     st.builds(
         lambda some, heat: lambda house: house.check(some, heat),
-        st.lists(slots, min_size=1, unique=True), st.sampled_from([0.0, 0.9]),
+        st.lists(slots, min_size=1, unique=True),
+        st.sampled_from([0.0, 0.9]),
     ),
     st.builds(lambda slot: lambda house: house.fail(slot), slots),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=25)

@@ -91,11 +91,17 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("eagle", has("layers.0.mlp.up_proj.weight", 64, 64), EXPECTED.format("layers.0.mlp.up_proj.weight", 64, 64)),
     ("medusa", has("1.1.weight", 32000, 64), EXPECTED.format("1.1.weight", 32000, 64)),
     ("mtp", has("model.layers.2.eh_proj.weight", 128, 256), "eh_proj.weight has the shape"),
-    *((kind, lacks(name), f"lacks 1 of its tensors, {name}: ") for kind, name in (
-        ("eagle", "layers.0.self_attn.o_proj.weight"), ("medusa", "1.0.linear.bias"), ("medusa", "0.1.weight"),
-        ("mtp", "model.layers.2.enorm.weight"), ("mtp", "model.layers.2.mlp.down_proj.weight"),
-    )),
-]  # fmt: skip
+    *(
+        (kind, lacks(name), f"lacks 1 of its tensors, {name}: ")
+        for kind, name in (
+            ("eagle", "layers.0.self_attn.o_proj.weight"),
+            ("medusa", "1.0.linear.bias"),
+            ("medusa", "0.1.weight"),
+            ("mtp", "model.layers.2.enorm.weight"),
+            ("mtp", "model.layers.2.mlp.down_proj.weight"),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
@@ -131,22 +137,25 @@ EAGLE3_REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another vocabulary": (lambda path: published.eagle3(path, vocab_size=VOCAB + 1), "made for another model"),
     "another hidden size": (lambda path: published.eagle3(path, hidden_size=32), "embed_tokens"),
     "another target": (
-        lambda path: published.eagle3(path, target_hidden_size=128), "target_hidden_size 128, the model has 64"
+        lambda path: published.eagle3(path, target_hidden_size=128),
+        "target_hidden_size 128, the model has 64",
     ),
     "more ids than entries": (lambda path: published.eagle3(path, draft_vocab_size=81), "d2t has 80 entries"),
     "no such layer": (lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
     "odd layers": (
-        lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=["a"]), "not a list of layers"
+        lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=["a"]),
+        "not a list of layers",
     ),
     "no layer config": (
-        lambda path: published.speculators(path, transformer_layer_config=None), "transformer_layer_config"
+        lambda path: published.speculators(path, transformer_layer_config=None),
+        "transformer_layer_config",
     ),
     "several layers": (lambda path: published.eagle3(path, num_hidden_layers=2), "several layers"),
     "normed before": (lambda path: published.speculators(path, norm_before_fc=True), "norm_before_fc"),
     "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), "tensors, gate.weight"),
     "missing": (lambda path: published.eagle3(path, {"norm.weight": None}), "norm.weight"),
     "ids outside": (lambda path: published.eagle3(path, {"d2t": torch.full((80,), VOCAB)}), "outside 0..299"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", EAGLE3_REFUSED)
@@ -235,10 +244,14 @@ def damaged(content: bytes, data: st.DataObject) -> bytes:
 
 
 VALUES = (
-    st.none() | st.booleans() | st.integers(-2, 1 << 40) | st.floats() | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 1 << 40)
+    | st.floats()
+    | st.text(max_size=5)
     | st.lists(st.integers(), max_size=2)
     | st.dictionaries(st.sampled_from(["rope_type", "factor"]), st.text(max_size=4))
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,8 +29,11 @@ LENGTH = 9
 DEEPSEEK = {"num_nextn_predict_layers": 1}
 NORMS = {"embedding": "enorm", "hidden": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"}
 LAYERNORMS = {
-    "embedding": "token_layernorm", "hidden": "hidden_layernorm", "project": "input_proj", "norm": "final_layernorm"
-}  # fmt: skip
+    "embedding": "token_layernorm",
+    "hidden": "hidden_layernorm",
+    "project": "input_proj",
+    "norm": "final_layernorm",
+}
 ERNIE = {"embedding": "mtp_emb_norm.0", "hidden": "mtp_hidden_norm.0", "project": "mtp_linear_proj.0"}
 
 
@@ -93,14 +96,16 @@ def assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 MTP_CASES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3": {"name": "DeepSeek-V3 (latent attention)", "parts": NORMS},
     "DeepSeek-V3, taken out": {
-        "name": "DeepSeek-V3 (latent attention)", "parts": NORMS, "prefix": "model.layers.0.",
+        "name": "DeepSeek-V3 (latent attention)",
+        "parts": NORMS,
+        "prefix": "model.layers.0.",
         "config": {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB},
     },
     "GLM-4.5": {"name": "GLM-4-MoE", "parts": NORMS},
     "GLM-4.5, a dense layer": {"name": "GLM-4-MoE", "parts": NORMS, "first_k_dense_replace": 3},
     "MiMo": {"name": "Qwen2", "parts": LAYERNORMS, "prefix": "model.mtp_layers.0."},
     "ERNIE 4.5": {"name": "ERNIE 4.5", "parts": ERNIE, "prefix": "model.", "layer": "model.mtp_block.0."},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MTP_CASES)
@@ -195,9 +200,12 @@ def test_both_layouts_of_eagle3_say_what_is_written_out(write: Any, norm_before_
     features = torch.cat(states, -1) @ random(HIDDEN, 3 * HIDDEN, seed=1).T
     assert_same(head.combine(states), features)
     wanted = slow.eagle3(
-        published.eagle3_tensors("midlayer."), published.EAGLE_SHAPE, embedded[0], features[0],
+        published.eagle3_tensors("midlayer."),
+        published.EAGLE_SHAPE,
+        embedded[0],
+        features[0],
         norm_before_residual=norm_before_residual,
-    )  # fmt: skip
+    )
     for found, each in zip(in_slots(head, tokens, features), wanted, strict=True):
         assert_same(found[0], each)
 

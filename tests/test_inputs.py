@@ -329,9 +329,12 @@ def test_the_card_of_a_data_set_is_no_document(tmp_path: Path) -> None:
     import fsspec
 
     files = {
-        "README.md": b"---\nlicense: mit\n---\n# Keys", "dataset_info.json": b'{"features": {}}', "state.json": b"{}",
-        "data/a.jsonl": jsonl({"text": "first"}), "docs/README.md": b"# How to",
-    }  # fmt: skip
+        "README.md": b"---\nlicense: mit\n---\n# Keys",
+        "dataset_info.json": b'{"features": {}}',
+        "state.json": b"{}",
+        "data/a.jsonl": jsonl({"text": "first"}),
+        "docs/README.md": b"# How to",
+    }
     memory = fsspec.filesystem("memory")
     try:
         for name, data in files.items():

@@ -159,8 +159,11 @@ def test_processors_that_keep_state_see_what_generate_shows_them(
     """Drafts are right for some tokens and then wrong, so there is something to take back at nearly every step."""
     model, rules = tiny_model(), STATEFUL[kind]
     config: dict[str, Any] = {
-        "max_new_tokens": 40, "do_sample": do_sample, "output_scores": True, "return_dict_in_generate": True,
-    }  # fmt: skip
+        "max_new_tokens": 40,
+        "do_sample": do_sample,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     for seed in range(8):
         prompt = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(seed))
         torch.manual_seed(seed)
@@ -213,10 +216,13 @@ def test_coupled_text_is_the_engines_own(kind: dict[str, Any], cache: NamespaceC
     prompts = [(5, 6, 7, 5, 6), (9, 8), (40, 41, 42, 43, 44, 45, 46, 47, 48, 49)]
     target = target_of(max_length=128)
     engine = make_engine("ssd", target, coupled_streams=4, coupled_window=3, root=lambda: b"a root")
-    said = answers_of(engine, [
-        ask(str(number), prompt, max_tokens=60, noise_stream=number, **{"temperature": 1.0, **kind})
-        for number, prompt in enumerate(prompts)
-    ])  # fmt: skip
+    said = answers_of(
+        engine,
+        [
+            ask(str(number), prompt, max_tokens=60, noise_stream=number, **{"temperature": 1.0, **kind})
+            for number, prompt in enumerate(prompts)
+        ],
+    )
     model, drafter = tiny_model(), make_drafter("ssd", DraftConfig())
     config = {"max_new_tokens": 60, "do_sample": True, "eos_token_id": 2, "top_k": 0, **kind}
     for number, prompt in enumerate(prompts):
@@ -275,9 +281,14 @@ def test_dictionaries_streamers_and_configurations_pass_through(
     prompt, config = ids(codec, PROMPTS[0]), GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=0)
     streamer = TextStreamer(AutoTokenizer.from_pretrained(MODEL_PATH), skip_prompt=True)
     output = generate(
-        model, prompt, cache=cache, generation_config=config, streamer=streamer, return_dict_in_generate=True,
+        model,
+        prompt,
+        cache=cache,
+        generation_config=config,
+        streamer=streamer,
+        return_dict_in_generate=True,
         output_scores=True,
-    )  # fmt: skip
+    )
     assert len(output.scores) == output.sequences.shape[1] - prompt.shape[1] == 10
     assert capsys.readouterr().out.strip() == codec.decode(output.sequences[0, prompt.shape[1] :].tolist()).strip()
 

@@ -132,10 +132,15 @@ def test_scoring_a_sample_gives_the_log_probabilities_it_was_drawn_with_to_the_b
             output = rollouts(PROMPTS * GROUP, trainer)
             engine = rollouts._engine
             assert engine is not None and engine.target.batch_invariance.holds
-            scored = answers_of(engine, [
-                ask(f"scored {step} {index}", (*prompt, *said), max_tokens=1, prompt_logprobs=0, namespace=None)
-                for index, (prompt, said) in enumerate(zip(output["prompt_ids"], output["completion_ids"], strict=True))
-            ])  # fmt: skip
+            scored = answers_of(
+                engine,
+                [
+                    ask(f"scored {step} {index}", (*prompt, *said), max_tokens=1, prompt_logprobs=0, namespace=None)
+                    for index, (prompt, said) in enumerate(
+                        zip(output["prompt_ids"], output["completion_ids"], strict=True)
+                    )
+                ],
+            )
             for answer, logprobs in zip(scored, output["logprobs"], strict=True):
                 entries = (answer.prompt_logprobs or [])[-len(logprobs) :]
                 assert [entry and entry.logprob for entry in entries] == logprobs

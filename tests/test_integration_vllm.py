@@ -350,8 +350,9 @@ def test_a_tokenizer_with_code_of_its_own_is_loaded_where_vllm_may(
     own = tmp_path / "own"
     own.mkdir()
     (own / "tokenizer.json").write_bytes((MODEL_PATH / "tokenizer.json").read_bytes())
-    (own / "tokens.py").write_text("from transformers import PreTrainedTokenizerFast\n\n\n"
-                                   "class Tokens(PreTrainedTokenizerFast):\n    pass\n")  # fmt: skip
+    (own / "tokens.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass Tokens(PreTrainedTokenizerFast):\n    pass\n"
+    )
     (own / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Tokens", "auto_map": {"AutoTokenizer": [None, "tokens.Tokens"]}})
     )

@@ -48,9 +48,7 @@ def target_of_all() -> Target:
 def engine_of(caches: CacheManager, *, overlap: bool, shape: Any, drafter: Any = "ssd") -> Engine:
     settings: dict[str, Any] = {"max_num_seqs": SLOTS, "prefill_chunk_tokens": 24}
     target = target_of_all()
-    return make_engine(
-        drafter, target, shape=shape, caches=caches, codec=CODEC, is_asynchronous=overlap, **settings
-    )  # fmt: skip
+    return make_engine(drafter, target, shape=shape, caches=caches, codec=CODEC, is_asynchronous=overlap, **settings)
 
 
 def all_answered(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
@@ -71,10 +69,14 @@ def requests_of(grammar_for: str | None = None) -> list[Request]:
     under_grammar = SamplingParams(max_tokens=24, seed=5, structured_output=StructuredOutput("regex", "[a-z ]{4,60}"))
     text = "import os\nfor name in names:\n    print(name)\nfor name in names:\n"
     return [
-        ask(name, CODEC.encode_prompt(text if name == "greedy" else f"# {name}\n{text}"),
-            params if name != grammar_for else under_grammar, cache_salt="own" if name == POISON else None)
+        ask(
+            name,
+            CODEC.encode_prompt(text if name == "greedy" else f"# {name}\n{text}"),
+            params if name != grammar_for else under_grammar,
+            cache_salt="own" if name == POISON else None,
+        )
         for name, params in asked.items()
-    ]  # fmt: skip
+    ]
 
 
 @cache
@@ -103,19 +105,24 @@ def _spells(_engine: Engine, sequence: EngineSequence, *_: Any) -> bool:
 
 
 Place = tuple[Callable[[Engine], Any], str, Callable[..., bool]]
-_FORWARD: Place = (lambda engine: engine.target, "forward",
-                   lambda engine, slots, *_: _slot_of(engine) in slots and _is_due(engine))  # fmt: skip
+_FORWARD: Place = (
+    lambda engine: engine.target,
+    "forward",
+    lambda engine, slots, *_: _slot_of(engine) in slots and _is_due(engine),
+)
 STAGES: dict[str, list[Place]] = {
     "prefill": [(lambda engine: engine.target, "prefill", lambda engine, slots, *_: _slot_of(engine) in slots)],
     "forward": [_FORWARD],
     # Alone, without drafts, it has no path to move.
-    "paths": [(lambda engine: engine.target, "accept_paths", lambda engine, slots, *_: _slot_of(engine) in slots),
-              _FORWARD],
+    "paths": [
+        (lambda engine: engine.target, "accept_paths", lambda engine, slots, *_: _slot_of(engine) in slots),
+        _FORWARD,
+    ],
     "choosing": [(lambda _: choosing, "host_tokens", _chooses)],
     "mask": [(lambda _: GrammarState, "_mask", lambda _, state, *__: len(state._token_ids) > 3)],
     "advance": [(lambda _: GrammarState, "advance", lambda _, state, *__: len(state._token_ids) > 5)],
     "text": [(lambda _: EngineSequence, "make_output", _spells)],
-}  # fmt: skip
+}
 """Where a fault is: whose method fails, after which calls."""
 
 
@@ -234,8 +241,14 @@ def test_a_namespace_whose_directory_does_not_answer_holds_up_nobody(tmp_path: P
 
         def ask(round: int) -> dict[str, Answer]:
             slow = ("greedy", POISON)
-            named = [replace(each, namespace="slow" if each.request_id in slow else "default",
-                             request_id=f"{each.request_id} {round}") for each in requests_of()]  # fmt: skip
+            named = [
+                replace(
+                    each,
+                    namespace="slow" if each.request_id in slow else "default",
+                    request_id=f"{each.request_id} {round}",
+                )
+                for each in requests_of()
+            ]
             return {name.removesuffix(f" {round}"): answer for name, answer in all_answered(engine, named).items()}
 
         assert ask(1) == undisturbed()

@@ -114,15 +114,19 @@ BRANCHES = [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ({"properties": {"a/b": {"pattern": "^(?!foo)x"}}},
-         "pattern at /properties/a~1b/pattern cannot be used: '^(?!foo)x': look-around is not supported"),
+        (
+            {"properties": {"a/b": {"pattern": "^(?!foo)x"}}},
+            "pattern at /properties/a~1b/pattern cannot be used: '^(?!foo)x': look-around is not supported",
+        ),
         ({"patternProperties": {"(?=x)": {}}}, "patternProperties at /patternProperties/(?=x) cannot be used"),
         ({"items": {"not": {"type": "string"}}}, "not at /items/not is not supported: leave it out"),
         ({"uniqueItems": True}, "uniqueItems at /uniqueItems is not supported: leave it out, or"),
         ({"propertyNames": {"format": "email"}}, "propertyNames at /propertyNames is not supported"),
         ({"type": "object", "minProperties": 2}, "minProperties at /minProperties 2 counts different keys"),
-        ({"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 2},
-         "minimum at /minimum is 1152921504606846977: beyond 2^53"),
+        (
+            {"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 2},
+            "minimum at /minimum is 1152921504606846977: beyond 2^53",
+        ),
         ({"minimum": 2**63}, "minimum at /minimum is 9223372036854775808"),
         ({"anyOf": [{"multipleOf": 99991}]}, "multipleOf at /anyOf/0/multipleOf 99991 has too many digits"),
         ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "leads back to itself"),
@@ -136,7 +140,7 @@ BRANCHES = [{"type": "integer", "minimum": 0}, {"type": "integer", "maximum": 9}
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "$ref at /items/$ref leads back to itself without"),
         ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}]}}, "required": ["a"]}, "without an end"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_held_is_refused_with_its_place(schema: Any, message: str) -> None:
     with pytest.raises(SchemaError) as caught:
         prepare_schema(schema)
@@ -177,12 +181,37 @@ def test_what_says_nothing_or_can_be_said_otherwise_is_no_refusal(schema: Any, p
     assert prepare_schema(schema) == prepared
 
 
-KEYWORDS = st.sampled_from([
-    *UNSUPPORTED, "type", "enum", "const", "properties", "required", "additionalProperties", "patternProperties",
-    "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum",
-    "exclusiveMaximum", "multipleOf", "anyOf", "oneOf", "allOf", "$ref", "$defs", "discriminator", "minProperties",
-    "additionalItems",
-])  # fmt: skip
+KEYWORDS = st.sampled_from(
+    [
+        *UNSUPPORTED,
+        "type",
+        "enum",
+        "const",
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "items",
+        "prefixItems",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "$ref",
+        "$defs",
+        "discriminator",
+        "minProperties",
+        "additionalItems",
+    ]
+)
 ODD = st.recursive(
     st.sampled_from([None, True, False, 0, -1, 1.5, 2**70, 1e300, "", "#", "#/a", "object", "^a$", "(", "\ud800"]),
     lambda each: st.lists(each, max_size=2) | st.dictionaries(KEYWORDS, each, max_size=4),

@@ -23,25 +23,51 @@ ASK = {"role": "user", "content": "Where is the key?"}
 SAY = {"role": "assistant", "content": "Under the mat."}
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 CHOICES = {
-    "id": "chatcmpl-1", "object": "chat.completion", "model": "gpt-x", "created": 1_760_000_000,
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "model": "gpt-x",
+    "created": 1_760_000_000,
     "choices": [{"index": 0, "finish_reason": "stop", "message": {**SAY, "tool_calls": None}}],
     "usage": {"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13},
-}  # fmt: skip
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"where": "mat"}'}}
 CLAUDE = {"model": "claude-x", "max_tokens": 64, "system": "Answer briefly.", "messages": [ASK]}
 CLAUDE_SAYS = {
-    "id": "msg_1", "type": "message", "role": "assistant", "model": "claude-x", "stop_reason": "end_turn",
-    "content": [{"type": "text", "text": "Under the mat."}], "usage": {"input_tokens": 9, "output_tokens": 4},
-}  # fmt: skip
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "model": "claude-x",
+    "stop_reason": "end_turn",
+    "content": [{"type": "text", "text": "Under the mat."}],
+    "usage": {"input_tokens": 9, "output_tokens": 4},
+}
 LITELLM = {
-    "id": "x", "trace_id": "t", "call_type": "acompletion", "status": "success", "startTime": 1.5, "endTime": 2.5,
-    "model": "gpt-x", "cache_hit": None, "stream": False, "messages": [SYSTEM, ASK], "response": CHOICES,
-    "model_parameters": {"temperature": 0.2}, "metadata": {"user_api_key_alias": "a"}, "error_str": None,
-}  # fmt: skip
+    "id": "x",
+    "trace_id": "t",
+    "call_type": "acompletion",
+    "status": "success",
+    "startTime": 1.5,
+    "endTime": 2.5,
+    "model": "gpt-x",
+    "cache_hit": None,
+    "stream": False,
+    "messages": [SYSTEM, ASK],
+    "response": CHOICES,
+    "model_parameters": {"temperature": 0.2},
+    "metadata": {"user_api_key_alias": "a"},
+    "error_str": None,
+}
 LANGFUSE = {
-    "id": "o", "traceId": "t", "type": "GENERATION", "name": "answer", "startTime": "2026-01-01T00:00:00.000Z",
-    "model": "gpt-x", "modelParameters": {"temperature": 0.2}, "input": [SYSTEM, ASK], "output": SAY,
-}  # fmt: skip
+    "id": "o",
+    "traceId": "t",
+    "type": "GENERATION",
+    "name": "answer",
+    "startTime": "2026-01-01T00:00:00.000Z",
+    "model": "gpt-x",
+    "modelParameters": {"temperature": 0.2},
+    "input": [SYSTEM, ASK],
+    "output": SAY,
+}
 
 
 def node(
@@ -53,7 +79,10 @@ def node(
 
 
 CHATGPT = {
-    "title": "Key", "create_time": 1_760_000_000.0, "conversation_id": "x", "current_node": "d",
+    "title": "Key",
+    "create_time": 1_760_000_000.0,
+    "conversation_id": "x",
+    "current_node": "d",
     "mapping": {
         "r": node("r", None, ["s"]),
         "s": node("s", "r", ["a", "b"], "system", "", is_visually_hidden_from_conversation=True),
@@ -63,35 +92,61 @@ CHATGPT = {
         "t": node("t", "b", ["d"], "tool", "what a tool said"),
         "d": node("d", "t", [], "assistant", "Under the mat."),
     },
-}  # fmt: skip
+}
 EXPORTED = {
-    "uuid": "x", "name": "Key", "created_at": "2026-01-01T00:00:00Z", "account": {"uuid": "y"}, "chat_messages": [
+    "uuid": "x",
+    "name": "Key",
+    "created_at": "2026-01-01T00:00:00Z",
+    "account": {"uuid": "y"},
+    "chat_messages": [
         {"uuid": "1", "sender": "human", "text": "Where is the key?", "content": [], "attachments": []},
         {"uuid": "2", "sender": "assistant", "text": "", "content": [{"type": "text", "text": "Under the mat."}]},
     ],
-}  # fmt: skip
+}
 RESPONSE = {
-    "id": "resp_1", "object": "response", "status": "completed", "output": [
+    "id": "resp_1",
+    "object": "response",
+    "status": "completed",
+    "output": [
         {"type": "reasoning", "id": "rs", "summary": []},
-        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "Under the mat.", "annotations": []}]},
+        {
+            "type": "message",
+            "id": "m",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Under the mat.", "annotations": []}],
+        },
     ],
-}  # fmt: skip
+}
 
 CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "litellm": (LITELLM, [SYSTEM, ASK]),
     "litellm, spend logs": (
-        {"request_id": "x", "call_type": "acompletion", "messages": {}, "response": json.dumps(CHOICES),
-         "proxy_server_request": json.dumps({"model": "m", "messages": [SYSTEM, ASK]})}, [SYSTEM, ASK],
+        {
+            "request_id": "x",
+            "call_type": "acompletion",
+            "messages": {},
+            "response": json.dumps(CHOICES),
+            "proxy_server_request": json.dumps({"model": "m", "messages": [SYSTEM, ASK]}),
+        },
+        [SYSTEM, ASK],
     ),
     "litellm, a text": ({**LITELLM, "messages": ASK["content"]}, [ASK]),
     "langfuse": (LANGFUSE, [SYSTEM, ASK]),
     "langfuse, from a bucket": (
-        {"id": "o", "trace_id": "t", "type": "GENERATION", "input": json.dumps({"messages": [SYSTEM, ASK]}),
-         "output": json.dumps(SAY)}, [SYSTEM, ASK],
+        {
+            "id": "o",
+            "trace_id": "t",
+            "type": "GENERATION",
+            "input": json.dumps({"messages": [SYSTEM, ASK]}),
+            "output": json.dumps(SAY),
+        },
+        [SYSTEM, ASK],
     ),
-    "langfuse, a trace": ({"id": "t", "input": None, "observations": [{"type": "SPAN", "output": "x"}, LANGFUSE]},
-                          [SYSTEM, ASK]),
+    "langfuse, a trace": (
+        {"id": "t", "input": None, "observations": [{"type": "SPAN", "output": "x"}, LANGFUSE]},
+        [SYSTEM, ASK],
+    ),
     "langfuse, whole answers": ({**LANGFUSE, "output": CHOICES}, [SYSTEM, ASK]),
     "openai": ({"request": {"model": "m", "messages": [SYSTEM, ASK]}, "response": CHOICES}, [SYSTEM, ASK]),
     "openai, responses": (
@@ -99,19 +154,33 @@ CHATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [SYSTEM, ASK],
     ),
     "openai, response items": (
-        {"request": {"input": [{"type": "message", "role": "user",
-                                "content": [{"type": "input_text", "text": "Where is the key?"}]}]},
-         "response": RESPONSE},
+        {
+            "request": {
+                "input": [
+                    {
+                        "type": "message",
+                        "role": "user",
+                        "content": [{"type": "input_text", "text": "Where is the key?"}],
+                    }
+                ]
+            },
+            "response": RESPONSE,
+        },
         [ASK],
     ),
     "anthropic": ({"request": CLAUDE, "response": CLAUDE_SAYS}, [SYSTEM, ASK]),
     "chatgpt": (CHATGPT, [ASK]),
     "claude": (EXPORTED, [ASK]),
-    "sharegpt": ({"id": "x", "conversations": [{"from": "human", "value": ASK["content"]},
-                                              {"from": "gpt", "value": SAY["content"]}]}, [ASK]),
+    "sharegpt": (
+        {
+            "id": "x",
+            "conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": SAY["content"]}],
+        },
+        [ASK],
+    ),
     "messages beside an answer": ({"messages": [ASK], "completion": "Under the mat."}, [ASK]),
     "ollama": ({"request": {"messages": [ASK]}, "response": {"message": SAY, "done": True}}, [ASK]),
-}  # fmt: skip
+}
 TEXTS: dict[str, dict[str, Any]] = {
     "openai, completions": {"request": {"prompt": "the key is"}, "response": {"choices": [{"text": " under the mat"}]}},
     "a pair": {"prompt": "the key is", "completion": " under the mat"},
@@ -121,8 +190,11 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 UNANSWERED: dict[str, dict[str, Any]] = {
     "litellm, failed": {**LITELLM, "status": "failure", "response": None, "error_str": "timeout"},
-    "litellm, redacted": {**LITELLM, "messages": [{"role": "user", "content": "redacted-by-litellm"}],
-                          "response": {"choices": [{"message": {**SAY, "content": "redacted-by-litellm"}}]}},
+    "litellm, redacted": {
+        **LITELLM,
+        "messages": [{"role": "user", "content": "redacted-by-litellm"}],
+        "response": {"choices": [{"message": {**SAY, "content": "redacted-by-litellm"}}]},
+    },
     "langfuse, a span": {**LANGFUSE, "type": "SPAN"},
     "batch, failed": {"custom_id": "1", "response": None, "error": {"code": "expired"}},
     "claude's batch, failed": {"custom_id": "1", "result": {"type": "errored", "error": {"type": "invalid_request"}}},
@@ -130,7 +202,7 @@ UNANSWERED: dict[str, dict[str, Any]] = {
     "a question": {"messages": [ASK]},
     "a chat that was never used": {"chat_messages": []},
     "an empty answer": {"request": {"messages": [ASK]}, "response": {"choices": []}},
-}  # fmt: skip
+}
 
 
 def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> EncodedRecord:
@@ -171,20 +243,37 @@ def test_an_answer_alone_is_known_for_one(codec: TextCodec) -> None:
 
 
 INSTRUCTIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "alpaca": ({"instruction": "Translate.", "input": "The key", "output": "Under the mat."},
-               [{"role": "user", "content": "Translate.\n\nThe key"}]),
+    "alpaca": (
+        {"instruction": "Translate.", "input": "The key", "output": "Under the mat."},
+        [{"role": "user", "content": "Translate.\n\nThe key"}],
+    ),
     "alpaca, no input": ({"instruction": "Where is the key?", "input": "", "output": "Under the mat."}, [ASK]),
     "alpaca, history": (
-        {"instruction": "Where is the key?", "input": "", "output": "Under the mat.", "system": "Answer briefly.",
-         "history": [["Hello", "Hi"], ["And?", "Yes"]]},
-        [SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"},
-         {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes"}, ASK],
+        {
+            "instruction": "Where is the key?",
+            "input": "",
+            "output": "Under the mat.",
+            "system": "Answer briefly.",
+            "history": [["Hello", "Hi"], ["And?", "Yes"]],
+        },
+        [
+            SYSTEM,
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "Hi"},
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "Yes"},
+            ASK,
+        ],
     ),
-    "dolly": ({"instruction": "Where?", "context": "A mat.", "response": "Under the mat.", "category": "qa"},
-              [{"role": "user", "content": "Where?\n\nA mat."}]),
-    "openorca": ({"system_prompt": "Answer briefly.", "question": "Where is the key?", "response": "Under the mat."},
-                 [SYSTEM, ASK]),
-}  # fmt: skip
+    "dolly": (
+        {"instruction": "Where?", "context": "A mat.", "response": "Under the mat.", "category": "qa"},
+        [{"role": "user", "content": "Where?\n\nA mat."}],
+    ),
+    "openorca": (
+        {"system_prompt": "Answer briefly.", "question": "Where is the key?", "response": "Under the mat."},
+        [SYSTEM, ASK],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
@@ -208,27 +297,30 @@ def chunk(**delta: Any) -> dict[str, Any]:
 
 
 CHUNKS = [
-    chunk(role="assistant", content=""), chunk(content="Under "), chunk(content="the mat."),
+    chunk(role="assistant", content=""),
+    chunk(content="Under "),
+    chunk(content="the mat."),
     {"id": "c", "choices": [], "usage": {"completion_tokens": 4}},
-]  # fmt: skip
+]
 EVENTS: list[dict[str, Any]] = [
     {"type": "message_start", "message": {"id": "m", "type": "message", "role": "assistant", "content": []}},
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
     {"type": "ping"},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Under "}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "the mat."}},
-    {"type": "content_block_stop", "index": 0}, {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
-]  # fmt: skip
+    {"type": "content_block_stop", "index": 0},
+    {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
+]
 ITEMS: list[dict[str, Any]] = [
     {"type": "response.created", "response": {"id": "r", "output": []}},
     {"type": "response.output_text.delta", "delta": "Under "},
     {"type": "response.output_text.delta", "delta": "the mat."},
-]  # fmt: skip
+]
 OLLAMA = [
     {"model": "m", "message": {"role": "assistant", "content": "Under "}, "done": False},
     {"model": "m", "message": {"role": "assistant", "content": "the mat."}, "done": False},
     {"model": "m", "message": {"role": "assistant", "content": ""}, "done": True},
-]  # fmt: skip
+]
 
 
 def sse(chunks: list[dict[str, Any]], *, named: bool = False, end: str = "\n\n") -> str:
@@ -242,8 +334,9 @@ STREAMS: dict[str, Any] = {
     "chunks, as text": json.dumps(CHUNKS),
     "lines": [line for line in sse(CHUNKS).split("\n") if line],
     "texts": list(map(json.dumps, CHUNKS)),
-    "completions": sse([{"object": "text_completion", "choices": [{"index": 0, "text": text}]}
-                        for text in ("Under ", "the mat.")]),
+    "completions": sse(
+        [{"object": "text_completion", "choices": [{"index": 0, "text": text}]} for text in ("Under ", "the mat.")]
+    ),
     "anthropic": sse(EVENTS, named=True),
     "anthropic, events": EVENTS,
     "responses": sse(ITEMS, named=True),
@@ -253,7 +346,7 @@ STREAMS: dict[str, Any] = {
     "http": {"status": 200, "headers": {}, "body": sse(CHUNKS)},
     "http, json": {"status": 200, "body": json.dumps(CHOICES)},
     "har": {"status": 200, "content": {"mimeType": "application/json", "text": json.dumps(CHOICES)}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -270,12 +363,17 @@ def test_a_response_as_it_came_over_the_wire_is_its_answer(name: str, codec: Tex
 def test_calls_and_thoughts_of_streams_are_joined() -> None:
     call = CALL["function"]
     pieces = [
-        chunk(reasoning_content="Mats "), chunk(reasoning_content="hide keys."),
+        chunk(reasoning_content="Mats "),
+        chunk(reasoning_content="hide keys."),
         chunk(tool_calls=[{"index": 0, "id": "c1", "type": "function", "function": {"name": "look", "arguments": ""}}]),
         chunk(tool_calls=[{"index": 0, "function": {"arguments": '{"where": '}}]),
-        chunk(tool_calls=[{"index": 0, "function": {"arguments": '"mat"}'}},
-                          {"index": 1, "id": "c2", "function": {"name": "go", "arguments": "{}"}}]),
-    ]  # fmt: skip
+        chunk(
+            tool_calls=[
+                {"index": 0, "function": {"arguments": '"mat"}'}},
+                {"index": 1, "id": "c2", "function": {"name": "go", "arguments": "{}"}},
+            ]
+        ),
+    ]
     (message,) = chat_formats.find_answers(sse(pieces))
     assert isinstance(message, dict) and message["reasoning_content"] == "Mats hide keys."
     assert [each["function"] for each in message["tool_calls"]] == [call, {"name": "go", "arguments": "{}"}]
@@ -308,14 +406,22 @@ def test_calls_and_thoughts_of_streams_are_joined() -> None:
     [
         "upstream connect error or disconnect/reset before headers. reset reason: connection timeout",
         "<html>\r\n<head><title>502 Bad Gateway</title></head>\r\n<body>...</body></html>",
-        "Internal Server Error", "504 Gateway Timeout", "404 page not found",
-        '{"error": {"message": "overloaded", "type": "server_error", "code": 503}}', '{"detail": "Not Found"}',
-        {"error": "model 'm' not found"}, {"object": "error", "message": "too long", "code": 400},
-        {"status": 503, "body": "no healthy upstream"}, {"status_code": 500, "body": CHOICES},
-        {"status": 200, "headers": {}, "body": "OK"}, {"status": 200, "body": '{"choices": []}'}, '{"choices": []}',
-        'data: {"error": {"message": "overloaded"}}\n\n', "data: [DONE]\n\n",
+        "Internal Server Error",
+        "504 Gateway Timeout",
+        "404 page not found",
+        '{"error": {"message": "overloaded", "type": "server_error", "code": 503}}',
+        '{"detail": "Not Found"}',
+        {"error": "model 'm' not found"},
+        {"object": "error", "message": "too long", "code": 400},
+        {"status": 503, "body": "no healthy upstream"},
+        {"status_code": 500, "body": CHOICES},
+        {"status": 200, "headers": {}, "body": "OK"},
+        {"status": 200, "body": '{"choices": []}'},
+        '{"choices": []}',
+        'data: {"error": {"message": "overloaded"}}\n\n',
+        "data: [DONE]\n\n",
     ],
-)  # fmt: skip
+)
 def test_an_error_of_a_gateway_is_no_answer(response: Any, codec: TextCodec) -> None:
     assert found_in({"request": {"messages": [ASK]}, "response": response}, codec) == ([], True, False)
 
@@ -330,10 +436,18 @@ def test_calls_of_sharegpt_are_calls(codec: TextCodec) -> None:
     tool = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
     call = {"name": "look", "arguments": {"where": "mat"}}
     for called in (json.dumps(call), json.dumps([call]), json.dumps({"name": "look", "arguments": '{"where": "mat"}'})):
-        turns = [{"from": "human", "value": ASK["content"]}, {"from": "function_call", "value": called},
-                 {"from": "observation", "value": "a key"}, {"from": "gpt", "value": SAY["content"]}]  # fmt: skip
-        openai = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-                  {"role": "tool", "tool_call_id": "c1", "content": "a key"}, SAY]  # fmt: skip
+        turns = [
+            {"from": "human", "value": ASK["content"]},
+            {"from": "function_call", "value": called},
+            {"from": "observation", "value": "a key"},
+            {"from": "gpt", "value": SAY["content"]},
+        ]
+        openai = [
+            ASK,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "a key"},
+            SAY,
+        ]
         found = found_in({"conversations": turns, "tools": json.dumps([tool])}, codec)
         assert found == found_in({"messages": openai, "tools": [{"type": "function", "function": tool}]}, codec)
         assert "<tool_call>" in codec.decode([*found.examples[0].token_ids[found.examples[0].prompt_length :]])
@@ -360,10 +474,13 @@ def test_calls_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
     turns = [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, result, SAY]
     openai = found_in({"messages": turns}, codec).examples
     assert [codec.decode([*each.token_ids[each.prompt_length :]]) for each in openai] == [
-        'CALL look {"where": "mat"}<|end|>', "Under the mat.<|end|>",
-    ]  # fmt: skip
-    use = [{"type": "thinking", "thinking": "hm", "signature": ""},
-           {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "mat"}}]  # fmt: skip
+        'CALL look {"where": "mat"}<|end|>',
+        "Under the mat.<|end|>",
+    ]
+    use = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "tool_use", "id": "c1", "name": "look", "input": {"where": "mat"}},
+    ]
     back = [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a key"}]}]
     asked = {**CLAUDE, "system": None, "messages": [ASK]}
     one = found_in({"request": asked, "response": {**CLAUDE_SAYS, "content": use}}, codec).examples
@@ -523,11 +640,53 @@ def test_a_build_says_what_records_lack_and_a_table_holds_what_lines_hold(
     assert "3 records, namespace default\n" in capsys.readouterr().out
 
 
-KEYS = sorted({*record.COLUMNS, *chat_formats.PROMPT_KEYS, *chat_formats.ANSWER_KEYS, "role", "content", "choices",
-               "message", "text", "tool_calls", "function_call", "name", "arguments", "author", "parts", "parent",
-               "children", "sender", "from", "value", "custom_id", "log"})  # fmt: skip
-LEAVES = st.sampled_from([None, True, 0, 3, -1.5, "", "a", "user", "assistant", "{}", "[]", '{"role": "user"}',
-                          '[{"a":1}]', "tool_use", "tool_result", "message", "function_call", "vllm"])  # fmt: skip
+KEYS = sorted(
+    {
+        *record.COLUMNS,
+        *chat_formats.PROMPT_KEYS,
+        *chat_formats.ANSWER_KEYS,
+        "role",
+        "content",
+        "choices",
+        "message",
+        "text",
+        "tool_calls",
+        "function_call",
+        "name",
+        "arguments",
+        "author",
+        "parts",
+        "parent",
+        "children",
+        "sender",
+        "from",
+        "value",
+        "custom_id",
+        "log",
+    }
+)
+LEAVES = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        3,
+        -1.5,
+        "",
+        "a",
+        "user",
+        "assistant",
+        "{}",
+        "[]",
+        '{"role": "user"}',
+        '[{"a":1}]',
+        "tool_use",
+        "tool_result",
+        "message",
+        "function_call",
+        "vllm",
+    ]
+)
 VALUES = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
 )

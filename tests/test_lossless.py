@@ -71,18 +71,29 @@ def test_speculation_changes_no_token_and_no_log_probability(
     if kind == "greedy" and dtype == "float32":
         theirs, generated = reference_greedy(target, prompts, MAX_TOKENS, codec.eos_token_ids), Report()
         compare(
-            target, prompts, sampling, theirs, Setting("none", 0, 1), eos_token_ids=codec.eos_token_ids,
+            target,
+            prompts,
+            sampling,
+            theirs,
+            Setting("none", 0, 1),
+            eos_token_ids=codec.eos_token_ids,
             report=generated,
-        )  # fmt: skip
+        )
         assert generated.passed, generated.mismatches[:5]
     report = Report()
     for number, setting in enumerate(SETTINGS):
         # Each setting takes a sixth of the prompts in turn, so that every prompt meets several settings.
         part = slice(number % SHARE, None, SHARE)
         compare(
-            target, prompts[part], sampling[part], expected[part], setting,
-            eos_token_ids=codec.eos_token_ids, report=report, makers=SOURCES,
-        )  # fmt: skip
+            target,
+            prompts[part],
+            sampling[part],
+            expected[part],
+            setting,
+            eos_token_ids=codec.eos_token_ids,
+            report=report,
+            makers=SOURCES,
+        )
     with capsys.disabled():
         print(f"\n{kind}, {dtype}: {report} over {len(SETTINGS)} settings")
     assert not report.mismatches, report.mismatches[:5]

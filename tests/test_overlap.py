@@ -207,8 +207,9 @@ def test_what_comes_next_is_drafted_while_a_pass_runs(wrong: int | None, monkeyp
                 return drafts
 
             monkeypatch.setattr(engine._speculation, "propose", counted)
-            asked = [ask(str(row), prompt, max_tokens=80, ignore_eos=True, learn=False)
-                     for row, prompt in enumerate(prompts)]  # fmt: skip
+            asked = [
+                ask(str(row), prompt, max_tokens=80, ignore_eos=True, learn=False) for row, prompt in enumerate(prompts)
+            ]
             tokens = [answer.token_ids for answer in answers_of(engine, asked)]
         return tokens, engine.metrics.num_verify_steps, sum(prepared)
 

@@ -150,21 +150,31 @@ def test_a_replay_is_read_at_each_cost_by_settings_of_that_cost() -> None:
     from benchmarks.report.replay import best_speed_up, curve_section
 
     rows = [
-        {"trace": trace, "tokenizer": "t", "drafter": drafter, "setting": setting, "of_oracle": 0.5 * scale,
-         "speed_up": {"measured": measured * scale, "flat 32": free * scale}}
+        {
+            "trace": trace,
+            "tokenizer": "t",
+            "drafter": drafter,
+            "setting": setting,
+            "of_oracle": 0.5 * scale,
+            "speed_up": {"measured": measured * scale, "flat 32": free * scale},
+        }
         for trace, scale in (("a", 1.0), ("b", 1.5))
         for drafter, setting, measured, free in (
-            ("ssd", "priced by measured", 2.0, 1.0), ("ssd", "priced by flat 32", 9.0, 6.0),
-            ("arctic", "one", 1.0, 2.0), ("arctic", "other", 0.5, 3.0),
+            ("ssd", "priced by measured", 2.0, 1.0),
+            ("ssd", "priced by flat 32", 9.0, 6.0),
+            ("arctic", "one", 1.0, 2.0),
+            ("arctic", "other", 0.5, 3.0),
         )
-    ]  # fmt: skip
+    ]
     assert [best_speed_up(rows, "ssd", cost, "a") for cost in ("measured", "flat 32")] == pytest.approx([2.0, 6.0])
     assert [best_speed_up(rows, "arctic", cost, "b") for cost in ("measured", "flat 32")] == pytest.approx([1.5, 4.5])
     assert best_speed_up(rows, "ssd") == pytest.approx(2.0 * 1.5**0.5)
     result = {
-        "date": "2026-01-01", "environment": {"commit": "abc"}, "rows": rows,
+        "date": "2026-01-01",
+        "environment": {"commit": "abc"},
+        "rows": rows,
         "parameters": {"tokenizers": ["t"], "max_output_tokens": 10, "draft": {"num_speculative_tokens": 64}},
-    }  # fmt: skip
+    }
     page = curve_section(result, result)
     assert "| chain | measured on a CPU | 2.45x | 1.22x | 2.00x (a) ... 2.00x (b) | - |" in page
     assert "| tree | flat up to 32 tokens | 7.35x | 3.67x | 2.00x (a) ... 2.00x (b) | 50% ... 75% |" in page

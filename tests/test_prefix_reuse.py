@@ -36,9 +36,13 @@ def make_engine(
     """An engine that takes priorities."""
     target = target_of(name, num_slots=slots, batch_invariant="auto" if name in NOT_EXACT else "on")
     return engines.make_engine(
-        RandomDrafter(VOCAB) if random_drafts else "ssd", target, prefill_chunk_tokens=chunk,
-        enable_prefix_caching=reuse, scheduling_policy="priority", coupled_streams=STREAMS,
-    )  # fmt: skip
+        RandomDrafter(VOCAB) if random_drafts else "ssd",
+        target,
+        prefill_chunk_tokens=chunk,
+        enable_prefix_caching=reuse,
+        scheduling_policy="priority",
+        coupled_streams=STREAMS,
+    )
 
 
 def greedy(max_tokens: int = 8) -> SamplingParams:

@@ -42,10 +42,15 @@ def texts_in(tmp_path: Path, *lines: Any) -> list[list[tuple[str, str]]]:
     (source,) = find_sources([str(path)])
     found = [encode_record(record, codec).examples for record in read_sources([source], lambda num_bytes: None)]
     return [
-        [(codec.decode([*each.token_ids[: each.prompt_length]]), codec.decode([*each.token_ids[each.prompt_length :]]))
-         for each in examples]
+        [
+            (
+                codec.decode([*each.token_ids[: each.prompt_length]]),
+                codec.decode([*each.token_ids[each.prompt_length :]]),
+            )
+            for each in examples
+        ]
         for examples in found
-    ]  # fmt: skip
+    ]
 
 
 def expected(tmp_path: Path, *messages: Any) -> list[list[tuple[str, str]]]:
@@ -83,8 +88,10 @@ CLAUDE = [
 TOOL_TURNS = [
     ASK,
     {"role": "assistant", "content": "I look.", "tool_calls": [call(1, where="mat"), call(2, where="door")]},
-    result(1, "a key"), result(2, "open"), SAY,
-]  # fmt: skip
+    result(1, "a key"),
+    result(2, "open"),
+    SAY,
+]
 
 
 def test_a_session_of_claude_code_is_a_conversation(tmp_path: Path) -> None:
@@ -168,16 +175,22 @@ SYSTEM = {"role": "system", "content": "Answer briefly."}
 PARTS = [{"role": "user", "parts": [{"type": "text", "content": "Where is the key?"}]}]
 PARTS_SAID = [{"role": "assistant", "parts": [{"type": "text", "content": "Under the mat."}], "finish_reason": "stop"}]
 NEW = {
-    "gen_ai.operation.name": "chat", "gen_ai.request.model": "m", "gen_ai.input.messages": json.dumps(PARTS),
+    "gen_ai.operation.name": "chat",
+    "gen_ai.request.model": "m",
+    "gen_ai.input.messages": json.dumps(PARTS),
     "gen_ai.output.messages": json.dumps(PARTS_SAID),
     "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Answer briefly."}]),
-}  # fmt: skip
+}
 OLD = {
-    "llm.request.type": "chat", "gen_ai.prompt.0.role": "system", "gen_ai.prompt.0.content": "Answer briefly.",
-    "gen_ai.prompt.1.role": "user", "gen_ai.prompt.1.content": "Where is the key?",
-    "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Under the mat.",
+    "llm.request.type": "chat",
+    "gen_ai.prompt.0.role": "system",
+    "gen_ai.prompt.0.content": "Answer briefly.",
+    "gen_ai.prompt.1.role": "user",
+    "gen_ai.prompt.1.content": "Where is the key?",
+    "gen_ai.completion.0.role": "assistant",
+    "gen_ai.completion.0.content": "Under the mat.",
     "gen_ai.completion.0.finish_reason": "stop",
-}  # fmt: skip
+}
 IDS = {"trace_id": "t", "span_id": "s", "name": "chat m"}
 
 
@@ -189,16 +202,38 @@ SPANS: dict[str, dict[str, Any]] = {
     "openllmetry": {**IDS, "attributes": OLD},
     "standard": {**IDS, "attributes": NEW},
     "standard, not as text": {
-        **IDS, "attributes": {**NEW, "gen_ai.input.messages": PARTS, "gen_ai.output.messages": PARTS_SAID},
+        **IDS,
+        "attributes": {**NEW, "gen_ai.input.messages": PARTS, "gen_ai.output.messages": PARTS_SAID},
     },
     "nested": {"attributes": {"gen_ai": {"prompt": [SYSTEM, ASK], "completion": [SAY]}}},
-    "events": {**IDS, "attributes": {"gen_ai.system": "openai"}, "events": [
-        {"name": "gen_ai.content.prompt", "attributes": {"gen_ai.prompt": json.dumps([SYSTEM, ASK])}},
-        {"name": "gen_ai.content.completion", "attributes": {"gen_ai.completion": json.dumps([SAY])}}]},
-    "otlp": {"resourceSpans": [{"scopeSpans": [{"spans": [
-        {"traceId": "t", "spanId": "r", "name": "GET /", "attributes": otlp({"http.method": "GET"})},
-        {"traceId": "t", "spanId": "s", "name": "chat", "attributes": otlp(OLD)}]}]}]},
-}  # fmt: skip
+    "events": {
+        **IDS,
+        "attributes": {"gen_ai.system": "openai"},
+        "events": [
+            {"name": "gen_ai.content.prompt", "attributes": {"gen_ai.prompt": json.dumps([SYSTEM, ASK])}},
+            {"name": "gen_ai.content.completion", "attributes": {"gen_ai.completion": json.dumps([SAY])}},
+        ],
+    },
+    "otlp": {
+        "resourceSpans": [
+            {
+                "scopeSpans": [
+                    {
+                        "spans": [
+                            {
+                                "traceId": "t",
+                                "spanId": "r",
+                                "name": "GET /",
+                                "attributes": otlp({"http.method": "GET"}),
+                            },
+                            {"traceId": "t", "spanId": "s", "name": "chat", "attributes": otlp(OLD)},
+                        ]
+                    }
+                ]
+            }
+        ]
+    },
+}
 
 
 @pytest.mark.parametrize("name", SPANS)
@@ -210,12 +245,16 @@ def test_a_span_of_a_call_has_its_prompt_and_its_answer(name: str, codec: TextCo
 def test_calls_of_tools_in_spans_are_calls(tmp_path: Path) -> None:
     named = {"id": "c1", "name": "look", "arguments": '{"where": "mat"}'}
     old = {
-        "gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "Where is the key?",
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.0.content": "Where is the key?",
         "gen_ai.prompt.1.role": "assistant",
         **{f"gen_ai.prompt.1.tool_calls.0.{key}": each for key, each in named.items()},
-        "gen_ai.prompt.2.role": "tool", "gen_ai.prompt.2.content": "a key", "gen_ai.prompt.2.tool_call_id": "c1",
-        "gen_ai.completion.0.role": "assistant", "gen_ai.completion.0.content": "Under the mat.",
-    }  # fmt: skip
+        "gen_ai.prompt.2.role": "tool",
+        "gen_ai.prompt.2.content": "a key",
+        "gen_ai.prompt.2.tool_call_id": "c1",
+        "gen_ai.completion.0.role": "assistant",
+        "gen_ai.completion.0.content": "Under the mat.",
+    }
     parts = [
         *PARTS,
         {"role": "assistant", "parts": [{"type": "tool_call", **named, "arguments": {"where": "mat"}}]},

@@ -77,9 +77,17 @@ def test_flat_and_steep_laws_of_many_tokens_are_cut_as_torch_cuts_them(vocab_siz
     law = -steepness * np.log(np.arange(1, vocab_size + 1)) + random.normal(0, 0.5, (6, vocab_size))
     logits = torch.from_numpy(random.permuted(law, axis=1).astype(np.float32))
     kinds: list[dict[str, Any]] = [
-        {}, {"top_p": 0.9}, {"top_p": 0.3}, {"top_k": 50}, {"top_k": 600}, {"top_k": 600, "top_p": 0.9},
-        {"top_k": 50, "top_p": 0.5}, {"min_p": 0.02}, {"min_p": 0.02, "top_p": 0.95}, {"min_p": 1e-5, "top_k": 400},
-    ]  # fmt: skip
+        {},
+        {"top_p": 0.9},
+        {"top_p": 0.3},
+        {"top_k": 50},
+        {"top_k": 600},
+        {"top_k": 600, "top_p": 0.9},
+        {"top_k": 50, "top_p": 0.5},
+        {"min_p": 0.02},
+        {"min_p": 0.02, "top_p": 0.95},
+        {"min_p": 1e-5, "top_k": 400},
+    ]
     for kind in kinds:
         params = SamplingParams(temperature=0.8, **kind)
         for turn in range(4):
@@ -114,12 +122,16 @@ def test_a_position_has_its_token_whatever_stands_beside_it(problem: Any, dtype:
 
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.5}, {"top_k": 2}, {"top_k": 2, "top_p": 0.5}, {"min_p": 0.5}])
 def test_impossible_numbers_end_and_are_not_chosen(params: dict[str, Any]) -> None:
-    logits = torch.tensor([[
-        [-math.inf] * 4,
-        [math.nan] * 4,
-        [math.nan, -math.inf, 1.0, math.nan],
-        [0.0, -math.inf, math.inf, math.inf],
-    ]])  # fmt: skip
+    logits = torch.tensor(
+        [
+            [
+                [-math.inf] * 4,
+                [math.nan] * 4,
+                [math.nan, -math.inf, 1.0, math.nan],
+                [0.0, -math.inf, math.inf, math.inf],
+            ]
+        ]
+    )
     keys = np.arange(4, dtype=np.uint64)
     assert host_tokens(logits, [0], [4], [SamplingParams(**params)], keys).tolist() == [0, 0, 2, 2]
 

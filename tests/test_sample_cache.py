@@ -157,8 +157,9 @@ def test_ids_that_an_entry_cannot_hold_are_left_out() -> None:
     assert [choice(table, key_behind(text[:at], 2)) for at in (1, 2, 3)] == [None, None, (5, 0)]
 
 
-taught = st.tuples(st.lists(texts, max_size=4), told, st.integers(0, 9), st.integers(1, 3), st.booleans(),
-                   st.sampled_from([0.3, 1.0]))  # fmt: skip
+taught = st.tuples(
+    st.lists(texts, max_size=4), told, st.integers(0, 9), st.integers(1, 3), st.booleans(), st.sampled_from([0.3, 1.0])
+)
 situations = (few_snapshots, contexts.filter(bool), st.integers(1, 6), taught, st.sampled_from([0.02, 0.2]))
 
 

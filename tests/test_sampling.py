@@ -62,8 +62,11 @@ def test_logprobs_equal_the_slow_twin(seed: int, token_ids: list[int], num_top: 
         ranked = sorted(range(VOCAB), key=lambda other: -row[other])
         assert (entry.token_id, entry.rank) == (token, ranked.index(token) + 1)
         assert [other for other, _ in entry.top] == ranked[:num_top]
-        assert np.allclose([entry.logprob, *(p for _, p in entry.top)],
-                           [expected[token], *(expected[other] for other in ranked[:num_top])], atol=1e-5)  # fmt: skip
+        assert np.allclose(
+            [entry.logprob, *(p for _, p in entry.top)],
+            [expected[token], *(expected[other] for other in ranked[:num_top])],
+            atol=1e-5,
+        )
     assert len(found) == len(token_ids)
     impossible = torch.full((1, 3), -torch.inf)
     impossible[0, 1] = 0.0
@@ -73,14 +76,30 @@ def test_logprobs_equal_the_slow_twin(seed: int, token_ids: list[int], num_top: 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -1), ("top_p", 0), ("min_p", 2), ("max_tokens", -1), ("stop", ("",)), ("allowed_token_ids", ()),
-        ("bad_words", ((1,), ())), ("logprobs", 21), ("prompt_logprobs", -1), ("stop", 5), ("stop", (1,)),
-        ("temperature", "0"), ("max_tokens", 1.5), ("logit_bias", {1: 2.0}), ("top_k", 1 << 31),
-        ("max_tokens", 1 << 63), ("min_tokens", 10**400), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e308),
-        ("seed", 10**5000), ("temperature", float("nan")),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("min_p", 2),
+        ("max_tokens", -1),
+        ("stop", ("",)),
+        ("allowed_token_ids", ()),
+        ("bad_words", ((1,), ())),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("stop", 5),
+        ("stop", (1,)),
+        ("temperature", "0"),
+        ("max_tokens", 1.5),
+        ("logit_bias", {1: 2.0}),
+        ("top_k", 1 << 31),
+        ("max_tokens", 1 << 63),
+        ("min_tokens", 10**400),
+        ("repetition_penalty", 1e-300),
+        ("repetition_penalty", 1e308),
+        ("seed", 10**5000),
+        ("temperature", float("nan")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_a_bad_value_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**{field: value})

@@ -84,12 +84,17 @@ def of_type(kind: Any) -> Callable[[str], bool]:
 
 
 FORMATS = {
-    "date": of_type(date), "time": of_type(time), "date-time": of_type(datetime), "duration": of_type(timedelta),
-    "ipv4": of_type(IPv4Address), "ipv6": of_type(IPv6Address), "uuid": of_type(UUID),
+    "date": of_type(date),
+    "time": of_type(time),
+    "date-time": of_type(datetime),
+    "duration": of_type(timedelta),
+    "ipv4": of_type(IPv4Address),
+    "ipv6": of_type(IPv6Address),
+    "uuid": of_type(UUID),
     "email": lambda text: re.fullmatch(r"[^@\s]+@[^@\s]+", text) is not None,
     "hostname": lambda text: all(re.fullmatch(r"(?!-)[a-zA-Z0-9-]{1,63}(?<!-)", part) for part in text.split(".")),
     "uri": lambda text: re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*:", text) is not None,
-}  # fmt: skip
+}
 CHECKER = jsonschema.FormatChecker(())
 for name, check in FORMATS.items():
     CHECKER.checks(name, raises=ValueError)(lambda value, check=check: not isinstance(value, str) or check(value))
@@ -121,10 +126,13 @@ def of_2020(schema: Any) -> Any:
         return schema
     named = ("properties", "patternProperties", "$defs")
     made = {
-        key: {name: of_2020(each) for name, each in value.items()} if key in named
-        else value if key in ("enum", "const") else of_2020(value)
+        key: {name: of_2020(each) for name, each in value.items()}
+        if key in named
+        else value
+        if key in ("enum", "const")
+        else of_2020(value)
         for key, value in schema.items()
-    }  # fmt: skip
+    }
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(made.get(exclusive), bool) and made.pop(exclusive) and bound in made:
             made[exclusive] = made.pop(bound)
@@ -142,10 +150,23 @@ TEXTS = st.sampled_from(
 )
 SCALARS = st.one_of(st.none(), st.booleans(), BIG, SMALL, TEXTS)
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=2), st.dictionaries(NAMES, SCALARS, max_size=2))
-PATTERNS = st.sampled_from([
-    "^[ab]{1,3}$", "^a", "b$", "^a$|^bc$", r"^\d{2}-\w$", "[xy]", "^(?!foo)[a-z]{3}$", r"^\S{1,4}$", r"(a)\1",
-    r"\bfoo\b", "^<\\|user\\|>$", "^", "^$",
-])  # fmt: skip
+PATTERNS = st.sampled_from(
+    [
+        "^[ab]{1,3}$",
+        "^a",
+        "b$",
+        "^a$|^bc$",
+        r"^\d{2}-\w$",
+        "[xy]",
+        "^(?!foo)[a-z]{3}$",
+        r"^\S{1,4}$",
+        r"(a)\1",
+        r"\bfoo\b",
+        "^<\\|user\\|>$",
+        "^",
+        "^$",
+    ]
+)
 KEY_PATTERNS = st.sampled_from(["^score$", "^x_[ab]$", "^x_", "^(a|b)$", "^", "^.{1,3}$", "a", "^[ab]", "^(?!a)"])
 ANNOTATIONS = st.fixed_dictionaries(
     {},
@@ -227,9 +248,16 @@ UNSUPPORTED = st.one_of(
     st.just({"type": "nothing"}),
 )
 LEAVES = st.one_of(
-    numbers(NEAR), numbers(st.tuples(BIG | SMALL, BIG | SMALL)), CONSTANTS, BIG_CONSTANTS, STRINGS, FORMATTED,
-    st.just({"type": "boolean"}), st.booleans(), UNSUPPORTED,
-)  # fmt: skip
+    numbers(NEAR),
+    numbers(st.tuples(BIG | SMALL, BIG | SMALL)),
+    CONSTANTS,
+    BIG_CONSTANTS,
+    STRINGS,
+    FORMATTED,
+    st.just({"type": "boolean"}),
+    st.booleans(),
+    UNSUPPORTED,
+)
 SHORT = st.one_of(numbers(st.tuples(SMALL, SMALL)), CONSTANTS, STRINGS, st.just({"type": "null"}))
 
 
@@ -307,13 +335,16 @@ def with_references(each: st.SearchStrategy[Any]) -> Schemas:
     return each.map(
         lambda schema: {
             "type": "object",
-            "properties": {"one": {"$ref": "#/$defs/one"}, "more": {"type": "array", "items": {"$ref": "#/$defs/one"},
-                           "maxItems": 2}, "inner": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+            "properties": {
+                "one": {"$ref": "#/$defs/one"},
+                "more": {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 2},
+                "inner": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            },
             "required": ["one"],
             "additionalProperties": False,
             "$defs": {"one": schema},
         }
-    )  # fmt: skip
+    )
 
 
 KINDS = {

@@ -115,10 +115,18 @@ def noise_behind(length: int, draft: Sequence[int], token: int) -> float:
 
 
 @given(
-    snapshots, contexts.filter(bool), st.integers(1, 12), st.just([]) | offers, st.just([]) | told, st.integers(0, 9),
-    st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.02, 0.1, 0.5]), st.integers(1, 3), st.integers(0, 9),
+    snapshots,
+    contexts.filter(bool),
+    st.integers(1, 12),
+    st.just([]) | offers,
+    st.just([]) | told,
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([0.02, 0.1, 0.5]),
+    st.integers(1, 3),
+    st.integers(0, 9),
     st.booleans(),
-)  # fmt: skip
+)
 @settings(max_examples=300)
 def test_drafts_of_all_sources_are_those_of_the_slow_twin(
     snapshot: Snapshot,

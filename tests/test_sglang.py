@@ -181,8 +181,11 @@ def test_sglangs_own_worker_drafts_from_it(tmp_path: Path) -> None:
     environment = os.environ | {"SSD_CACHE_DIR": str(tmp_path), "PYTHONPATH": packages}
     done = subprocess.run(
         [sys.executable, "-m", "tests.sglang_worker", packages],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     first, again = found.pop("steps")

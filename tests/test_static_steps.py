@@ -40,8 +40,17 @@ from tests.static_targets import RECORDERS, pair_of_targets
 # What transformers has to say about tiny settings.
 pytestmark = pytest.mark.filterwarnings("default")
 
-MIXED = ["Llama", "Mistral (sliding window)", "Gemma 2 (soft caps)", "gpt-oss (sinks)", "Mixtral", "Qwen3-MoE",
-         "Llama 4 (chunks, temperature)", "DeepSeek-V3 (latent attention)", "GPT-2"]  # fmt: skip
+MIXED = [
+    "Llama",
+    "Mistral (sliding window)",
+    "Gemma 2 (soft caps)",
+    "gpt-oss (sinks)",
+    "Mixtral",
+    "Qwen3-MoE",
+    "Llama 4 (chunks, temperature)",
+    "DeepSeek-V3 (latent attention)",
+    "GPT-2",
+]
 MODELS = {name: tiny_model(name) for name in MIXED}
 
 

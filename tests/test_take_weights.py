@@ -58,11 +58,14 @@ def engine_of(model: PreTrainedModel | Target) -> Engine:
 def said(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[Answer]:
     """What it answers, greedy and with a seed, log-probabilities included."""
     more: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
-    return answers_of(engine, [
-        ask(f"{temperature}-{index}", prompt, temperature=temperature, seed=index, **more)
-        for temperature in (0.0, 0.9)
-        for index, prompt in enumerate(prompts)
-    ])  # fmt: skip
+    return answers_of(
+        engine,
+        [
+            ask(f"{temperature}-{index}", prompt, temperature=temperature, seed=index, **more)
+            for temperature in (0.0, 0.9)
+            for index, prompt in enumerate(prompts)
+        ],
+    )
 
 
 def tokens_of(answers: Sequence[Answer]) -> list[list[int]]:
@@ -172,8 +175,20 @@ def test_log_probabilities_may_be_those_that_tokens_are_drawn_with(num_drafted: 
     """Against transformers' own order: repetition penalty, temperature, top-k; truth from the plain model."""
     plain, engine = tiny_model("Llama"), engine_of(tiny_model("Llama"))
     prompt = [5, 6, 7, 8, 5, 6]
-    engine.submit(ask("a", prompt, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=1, logprobs=2,
-                      drawn_logprobs=True, ignore_eos=True, num_speculative_tokens=num_drafted))  # fmt: skip
+    engine.submit(
+        ask(
+            "a",
+            prompt,
+            temperature=0.7,
+            top_k=5,
+            repetition_penalty=1.3,
+            seed=1,
+            logprobs=2,
+            drawn_logprobs=True,
+            ignore_eos=True,
+            num_speculative_tokens=num_drafted,
+        )
+    )
     context, num_compared = list(prompt), 0
     while engine.has_work():
         for output in engine.step():

@@ -195,10 +195,13 @@ REFUSALS = {
         "{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}" + _WRONG
     ),
     "roles that do not alternate, beside calls and results": (  # Mistral 7B v0.3
-        "{% if not (" + _COUNTED + ") %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}" + _WRONG
+        "{% if not ("
+        + _COUNTED
+        + ") %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+        + _WRONG
         + "{% set ns.n = ns.n + 1 %}{% endif %}"
     ),
-}  # fmt: skip
+}
 ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
 
 
@@ -224,12 +227,18 @@ def said(refusal: str, conversation: str) -> str:
         ("nothing, but the first system message alone is written", "sduasu", "[s s0+d1][u u2][a a3][u s4][u u5]"),
         ("later system messages", "sduuasu", "[s s0+d1][u u2][u u3][a a4][u s5][u u6]"),
         ("roles that do not alternate, system messages", "sduuasuaa", "[u s0+d1+u2+u3][a a4][u s5+u6][a a7+a8]"),
-        ("roles that do not alternate, beside calls and results", "sduuctuau",
-         "[s s0+d1][u u2+u3][a c4][t t5+u6][a a7][u u8]"),
-        ("roles that do not alternate, beside calls and results", "suucttau",
-         "[s s0][u u1+u2][a c3][t t4][t t5][a a6][u u7]"),
+        (
+            "roles that do not alternate, beside calls and results",
+            "sduuctuau",
+            "[s s0+d1][u u2+u3][a c4][t t5+u6][a a7][u u8]",
+        ),
+        (
+            "roles that do not alternate, beside calls and results",
+            "suucttau",
+            "[s s0][u u1+u2][a c3][t t4][t t5][a a6][u u7]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_refuses_is_said_in_other_messages(refusal: str, conversation: str, expected: str) -> None:
     assert said(refusal, conversation) == expected
 

@@ -137,8 +137,9 @@ def asked_of(engine: Engine, num_requests: int, max_tokens: int, **request: Any)
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-@pytest.mark.parametrize("way", ["Llama", "Llama, static", "Llama, top tokens in the pass", "StableLM", "Qwen3-Next",
-                                 "RecurrentGemma"])  # fmt: skip
+@pytest.mark.parametrize(
+    "way", ["Llama", "Llama, static", "Llama, top tokens in the pass", "StableLM", "Qwen3-Next", "RecurrentGemma"]
+)
 def test_a_drafter_is_told_what_every_pass_said(way: str, shape: Any, overlap: bool) -> None:
     architecture, _, kind = way.partition(", ")
     draft = DraftConfig(num_speculative_tokens=6, draft_shape=shape)

@@ -107,10 +107,19 @@ def test_each_node_is_sampled_after_its_own_path(rows: list[Any], seed: int, win
     """With the noise of the path, too: of its length, or coupled, of its last tokens."""
     logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 2, (len(rows), 8, 12)).astype(np.float32))
     made = [
-        make_row(params, prompt=[1, 2], output=[4], draft=tokens, parents=None if is_chain else parents, seed=seed,
-                 choice_index=b, window=window, forbidden_ids=(3, 5))
+        make_row(
+            params,
+            prompt=[1, 2],
+            output=[4],
+            draft=tokens,
+            parents=None if is_chain else parents,
+            seed=seed,
+            choice_index=b,
+            window=window,
+            forbidden_ids=(3, 5),
+        )
         for b, ((tokens, parents), is_chain, params) in enumerate(rows)
-    ]  # fmt: skip
+    ]
     chosen = target_tokens(PassOutput(logits), made)
     for b, ((tokens, parents), is_chain, params) in enumerate(rows):
         above = list(range(-1, len(tokens) - 1)) if is_chain else parents

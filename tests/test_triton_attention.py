@@ -68,9 +68,13 @@ def problems(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=30)
 @given(
-    st.integers(1, 4), st.integers(1, 9), st.integers(1, 11), st.sampled_from([(16, 16), (24, 40), (128, 64)]),
-    st.booleans(), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 11),
+    st.sampled_from([(16, 16), (24, 40), (128, 64)]),
+    st.booleans(),
+    st.integers(0, 999),
+)
 def test_new_keys_and_values_are_written_at_their_places(
     batch: int, width: int, heads: int, dims: tuple[int, int], is_part: bool, seed: int
 ) -> None:
@@ -155,9 +159,17 @@ _LENGTH = 600
     data=st.data(),
 )
 def test_a_query_has_the_same_bits_alone_and_among_others(
-    kv_heads: int, groups: int, dims: tuple[int, int], window: int | None, chunk: int | None, softcap: float | None,
-    has_sinks: bool, dtype: torch.dtype, seed: int, data: st.DataObject,
-) -> None:  # fmt: skip
+    kv_heads: int,
+    groups: int,
+    dims: tuple[int, int],
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    seed: int,
+    data: st.DataObject,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -174,8 +186,12 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
         rows = SlotRows.build(kv_cache, slots, width, DEVICE)
         some = torch.stack([queries[slot, start : start + width] for slot, start in zip(slots, starts, strict=True)])
         return exact_triton_attention(
-            some.transpose(1, 2), stored[0], stored[1], rows, AttentionRules(0.3, window, chunk, softcap, sinks),
-        )  # fmt: skip
+            some.transpose(1, 2),
+            stored[0],
+            stored[1],
+            rows,
+            AttentionRules(0.3, window, chunk, softcap, sinks),
+        )
 
     slots = data.draw(st.permutations(range(num_slots)))[: data.draw(st.integers(1, num_slots))]
     width = data.draw(st.sampled_from([2, 3, 7, 9, 20]))
@@ -198,9 +214,16 @@ def test_splits_are_as_many_as_a_slot_needs_and_at_most_32() -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Llama", "Mistral (sliding window)", "Gemma 2 (soft caps)", "gpt-oss (sinks)",
-                     "Llama 4 (chunks, temperature)", "DeepSeek-V3 (latent attention)"]
-)  # fmt: skip
+    "architecture",
+    [
+        "Llama",
+        "Mistral (sliding window)",
+        "Gemma 2 (soft caps)",
+        "gpt-oss (sinks)",
+        "Llama 4 (chunks, temperature)",
+        "DeepSeek-V3 (latent attention)",
+    ],
+)
 def test_models_say_the_same_with_the_kernel(architecture: str) -> None:
     recorder = "as a CUDA graph" if HAS_GPU else "eagerly"
     plain, static = pair_of_targets(tiny_model(architecture), recorder, num_slots=3, kernel=triton_attention)

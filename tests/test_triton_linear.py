@@ -41,9 +41,15 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3} | ({torch.bfloat16: 2e-2
 )
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_alone_and_among_others(
-    width: int, size: int, num_outputs: int, has_bias: bool, is_cut: bool, dtype: torch.dtype, seed: int,
+    width: int,
+    size: int,
+    num_outputs: int,
+    has_bias: bool,
+    is_cut: bool,
+    dtype: torch.dtype,
+    seed: int,
     data: st.DataObject,
-) -> None:  # fmt: skip
+) -> None:
     torch.manual_seed(seed)
     x = torch.randn(width, size + is_cut).to(DEVICE, dtype)[:, :size]
     weight = torch.randn(num_outputs, size).to(DEVICE, dtype)

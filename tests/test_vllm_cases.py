@@ -55,13 +55,15 @@ ASKS: dict[str, tuple[list[dict[str, Any]], int]] = {
     "again": ([], 24),
     "grammars": ([{}, {"regex": "[a-z ]{4,40}"}] * 3, 24),
     "penalties": (
-        [{"repetition_penalty": 1.2}, {"min_tokens": 12}, {"logprobs": 2}, {"presence_penalty": 0.5}, {}, {}], 12,
+        [{"repetition_penalty": 1.2}, {"min_tokens": 12}, {"logprobs": 2}, {"presence_penalty": 0.5}, {}, {}],
+        12,
     ),
     "stops": (
-        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["("]}, {}, {"stop": [" "], "min_tokens": 5}, {}], 24,
+        [{"stop": ["\n"]}, {"stop": [":", "self"]}, {"stop": ["("]}, {}, {"stop": [" "], "min_tokens": 5}, {}],
+        24,
     ),
     "limits": ([{"max_tokens": count} for count in (1, 2, 5, 6, 17, 24)], 24),
-}  # fmt: skip
+}
 """What is asked of an engine: sampling parameters of each prompt, and most tokens."""
 
 
@@ -91,8 +93,16 @@ CASES = {
 
 
 def open_case(case: Case, **more: Any) -> VllmEngine:
-    return VllmEngine(MODEL_PATH, "ssd", batch=BATCH, max_model_len=case.length, runner="v2",
-                      switches=list(case.switches), options=dict(case.options), **more)  # fmt: skip
+    return VllmEngine(
+        MODEL_PATH,
+        "ssd",
+        batch=BATCH,
+        max_model_len=case.length,
+        runner="v2",
+        switches=list(case.switches),
+        options=dict(case.options),
+        **more,
+    )
 
 
 @cache
@@ -150,15 +160,41 @@ def test_vllm_serve_with_the_one_flag_drafts_and_keeps_what_it_heard(tmp_path: P
     codec = TextCodec.load(str(MODEL_PATH))
     want = [codec.decode(output) for output in plainly(LENGTH)["plain"][:2]]
     port, kept = free_port(), tmp_path / "cache"
-    environment = {**os.environ, **ENVIRONMENT, **in_every_process(tmp_path), "SSD_CACHE_DIR": str(kept),
-                   "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # fmt: skip
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        **in_every_process(tmp_path),
+        "SSD_CACHE_DIR": str(kept),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [str(interpreter()), "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL_PATH), "--port", str(port),
-             "--dtype", "float32", "--max-model-len", str(LENGTH), "--max-num-seqs", "2", "--enforce-eager",
-             "--shutdown-timeout", "20", "--speculative-config", json.dumps(METHODS["v2"]["ssd"])],
-            cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            [
+                str(interpreter()),
+                "-m",
+                "vllm.entrypoints.cli.main",
+                "serve",
+                str(MODEL_PATH),
+                "--port",
+                str(port),
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                str(LENGTH),
+                "--max-num-seqs",
+                "2",
+                "--enforce-eager",
+                "--shutdown-timeout",
+                "20",
+                "--speculative-config",
+                json.dumps(METHODS["v2"]["ssd"]),
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
             for _ in range(600):
                 with suppress(OSError):
@@ -198,9 +234,17 @@ def test_a_sampled_answer_has_the_law_of_the_model(switch: str, tmp_path: Path) 
     size, count, prompt = 8, 4000, [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=size, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(tmp_path)
     law = np.zeros((size, size))

@@ -38,9 +38,13 @@ def made(lag: int = 0, adaptive: bool = False, **ssd_settings: Any) -> tuple[Han
     """A runner and its speculator."""
     runner = HandMadeRunner(max_num_reqs=REQUESTS, max_model_len=LENGTH, width=WIDTH, lag=lag)
     config = vllm_config(
-        limit=WIDTH, max_num_reqs=REQUESTS, max_model_len=LENGTH, adaptive=adaptive, rebuild_interval_s=3600,
+        limit=WIDTH,
+        max_num_reqs=REQUESTS,
+        max_model_len=LENGTH,
+        adaptive=adaptive,
+        rebuild_interval_s=3600,
         **ssd_settings,
-    )  # fmt: skip
+    )
     runner.speculator = Speculator(config, CPU, runner.states, lambda: LateEvent(runner))
     return runner, runner.speculator
 
@@ -282,10 +286,21 @@ def test_steps_that_are_none_and_requests_that_were_never_seen_are_taken() -> No
     runner, speculator = made()
     nothing = SimpleNamespace(num_reqs=2, req_ids=["x", "y"])
     dummy = speculator.propose(
-        input_batch=nothing, attn_metadata=None, slot_mappings=None, last_hidden_states=None, aux_hidden_states=None,
-        num_sampled=torch.ones(2), num_rejected=None, last_sampled=runner.last_sampled, next_prefill_tokens=None,
-        temperature=None, seeds=None, dummy_run=True, skip_attn_for_dummy_run=True, is_profile=True,
-    )  # fmt: skip
+        input_batch=nothing,
+        attn_metadata=None,
+        slot_mappings=None,
+        last_hidden_states=None,
+        aux_hidden_states=None,
+        num_sampled=torch.ones(2),
+        num_rejected=None,
+        last_sampled=runner.last_sampled,
+        next_prefill_tokens=None,
+        temperature=None,
+        seeds=None,
+        dummy_run=True,
+        skip_attn_for_dummy_run=True,
+        is_profile=True,
+    )
     assert dummy.shape == (2, WIDTH)
     runner.begin({"a": scripted(1)})
     assert speculator._core is not None
@@ -319,10 +334,14 @@ def test_a_hook_that_looks_otherwise_is_named(tmp_path: Path, monkeypatch: pytes
         )
         == []
     )
-    lacks = missing_hooks([
-        Hook(module, "Runner.step", ("self", "scheduler_output")), Hook(module, "Runner", ("other",)),
-        Hook(module, "make", ()), Hook("engine_of_nobody", "make", ()),
-    ])  # fmt: skip
+    lacks = missing_hooks(
+        [
+            Hook(module, "Runner.step", ("self", "scheduler_output")),
+            Hook(module, "Runner", ("other",)),
+            Hook(module, "make", ()),
+            Hook("engine_of_nobody", "make", ()),
+        ]
+    )
     assert lacks == [
         "engine_of_another:Runner.step has the parameters self, output, extra",
         "engine_of_another:Runner has no other",

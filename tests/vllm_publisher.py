@@ -19,10 +19,15 @@ NUM_OUTPUT, BLOCK = 100, 32
 
 def main(model: str, port: int, path: str) -> None:
     os.environ |= {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": "", "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_PLUGINS": "",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }  # fmt: skip
+    }
     import zmq
     from vllm import LLM, SamplingParams
     from vllm.config import KVEventsConfig
@@ -45,9 +50,16 @@ def main(model: str, port: int, path: str) -> None:
         topic="kv",
     )
     llm = LLM(
-        model=model, dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True, block_size=BLOCK,
-        enable_prefix_caching=True, disable_log_stats=True, kv_events_config=events,
-    )  # fmt: skip
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        enforce_eager=True,
+        block_size=BLOCK,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        kv_events_config=events,
+    )
     threading.Thread(target=listen, daemon=True).start()
     time.sleep(1)
     params = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0, ignore_eos=True)

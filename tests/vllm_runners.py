@@ -25,9 +25,13 @@ VOCAB_SIZE = 4096
 
 
 def vllm_config(
-    *, limit: int = 8, max_num_reqs: int = 8, max_model_len: int = MAX_MODEL_LEN, adaptive: bool = False,
+    *,
+    limit: int = 8,
+    max_num_reqs: int = 8,
+    max_model_len: int = MAX_MODEL_LEN,
+    adaptive: bool = False,
     **settings: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """What of vLLM's configuration ours read. ``limit`` : tokens of a draft. ``settings`` : ours."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
@@ -230,8 +234,15 @@ class HandMadeRunner:
             self.states.all_token_ids.gpu[request.slot, : request.prefill] = torch.tensor(request.text)
             self.states.total_len.gpu[request.slot] = request.prefill
             params = SimpleNamespace(stop=list(stop), min_tokens=0, skip_special_tokens=True)
-            new.append(SimpleNamespace(req_id=name, prompt_len=len(request.prompt), prefill_token_ids=request.text,
-                                       sampling_params=params, prompt_embeds=prompt_embeds))  # fmt: skip
+            new.append(
+                SimpleNamespace(
+                    req_id=name,
+                    prompt_len=len(request.prompt),
+                    prefill_token_ids=request.text,
+                    sampling_params=params,
+                    prompt_embeds=prompt_embeds,
+                )
+            )
         self.speculator.on_add(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=set()))
 
     def end(self, names: Iterable[str]) -> list[Scripted]:
@@ -283,11 +294,25 @@ class HandMadeRunner:
         self.num_steps += 1
         drafts: torch.Tensor = self.speculator.propose(
             SimpleNamespace(
-                num_reqs=count, req_ids=list(names), idx_mapping=slots, num_scheduled_tokens=scheduled,
-                num_computed_tokens_np=computed, prefill_len_np=prefill,
-            ), None, None, None, None, num_sampled, None, self.last_sampled, None, None, None,
+                num_reqs=count,
+                req_ids=list(names),
+                idx_mapping=slots,
+                num_scheduled_tokens=scheduled,
+                num_computed_tokens_np=computed,
+                prefill_len_np=prefill,
+            ),
+            None,
+            None,
+            None,
+            None,
+            num_sampled,
+            None,
+            self.last_sampled,
+            None,
+            None,
+            None,
             num_speculative_tokens=self.width if width is None else width,
-        )  # fmt: skip
+        )
         if width is not None:
             drafts[:, width:] = -1
         self.drafts[slots] = drafts

@@ -23,9 +23,11 @@ KEY = "a key"
 QUESTION = "What is the weather in Paris?"
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {
-    "type": "object", "additionalProperties": False, "required": ["city"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["city"],
     "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
-}  # fmt: skip
+}
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -91,9 +93,12 @@ async def _agents(url: str, checks: Checks) -> None:
         for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
             model = kind(model=MODEL, openai_client=client)
             agent = Agent(
-                name="weather", instructions="Help.", model=model, tools=[function_tool(get_weather)],
+                name="weather",
+                instructions="Help.",
+                model=model,
+                tools=[function_tool(get_weather)],
                 model_settings=settings,
-            )  # fmt: skip
+            )
             cities.clear()
             whole = await Runner.run(agent, QUESTION, max_turns=3)
             items = [item.type for item in whole.new_items]
@@ -112,12 +117,22 @@ def guidellm(url: str, model: str) -> Checks:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
         command = [
-            str(Path(sys.executable).with_name("guidellm")), "run", "--disable-console",
-            "--backend", f"kind=openai_http,target={url.removesuffix('/v1')},api_key={KEY}",
-            "--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={num_requests}",
-            "--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={output_tokens}",
-            "--tokenizer", f"kind=huggingface_auto,model={model}", "--output", f"kind=json,path={report}",
-        ]  # fmt: skip
+            str(Path(sys.executable).with_name("guidellm")),
+            "run",
+            "--disable-console",
+            "--backend",
+            f"kind=openai_http,target={url.removesuffix('/v1')},api_key={KEY}",
+            "--profile",
+            "kind=concurrent,streams=2",
+            "--constraint",
+            f"kind=max_requests,count={num_requests}",
+            "--data",
+            f"kind=synthetic_text,prompt_tokens=32,output_tokens={output_tokens}",
+            "--tokenizer",
+            f"kind=huggingface_auto,model={model}",
+            "--output",
+            f"kind=json,path={report}",
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         metrics = json.loads(report.read_text())["benchmarks"][0]["metrics"]
     totals = metrics["request_totals"]
@@ -195,10 +210,15 @@ def litellm(url: str, model: str) -> Checks:
 
 
 SCORED = [
-    ("def add(a, b):\n    return", " a + b"), ("import", " os"), ("for i in", " range(10):"), ("x =", " 1"),
-    ("class Point:\n    def", " __init__(self, x, y):"), ("if __name__ ==", ' "__main__":'),
-    ("try:\n    value = int(text)\nexcept", " ValueError:"), ("with open(path) as", " file:"),
-]  # fmt: skip
+    ("def add(a, b):\n    return", " a + b"),
+    ("import", " os"),
+    ("for i in", " range(10):"),
+    ("x =", " 1"),
+    ("class Point:\n    def", " __init__(self, x, y):"),
+    ("if __name__ ==", ' "__main__":'),
+    ("try:\n    value = int(text)\nexcept", " ValueError:"),
+    ("with open(path) as", " file:"),
+]
 GENERATED: list[tuple[str, dict[str, Any]]] = [
     ("def add(a, b):\n", {"until": ["\n\n"], "max_gen_toks": 32}),
     ("import os\n", {"until": ["def"], "max_gen_toks": 24}),

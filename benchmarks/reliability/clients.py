@@ -195,8 +195,10 @@ def _requests(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield f"completion, {kind}", "/v1/completions", {**fields, "prompt": text[-_PROMPT_CHARACTERS:]}
         messages = [{"role": "user", "content": text[-_PROMPT_CHARACTERS:]}]
         for kind, fields in (
-            ("greedy", greedy), ("n=2", {**seeded, "n": 2}), ("schema", {**greedy, "response_format": schema}),
-        ):  # fmt: skip
+            ("greedy", greedy),
+            ("n=2", {**seeded, "n": 2}),
+            ("schema", {**greedy, "response_format": schema}),
+        ):
             yield f"chat, {kind}", "/v1/chat/completions", {**fields, "messages": messages}
 
 

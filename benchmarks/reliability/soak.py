@@ -30,9 +30,12 @@ _SERVER = (
     *("--max-num-seqs", "16", "--max-model-len", "512", "--cache-tokens", "131072", "--generation-config", "vllm"),
 )
 _MUST_BE_ZERO = (
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "ssd:drafter_failures_total", "ssd:failed_passes_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "ssd:drafter_failures_total",
+    "ssd:failed_passes_total",
     "ssd:integrity_violations_total",
-)  # fmt: skip
+)
 OPTIONS = {
     "seconds": Option(default=1800.0, least=0),
     "clients": Option(default=32, help="at once"),

@@ -26,9 +26,16 @@ from ssd.config import DraftConfig, IndexConfig
 from ssd.errors import ConfigError
 
 _UNDER = (
-    "benchmarks/peers", "benchmarks/traces.py", "benchmarks/walk.py", "cache_builder/evaluation", "ssd/jit",
-    "ssd/config.py", "ssd/drafting", "ssd/cost_model", "ssd/retrieval",
-)  # fmt: skip
+    "benchmarks/peers",
+    "benchmarks/traces.py",
+    "benchmarks/walk.py",
+    "cache_builder/evaluation",
+    "ssd/jit",
+    "ssd/config.py",
+    "ssd/drafting",
+    "ssd/cost_model",
+    "ssd/retrieval",
+)
 _DIGESTED_TOKENS = 20_000
 """Of each trace, where --max-output-tokens says nothing."""
 
@@ -38,11 +45,12 @@ OPTIONS: dict[str, Any] = {
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
     "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
     "tree": Option(default=False, help="let drafters give trees"),
-    "max_output_tokens": Option(default=None, kind=int, metavar="N", help="of each trace; stop before the row that "
-        "would exceed it"),
+    "max_output_tokens": Option(
+        default=None, kind=int, metavar="N", help="of each trace; stop before the row that would exceed it"
+    ),
     "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
     "digest": Option(default=False, help="print a digest of every draft, to see whether a change made others"),
-}  # fmt: skip
+}
 COLUMNS = (
     *((name, f"{{{name}}}") for name in ("trace", "tokenizer", "drafter", "setting")),
     ("output", "{output_tokens}"),

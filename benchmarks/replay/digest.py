@@ -73,12 +73,17 @@ def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) 
             while going := [i for i, text in enumerate(texts) if at[i] < len(text)]:
                 requests = [
                     DraftRequest(
-                        f"{number}-{i}", texts[i][: at[i]], prompts[i], snapshot, _LIMIT - i % 3, allow_tree=tree,
+                        f"{number}-{i}",
+                        texts[i][: at[i]],
+                        prompts[i],
+                        snapshot,
+                        _LIMIT - i % 3,
+                        allow_tree=tree,
                         token_costs=_PRICES[i % 3],
                         prediction=texts[i][prompts[i] + 7 :] if i % 4 == 1 else None,
                     )
                     for i in going
-                ]  # fmt: skip
+                ]
                 for i, draft in zip(going, drafter.propose(requests), strict=True):
                     digest.add(draft)
                     accepted = len(draft.path_of(texts[i][at[i] :]))

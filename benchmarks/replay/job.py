@@ -45,17 +45,30 @@ DEFAULT = "default"
 """What the names of settings begin with that are a drafter's own; arctic's have names that say all."""
 ARCTIC_DEFAULT = "factor 1, p 0.1"
 _ARCTIC_WAYS = (
-    (4, 3, 0, 64), (8, 3, 0, 64), (11, 2, 0, 64), (11, 3, 0, 64), (11, 4, 0, 64), (11, 2, 2, 64), (16, 3, 0, 64),
-    (11, 3, 0, 24), (24, 1, 0, 24), (31, 4, 0, 64), (31, 4, 4, 64),
-)  # fmt: skip
+    (4, 3, 0, 64),
+    (8, 3, 0, 64),
+    (11, 2, 0, 64),
+    (11, 3, 0, 64),
+    (11, 4, 0, 64),
+    (11, 2, 2, 64),
+    (16, 3, 0, 64),
+    (11, 3, 0, 24),
+    (24, 1, 0, 24),
+    (31, 4, 0, 64),
+    (31, 4, 4, 64),
+)
 """Most tokens, factor, offset, depth: the best of 76 tried on eight traces, depth 24, once as vLLM sets it, and those
 for passes that are free up to 32 tokens."""
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
 _SGLANG_WAYS = (
-    ("BFS", 10, 0, (4, 7, 11, 15, 31)), ("BFS", 1, 0, (3, 7)), ("PROB", 10, 0, (7, 11)),
-    ("BFS", 10, 1, (4, 5, 7, 9, 11, 15, 31)), ("PROB", 10, 1, (7, 11)), ("BFS", 1, 1, (11,)),
-)  # fmt: skip
+    ("BFS", 10, 0, (4, 7, 11, 15, 31)),
+    ("BFS", 1, 0, (3, 7)),
+    ("PROB", 10, 0, (7, 11)),
+    ("BFS", 10, 1, (4, 5, 7, 9, 11, 15, 31)),
+    ("PROB", 10, 1, (7, 11)),
+    ("BFS", 1, 1, (11,)),
+)
 """Match type, breadth, whether prompts enter the trie, nodes: the best of 43 tried, on agent_tools and three others."""
 _LLAMA_CPP_LIMITS = {
     "ngram-mod": 64,
@@ -66,11 +79,21 @@ _LLAMA_CPP_LIMITS = {
     "lookup": 3,
 }
 _LLAMA_CPP_SIZES = (
-    ("ngram-mod", 3, 0, 64), ("ngram-mod", 4, 0, 8), ("ngram-mod", 8, 0, 16), ("ngram-simple", 1, 4, 1),
-    ("ngram-simple", 1, 8, 1), ("ngram-simple", 1, 11, 1), ("ngram-simple", 2, 4, 1), ("ngram-simple", 2, 8, 1),
-    ("ngram-simple", 2, 11, 1), ("ngram-simple", 3, 8, 1), ("ngram-map-k", 2, 4, 1), ("ngram-map-k", 2, 8, 1),
-    ("ngram-map-k", 3, 8, 1), ("ngram-map-k4v", 2, 8, 1),
-)  # fmt: skip
+    ("ngram-mod", 3, 0, 64),
+    ("ngram-mod", 4, 0, 8),
+    ("ngram-mod", 8, 0, 16),
+    ("ngram-simple", 1, 4, 1),
+    ("ngram-simple", 1, 8, 1),
+    ("ngram-simple", 1, 11, 1),
+    ("ngram-simple", 2, 4, 1),
+    ("ngram-simple", 2, 8, 1),
+    ("ngram-simple", 2, 11, 1),
+    ("ngram-simple", 3, 8, 1),
+    ("ngram-map-k", 2, 4, 1),
+    ("ngram-map-k", 2, 8, 1),
+    ("ngram-map-k", 3, 8, 1),
+    ("ngram-map-k4v", 2, 8, 1),
+)
 """n_match, n_min, n_max of ngram-mod, size_n, size_m, min_hits of the others: the best tried, of 52 on agent_tools and
 of 35 on eight traces."""
 _LOOKUP_LENGTHS = (1, 2, 4, 6, 8, 11, 16, 31)
@@ -107,16 +130,22 @@ def settings_of(drafter: str, max_draft: int, *, tree: bool, costs: Sequence[Cos
         return [Setting(drafter, PRICED_BY + each.name, max_draft, curve=each) for each in costs]
     if drafter == "arctic":
         found = [
-            known(f"factor {factor:g}, p {least:g}", max_draft, max_spec_factor=factor, min_token_prob=least,
-                  use_tree_spec=tree)
+            known(
+                f"factor {factor:g}, p {least:g}",
+                max_draft,
+                max_spec_factor=factor,
+                min_token_prob=least,
+                use_tree_spec=tree,
+            )
             for least in _LEAST_PROBABILITIES
             for factor in _FACTORS
-        ]  # fmt: skip
+        ]
         for most, factor, offset, depth in _ARCTIC_WAYS:
             if most < max_draft:
                 name = f"factor {factor} + {offset}, at most {most}, depth {depth}"
-                found.append(known(name, most, max_spec_factor=factor, max_spec_offset=offset, depth=depth,
-                                   use_tree_spec=tree))  # fmt: skip
+                found.append(
+                    known(name, most, max_spec_factor=factor, max_spec_offset=offset, depth=depth, use_tree_spec=tree)
+                )
         return found
     if drafter == "sglang":
         found = [known(DEFAULT, min(_SGLANG_NODES, max_draft), padded=1)]

@@ -64,7 +64,7 @@ _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
     ("docs/benchmarks.md", "gpu"): (gpu_check.section, "gpu_check"),
-}  # fmt: skip
+}
 """What is put together of many rows; all results must be there."""
 
 

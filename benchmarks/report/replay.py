@@ -64,14 +64,16 @@ def curve_section(path: Result, tree: Result) -> str:
             row |= {"least_share": min(shares), "most_share": max(shares)}
         rows.append(row)
     columns: Columns = (
-        ("draft shape", "{kind}"), ("verification cost", "{cost}"), (">speed-up, SSD", "{ours:.2f}x"),
+        ("draft shape", "{kind}"),
+        ("verification cost", "{cost}"),
+        (">speed-up, SSD", "{ours:.2f}x"),
         (">speed-up, Arctic Inference", "{theirs:.2f}x"),
         (">SSD relative to Arctic, range over traces", "{ends}"),
         (
             ">tokens per step, relative to the best possible draft, range over traces",
             "{least_share:.0%} ... {most_share:.0%}",
         ),
-    )  # fmt: skip
+    )
     parameters = path["parameters"]
     note = (
         f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD limits its "

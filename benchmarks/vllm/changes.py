@@ -94,10 +94,14 @@ def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int,
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
         with CacheManager(CacheConfig(), fingerprint=codec.fingerprint, inline=True) as caches:
             engine = Engine.from_pretrained(
-                MODEL_PATH, dtype=dtype, device="cpu", codec=codec, caches=caches,
+                MODEL_PATH,
+                dtype=dtype,
+                device="cpu",
+                codec=codec,
+                caches=caches,
                 config=EngineConfig(max_num_seqs=batch, max_model_len=LENGTH, batch_invariant="on"),
                 draft=DraftConfig(num_speculative_tokens=limit),
-            )  # fmt: skip
+            )
             found[what] = ask(engine, requests)
             if limit:
                 found["speculation, again"] = ask(engine, requests)

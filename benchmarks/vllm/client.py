@@ -40,11 +40,14 @@ class VllmEngine(Child):
         self.method, self.runner = method, runner
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("SSD_")}
         super().__init__(
-            f"vLLM {runner}, {method}", interpreter(), "benchmarks.vllm.engines",
+            f"vLLM {runner}, {method}",
+            interpreter(),
+            "benchmarks.vllm.engines",
             {**inherited, **_openmp(), **(settings or {})},
-        )  # fmt: skip
-        self.ask("open", str(model), method, batch=batch, max_model_len=max_model_len, dtype=dtype, runner=runner,
-                 **more)  # fmt: skip
+        )
+        self.ask(
+            "open", str(model), method, batch=batch, max_model_len=max_model_len, dtype=dtype, runner=runner, **more
+        )
 
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()

@@ -73,9 +73,17 @@ class Engine:
     """One vLLM engine in this process."""
 
     def __init__(
-        self, model: str, method: str, *, batch: int, max_model_len: int, dtype: str, runner: str = "v1",
-        switches: Sequence[str] = (), options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        method: str,
+        *,
+        batch: int,
+        max_model_len: int,
+        dtype: str,
+        runner: str = "v1",
+        switches: Sequence[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """``switches`` : "async" and "adaptive", see below; "process" for an engine core of its own process.
 
         ``options`` : of ``vllm.LLM`` besides; what stands at "speculative_config" is added to the method's.
@@ -291,9 +299,11 @@ def verify_adaptively() -> None:
 
     def create(**given: Any) -> Any:
         manager = adaptive.AdaptiveVerificationManager(
-            given["req_states"], given["query_start_loc"], given["num_bonus_tokens"],
+            given["req_states"],
+            given["query_start_loc"],
+            given["num_bonus_tokens"],
             max_total_logits=given["max_total_logits"],
-        )  # fmt: skip
+        )
         manager.set_cost_curves([(1, 0.1), (64, 0.1)], [(1, 1.0), (256, 12.0)])
         return manager
 

@@ -77,9 +77,12 @@ class Setup:
 
     def open(self, method: str, **settings: str) -> VllmEngine:
         engine = VllmEngine(
-            MODEL_PATH, method, batch=self.args.batch, max_model_len=_LENGTH,
+            MODEL_PATH,
+            method,
+            batch=self.args.batch,
+            max_model_len=_LENGTH,
             settings={f"SSD_{name.upper()}": value for name, value in settings.items()},
-        )  # fmt: skip
+        )
         engine.complete(self.warm_up, self.args.max_tokens)
         return engine
 
@@ -122,11 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             for prompt, got, want in zip(setup.halves[row.half], outputs, wanted, strict=True)
         )
         ratios = [rate / other for rate, other in zip(row.rates, plain[row.half].rates, strict=True)]
-        this.row({
-            "drafter": row.drafter, "memory": row.memory, "half": row.half,
-            "tokens_per_step": round(median(row.tokens_per_step), 3), "tokens_per_s": round(median(row.rates), 1),
-            "against_none": spread(ratios), "mismatches": mismatches,
-        })  # fmt: skip
+        this.row(
+            {
+                "drafter": row.drafter,
+                "memory": row.memory,
+                "half": row.half,
+                "tokens_per_step": round(median(row.tokens_per_step), 3),
+                "tokens_per_s": round(median(row.rates), 1),
+                "against_none": spread(ratios),
+                "mismatches": mismatches,
+            }
+        )
     return this.end(
         environment={**describe(this.under), "vllm": versions()},
         half=half,

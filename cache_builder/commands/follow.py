@@ -121,9 +121,11 @@ def run(options: argparse.Namespace) -> int:
             from ssd.replication.replication_log import ReplicationLog
 
             log = ReplicationLog(
-                options.redis, fingerprint=codec.fingerprint, vocab_size=codec.vocab_size,
+                options.redis,
+                fingerprint=codec.fingerprint,
+                vocab_size=codec.vocab_size,
                 max_tokens=options.cache_tokens,
-            )  # fmt: skip
+            )
             attach = resources.enter_context(log).attach
         caches = resources.enter_context(
             CacheManager(config, codec.fingerprint, namespace=options.namespace, on_open=attach)

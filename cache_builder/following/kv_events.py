@@ -18,9 +18,17 @@ import numpy.typing as npt
 from ssd.errors import SSDError
 
 _FIELDS: Final = (
-    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-    "extra_keys", "group_idx",
-)  # fmt: skip
+    "type",
+    "block_hashes",
+    "parent_block_hash",
+    "token_ids",
+    "block_size",
+    "lora_id",
+    "medium",
+    "lora_name",
+    "extra_keys",
+    "group_idx",
+)
 """The fields of ``BlockStored`` in the order of the packed array."""
 
 _MOST_BLOCKS: Final = 1 << 16

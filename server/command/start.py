@@ -350,8 +350,11 @@ def serve(
     elif (drained := server.drained) is not None:
         log.info(
             "stopped: %d requests in flight ended, %d were aborted after %.1f s; the cache is %s",
-            drained.num_ended, drained.num_cut, drained.seconds, "flushed" if stopped else "not completely flushed",
-        )  # fmt: skip
+            drained.num_ended,
+            drained.num_cut,
+            drained.seconds,
+            "flushed" if stopped else "not completely flushed",
+        )
     if not stopped or any(thread.name == "ssd-compile" for thread in threading.enumerate()):
         # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
         # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.

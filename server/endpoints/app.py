@@ -110,17 +110,27 @@ def add_models(app: FastAPI, service: Service) -> None:
             created_at = datetime.fromtimestamp(settings.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             most = engine.max_model_len
             return {
-                "type": "model", "id": name, "display_name": name, "created_at": created_at, "lifecycle": "active",
-                "max_input_tokens": most, "max_tokens": most,
-            }  # fmt: skip
+                "type": "model",
+                "id": name,
+                "display_name": name,
+                "created_at": created_at,
+                "lifecycle": "active",
+                "max_input_tokens": most,
+                "max_tokens": most,
+            }
         return {
-            "id": name, "object": "model", "created": settings.created, "owned_by": "ssd",
+            "id": name,
+            "object": "model",
+            "created": settings.created,
+            "owned_by": "ssd",
             "root": settings.adapters.get(name, settings.model),
             "parent": settings.model_name if name in settings.adapters else None,
-            "max_model_len": engine.max_model_len, "permission": [],
-            "backend": target.backend, "can_speculate": target.can_roll_back,
+            "max_model_len": engine.max_model_len,
+            "permission": [],
+            "backend": target.backend,
+            "can_speculate": target.can_roll_back,
             "speculation": engine.speculation._asdict(),
-        }  # fmt: skip
+        }
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:

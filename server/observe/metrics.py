@@ -40,9 +40,13 @@ class Families:
         self.labels = labels
 
     def by(
-        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, names: str | tuple[str, ...],
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        names: str | tuple[str, ...],
         values: Mapping[Any, float],
-    ) -> Metric:  # fmt: skip
+    ) -> Metric:
         """Create a metric family whose samples have additional labels. ``values`` maps label values to numbers."""
         more = (names,) if isinstance(names, str) else names
         family = kind(name, text, labels=[*LABELS, *more])
@@ -71,10 +75,20 @@ MOST_NAMED = 64
 OTHERS = "(others)"
 """The metric label under which all cache namespaces after the first ``MOST_NAMED`` are added up."""
 
-_SIZES = frozenset({
-    "num_tokens", "num_prebuilt_tokens", "num_shared_tokens", "num_retained_tokens", "num_memtable_tokens",
-    "num_segments", "generation", "is_connected", "num_queued", "lag_seconds",
-})  # fmt: skip
+_SIZES = frozenset(
+    {
+        "num_tokens",
+        "num_prebuilt_tokens",
+        "num_shared_tokens",
+        "num_retained_tokens",
+        "num_memtable_tokens",
+        "num_segments",
+        "generation",
+        "is_connected",
+        "num_queued",
+        "lag_seconds",
+    }
+)
 """The statistics of cache namespaces that may decrease and are exported as gauges; all others are counters."""
 
 
@@ -230,17 +244,20 @@ class ServerMetrics(Collector):
         is_ready = self._worker.state is WorkerState.READY
         yield of(GAUGE, "ssd:ready", "1 while requests are accepted, else 0.", float(is_ready))
         requests = CounterMetricFamily(
-            "http_requests", "Finished HTTP requests by path, method and class of status code.",
+            "http_requests",
+            "Finished HTTP requests by path, method and class of status code.",
             labels=["handler", "method", "status"],
-        )  # fmt: skip
+        )
         for labels, number in dict(http.requests).items():
             requests.add_metric(labels, number)
         yield requests
         yield by(
-            COUNTER, "ssd:requests_rejected",
-            "HTTP requests that were rejected because of an error or the load, by reason.", "reason",
+            COUNTER,
+            "ssd:requests_rejected",
+            "HTTP requests that were rejected because of an error or the load, by reason.",
+            "reason",
             dict.fromkeys(_REASONS, 0) | dict(http.refused),
-        )  # fmt: skip
+        )
         yield of(GAUGE, "ssd:http_requests_in_progress", "HTTP requests in progress.", http.num_under_way)
         yield of(
             COUNTER,

@@ -89,8 +89,15 @@ class Witness:
             time.sleep(0.005)
 
     def _stream(self) -> None:
-        body = {"prompt": "x = 1\n", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 1,
-                "priority": -100, "num_speculative_tokens": 0}  # fmt: skip
+        body = {
+            "prompt": "x = 1\n",
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 1,
+            "priority": -100,
+            "num_speculative_tokens": 0,
+        }
         while not self._stop.is_set():
             with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)) as connection:
                 last = self._now()

@@ -122,7 +122,7 @@ def answer_to(server: RunningServer, content: bytes) -> tuple[bytes, bytes]:
         (head() + chunks(b" " * 900_000, 1000), 401, "invalid_api_key"),
     ],
     ids=["bytes", "2,000", "1,025 and the end", "of 50", "extensions", "too long", "no key", "long, no key"],
-)  # fmt: skip
+)
 def test_a_body_in_chunks_is_refused_and_nothing_behind_it_is_parsed(
     closed: RunningServer, content: bytes, status: int, code: str
 ) -> None:

@@ -27,15 +27,52 @@ from tests.server.failing_engine import RunningServer, serving
 MESSAGES = [{"role": "user", "content": "x"}]
 
 SCALARS = [
-    "0", "-1", "1", "-0.0", "2147483648", "9223372036854775808", "18446744073709551616", "1" + 400 * "0",
-    "-1" + 400 * "0", "1" + 5000 * "0", "1e308", "-1e308", "5e-324", "1e400", "NaN", "Infinity", "true", "null", '""',
-    '"x"', '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"' + 3000 * "y" + '"',
-]  # fmt: skip
+    "0",
+    "-1",
+    "1",
+    "-0.0",
+    "2147483648",
+    "9223372036854775808",
+    "18446744073709551616",
+    "1" + 400 * "0",
+    "-1" + 400 * "0",
+    "1" + 5000 * "0",
+    "1e308",
+    "-1e308",
+    "5e-324",
+    "1e400",
+    "NaN",
+    "Infinity",
+    "true",
+    "null",
+    '""',
+    '"x"',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"\\ud83d\\ude00"',
+    '"' + 3000 * "y" + '"',
+]
 WHOLE = [
-    *SCALARS, "[]", "{}", "[[]]", "[null]", '[""]', '["x", 1]', "[1, -1]", "[9223372036854775808]",
-    "[1" + 400 * "0" + "]", '{"": 0}', '{"0": 1e400}', '{"00": 1, "0": 1}', '{"-1": 1}', '{"' + 5000 * "9" + '": 1}',
-    '{"\\u0000": {"x": []}}', 150 * "[" + 150 * "]", 5000 * "[" + 5000 * "]", 150 * '{"a":' + "1" + 150 * "}",
-]  # fmt: skip
+    *SCALARS,
+    "[]",
+    "{}",
+    "[[]]",
+    "[null]",
+    '[""]',
+    '["x", 1]',
+    "[1, -1]",
+    "[9223372036854775808]",
+    "[1" + 400 * "0" + "]",
+    '{"": 0}',
+    '{"0": 1e400}',
+    '{"00": 1, "0": 1}',
+    '{"-1": 1}',
+    '{"' + 5000 * "9" + '": 1}',
+    '{"\\u0000": {"x": []}}',
+    150 * "[" + 150 * "]",
+    5000 * "[" + 5000 * "]",
+    150 * '{"a":' + "1" + 150 * "}",
+]
 """JSON as it is sent: Python would not write some of it."""
 
 BODIES: list[tuple[str, type[Body], dict[str, Any]]] = [
@@ -49,10 +86,15 @@ BODIES: list[tuple[str, type[Body], dict[str, Any]]] = [
     ("/detokenize", DetokenizeBody, {"tokens": [5]}),
 ]
 PARTS: dict[str, type[Any]] = {
-    "stream_options": StreamOptions, "response_format": ResponseFormat, "structured_outputs": StructuredOutputs,
-    "prediction": Prediction, "text": TextConfig, "reasoning": ReasoningConfig, "thinking": Thinking,
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+    "prediction": Prediction,
+    "text": TextConfig,
+    "reasoning": ReasoningConfig,
+    "thinking": Thinking,
     "output_config": OutputConfig,
-}  # fmt: skip
+}
 
 
 ANYTHING = {*IGNORED, *AnthropicBody.ignored, "chat_template_kwargs"}
@@ -103,10 +145,13 @@ CHAT, RESPONSE = BODIES[1][2], BODIES[2][2]
 TOOL = {"name": "f", "description": "x", "parameters": {}, "strict": True}
 ANTHROPIC_TOOL = {"name": "f", "description": "x", "input_schema": {}, "type": "custom", "strict": True}
 BLOCKS: dict[str, dict[str, Any]] = {
-    "text": {"text": "x"}, "thinking": {"thinking": "x"}, "redacted_thinking": {"data": "x"},
-    "tool_use": {"id": "c", "name": "f", "input": {}}, "image": {"data": "x"},
+    "text": {"text": "x"},
+    "thinking": {"thinking": "x"},
+    "redacted_thinking": {"data": "x"},
+    "tool_use": {"id": "c", "name": "f", "input": {}},
+    "image": {"data": "x"},
     "tool_result": {"tool_use_id": "c", "content": "x", "is_error": False},
-}  # fmt: skip
+}
 ITEM = {"role": "user", "content": "x", "call_id": "c", "name": "f", "arguments": "{}", "output": "x"}
 
 

@@ -36,16 +36,20 @@ TEMPLATE = {
 NESTED = json.dumps({"pre_tokenizer": 0}).replace("0", '{"type":"Sequence","pretokenizers":[' * 10**5)
 BOMBS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a text 10^8 times as long": (
-        lambda t: t.update(normalizer={"type": "Sequence", "normalizers": [replaced("aa" * 50)] * 4}), "normalizer"),
+        lambda t: t.update(normalizer={"type": "Sequence", "normalizers": [replaced("aa" * 50)] * 4}),
+        "normalizer",
+    ),
     "a megabyte for a letter": (lambda t: t.update(normalizer=replaced("b" * 10**6)), "normalizer"),
     "10^5 tokens around a text": (lambda t: t.update(post_processor=TEMPLATE), "post_processor"),
     "200,000 special tokens": (
         lambda t: t["added_tokens"].extend(
-            {**t["added_tokens"][0], "id": 5000 + i, "content": f"<|z{i}|>"} for i in range(200_000)),
-        "special tokens, at most"),
+            {**t["added_tokens"][0], "id": 5000 + i, "content": f"<|z{i}|>"} for i in range(200_000)
+        ),
+        "special tokens, at most",
+    ),
     "merges of what is no token": (lambda t: t["model"].update(merges=[["aaaaaaaa", "bbbb"]] * 10**5), "vocabulary"),
     "deep nesting": (lambda t: NESTED, "recursion"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "message"), BOMBS.values(), ids=BOMBS)

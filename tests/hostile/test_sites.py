@@ -41,16 +41,39 @@ def ask(port: int, method: str, path: str, headers: dict[str, str], body: str | 
 
 
 KNOWN = [
-    "none", "", "localhost", "LOCALHOST:8000", "ssd.localhost:1", "127.0.0.1", "127.0.0.1:8000", "10.1.2.3:80",
-    "[::1]:8000", "[2001:db8::1]", "my-machine:8000", "My-Machine.", "ssd.example.com", "proxy",
+    "none",
+    "",
+    "localhost",
+    "LOCALHOST:8000",
+    "ssd.localhost:1",
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "10.1.2.3:80",
+    "[::1]:8000",
+    "[2001:db8::1]",
+    "my-machine:8000",
+    "My-Machine.",
+    "ssd.example.com",
+    "proxy",
     "ssd.default.svc.cluster.local:8000",
-]  # fmt: skip
+]
 FOREIGN = [
-    "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evil-ssd.example.com",
-    "ssd.example.com.evil.example", "svc.cluster.local.evil.example", "svc.cluster.local", "localhost@evil.example",
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "evil-ssd.example.com",
+    "ssd.example.com.evil.example",
+    "svc.cluster.local.evil.example",
+    "svc.cluster.local",
+    "localhost@evil.example",
     "[::1].evil.example",
-    "127.0.0.1:8000@evil.example", "my-machine.evil.example", "*", "xlocalhost", "[evil.example]",
-]  # fmt: skip
+    "127.0.0.1:8000@evil.example",
+    "my-machine.evil.example",
+    "*",
+    "xlocalhost",
+    "[evil.example]",
+]
 
 
 @pytest.mark.parametrize("host", KNOWN)
@@ -117,11 +140,17 @@ def test_a_link_on_another_site_leads_to_the_page(server: RunningServer) -> None
 @pytest.mark.parametrize(
     ("kind", "status"),
     [
-        ("application/json", 200), ("Application/JSON; charset=utf-8", 200), ("none", 200),
-        ("text/plain", 415), ("text/plain;application/json", 415), ("application/x-www-form-urlencoded", 415),
-        ("multipart/form-data; boundary=x", 415), ("", 415), ("application/json-patch+json", 415),
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("none", 200),
+        ("text/plain", 415),
+        ("text/plain;application/json", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+        ("", 415),
+        ("application/json-patch+json", 415),
     ],
-)  # fmt: skip
+)
 def test_a_body_that_a_page_can_send_unasked_is_not_taken_for_json(
     server: RunningServer, kind: str, status: int
 ) -> None:

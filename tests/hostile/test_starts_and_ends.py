@@ -59,14 +59,21 @@ def complaint(directory: Path, certificate: str, key: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("certificate", "key", "reason"),
     [
-        ("no.pem", "a.key", "there is no such file"), ("a.pem", "no.key", "there is no such file"),
-        ("", "a.key", "there is no such file"), ("a.pem", "", "cannot be used for TLS"),
-        ("a.pem", "b.key", "key values mismatch"), ("a.pem", "a.pem", "cannot be used for TLS"),
-        ("a.key", "a.pem", "cannot be used for TLS"), ("a.der", "a.key", "in PEM form"),
-        ("junk", "a.key", "in PEM form"), ("empty", "", "in PEM form"), ("a.pem", "junk", "in PEM form"),
-        ("locked.pem", "locked.key", "the key has a password"), ("locked-both.pem", "", "the key has a password"),
+        ("no.pem", "a.key", "there is no such file"),
+        ("a.pem", "no.key", "there is no such file"),
+        ("", "a.key", "there is no such file"),
+        ("a.pem", "", "cannot be used for TLS"),
+        ("a.pem", "b.key", "key values mismatch"),
+        ("a.pem", "a.pem", "cannot be used for TLS"),
+        ("a.key", "a.pem", "cannot be used for TLS"),
+        ("a.der", "a.key", "in PEM form"),
+        ("junk", "a.key", "in PEM form"),
+        ("empty", "", "in PEM form"),
+        ("a.pem", "junk", "in PEM form"),
+        ("locked.pem", "locked.key", "the key has a password"),
+        ("locked-both.pem", "", "the key has a password"),
     ],
-)  # fmt: skip
+)
 def test_a_certificate_that_cannot_be_used_is_one_line_at_the_start(
     directory: Path, certificate: str, key: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,8 +62,11 @@ def penalised(
     left = set(range(len(scores)))
     if params.allowed_token_ids is not None:
         left &= set(params.allowed_token_ids)
-    weaker = {word[-1] for word in params.bad_words if list(output[len(output) - len(word) + 1 :]) == list(word[:-1])
-              and len(word) <= len(output) + 1}  # fmt: skip
+    weaker = {
+        word[-1]
+        for word in params.bad_words
+        if list(output[len(output) - len(word) + 1 :]) == list(word[:-1]) and len(word) <= len(output) + 1
+    }
     if len(output) < params.min_tokens:
         weaker |= set(stop)
     left = left - weaker or left

@@ -90,20 +90,29 @@ def _text_of(delta: Mapping[str, Any]) -> str | None:
 
 
 COMPLETIONS = Api(
-    path="/v1/completions", prefix="cmpl-", limit="max_tokens",
+    path="/v1/completions",
+    prefix="cmpl-",
+    limit="max_tokens",
     asking=lambda text: {"prompt": text},
     said=lambda answer: answer["choices"][0]["text"],
     piece=lambda event: "".join(choice["text"] for choice in event.get("choices", ())),
-    whole=types.Completion, events={},
-)  # fmt: skip
+    whole=types.Completion,
+    events={},
+)
 CHAT = Api(
-    path="/v1/chat/completions", prefix="chatcmpl-", limit="max_tokens", asking=_messages,
+    path="/v1/chat/completions",
+    prefix="chatcmpl-",
+    limit="max_tokens",
+    asking=_messages,
     said=lambda answer: answer["choices"][0]["message"]["content"],
     piece=lambda event: "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ())),
-    whole=chat.ChatCompletion, events={None: chat.ChatCompletionChunk},
-)  # fmt: skip
+    whole=chat.ChatCompletion,
+    events={None: chat.ChatCompletionChunk},
+)
 RESPONSES = Api(
-    path="/v1/responses", prefix="resp_", limit="max_output_tokens",
+    path="/v1/responses",
+    prefix="resp_",
+    limit="max_output_tokens",
     asking=lambda text: {"input": text},
     said=lambda answer: answer["output"][-1]["content"][0]["text"],
     piece=lambda event: event.get("delta"),
@@ -125,9 +134,12 @@ RESPONSES = Api(
         "response.incomplete": responses.ResponseIncompleteEvent,
         "response.failed": responses.ResponseFailedEvent,
     },
-)  # fmt: skip
+)
 MESSAGES = Api(
-    path="/v1/messages", prefix="msg_", limit="max_tokens", asking=_messages,
+    path="/v1/messages",
+    prefix="msg_",
+    limit="max_tokens",
+    asking=_messages,
     said=lambda answer: answer["content"][0]["text"],
     piece=lambda event: _text_of(event["delta"]) if event["type"] == "content_block_delta" else None,
     whole=claude.Message,
@@ -140,5 +152,5 @@ MESSAGES = Api(
         "message_stop": claude.RawMessageStopEvent,
         "error": ErrorResponse,
     },
-)  # fmt: skip
+)
 APIS = {"completions": COMPLETIONS, "chat": CHAT, "responses": RESPONSES, "messages": MESSAGES}

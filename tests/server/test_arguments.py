@@ -30,12 +30,37 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_options_mean_what_they_mean_to_vllm() -> None:
     options = parse(
-        "some/model", "--dtype", "half", "--max-model-len", "32k", "--gpu-memory-utilization", "0.8", "--seed", "3",
-        "--kv-cache-memory-bytes", "4G", "--tokenizer", "other", "--revision", "v1", "--download-dir", "models",
-        "--allowed-origins", '["https://a", "https://b"]', "--allow-credentials", "--root-path", "/llm/",
-        "--tensor-parallel-size", "1", "--data-parallel-size", "1", "--trust-remote-code", "--enable-chunked-prefill",
-        "--tokenizer-mode", "auto",
-    )  # fmt: skip
+        "some/model",
+        "--dtype",
+        "half",
+        "--max-model-len",
+        "32k",
+        "--gpu-memory-utilization",
+        "0.8",
+        "--seed",
+        "3",
+        "--kv-cache-memory-bytes",
+        "4G",
+        "--tokenizer",
+        "other",
+        "--revision",
+        "v1",
+        "--download-dir",
+        "models",
+        "--allowed-origins",
+        '["https://a", "https://b"]',
+        "--allow-credentials",
+        "--root-path",
+        "/llm/",
+        "--tensor-parallel-size",
+        "1",
+        "--data-parallel-size",
+        "1",
+        "--trust-remote-code",
+        "--enable-chunked-prefill",
+        "--tokenizer-mode",
+        "auto",
+    )
     assert options.model.path == options.model.name == "some/model"
     assert options.model.torch_dtype == "float16"
     assert options.model.hub.arguments() == {"revision": "v1", "cache_dir": "models", "trust_remote_code": True}
@@ -189,10 +214,26 @@ def test_a_file_with_a_key_is_for_its_owner_alone(tmp_path: Path, caplog: pytest
 # -- numbers as people write them --------------------------------------------------------------------------------------
 
 FACTORS = {
-    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
-    "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
-}  # fmt: skip
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
 
 
 @given(whole=st.integers(0, 10**6), fraction=st.from_regex(r"[0-9]{0,4}", fullmatch=True), data=st.data())

@@ -43,9 +43,7 @@ def tagged(call: str, key: str, value_end: str, end: str) -> str:
     )
 
 
-QWEN = tagged(
-    "<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>"
-)  # fmt: skip
+QWEN = tagged("<tool_call>\n<function=NAME>\n", "<parameter=KEY>\n", "\n</parameter>\n", "</function>\n</tool_call>")
 LLAMA = f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "get_weather", "parameters": {ROME}}}'
 
 WRITTEN = {

@@ -49,8 +49,11 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         writer.append([1, 2, 3])
     check()
     check(str(model), "--max-model-len", "2048", "--warm", str(tmp_path / "warm"), "--cache-dir", str(tmp_path / "new"))
-    check(str(model), "--chat-template", "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-          "{% continue %}{% endfor %}")  # fmt: skip
+    check(
+        str(model),
+        "--chat-template",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% continue %}{% endfor %}",
+    )
     assert not caplog.records
 
 

@@ -23,8 +23,15 @@ from tests.tokenizers_for_tests import byte_level_tokenizer
 
 PLAIN_ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 SPECIAL_ADDED = (
-    "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>",
-)  # fmt: skip
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[THINK]",
+    "[/THINK]",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|start|>",
+)
 SCHEMA = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 FORM = {"type": "json_schema", "json_schema": {"schema": {"const": "yes"}}}
@@ -93,8 +100,12 @@ def test_an_answer_has_one_call_where_the_template_takes_no_more_in_a_message() 
 def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() -> None:
     found = plan(MessageFormat("hermes", "qwen3"), tools=[TOOL], response_format=FORM)
     assert [accepts(found, text) for text in (CALL, '"yes"', '<think>x</think>"yes"', "yes", CALL + '"yes"')] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(RequestError, match="not possible with this model's tool call format"):
         plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
 
@@ -128,9 +139,15 @@ def test_calls_are_named_by_function_and_number_where_a_template_writes_no_other
         return {"role": "tool", "tool_call_id": call, "content": "x"}
 
     messages = [
-        turn(("call_a", "f"), ("b", "g")), result("b"), result("call_a"), result("unknown"), result(7),
-        turn(("functions.f:7", "f"), ("b", "f")), result("b"), {"role": "assistant", "tool_calls": [7, {"id": "c"}]},
-    ]  # fmt: skip
+        turn(("call_a", "f"), ("b", "g")),
+        result("b"),
+        result("call_a"),
+        result("unknown"),
+        result(7),
+        turn(("functions.f:7", "f"), ("b", "f")),
+        result("b"),
+        {"role": "assistant", "tool_calls": [7, {"id": "c"}]},
+    ]
     first, *results, second, last, malformed = with_numbered_call_ids(messages)
     assert [call["id"] for call in first["tool_calls"]] == ["functions.f:0", "functions.g:1"]
     answered = [message["tool_call_id"] for message in (*results, last)]

@@ -19,17 +19,23 @@ pytest.importorskip("llguidance")
 MODEL = "test-model"
 TURNS: list[Any] = [{"role": "user", "content": "json"}]
 SCHEMA = {
-    "type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"], "additionalProperties": False
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 FUNCTION: dict[str, Any] = {"name": "get_weather", "parameters": SCHEMA}
 COMMON: dict[str, Any] = {"model": MODEL, "temperature": 0}
 ONE_CALL: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False}
 CHAT: Any = {**COMMON, **ONE_CALL, "messages": TURNS, "tools": [{"type": "function", "function": FUNCTION}]}
 RESPONSE: Any = {**COMMON, **ONE_CALL, "input": "json", "tools": [{"type": "function", **FUNCTION}]}
 CLAUDE: Any = {
-    "model": MODEL, "messages": TURNS, "tools": [{"name": "get_weather", "input_schema": SCHEMA}],
-    "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "extra_body": {"temperature": 0},
-}  # fmt: skip
+    "model": MODEL,
+    "messages": TURNS,
+    "tools": [{"name": "get_weather", "input_schema": SCHEMA}],
+    "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    "extra_body": {"temperature": 0},
+}
 BEGUN = '{"city": "Par'
 
 
@@ -61,10 +67,12 @@ def calls_of(message: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("way", "reason", "said"),
     [
-        ("length", "length", [BEGUN]), ("stop", "stop", []), ("stop token", "stop", []),
+        ("length", "length", [BEGUN]),
+        ("stop", "stop", []),
+        ("stop token", "stop", []),
         ("stop behind the call", "tool_calls", ['{"city": "Paris"}']),
     ],
-)  # fmt: skip
+)
 def test_of_chat_completions(
     client: openai.OpenAI, ways: dict[str, dict[str, Any]], way: str, reason: str, said: list[str]
 ) -> None:

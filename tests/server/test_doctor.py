@@ -30,9 +30,19 @@ def test_a_machine_that_drafts_passes_all_checks(redis_server: RedisServer, tmp_
     assert {verdict for verdict, _ in found.values()} == {"ok"}
     assert not (tmp_path / "new").exists(), "it leaves nothing behind"
     assert found.keys() >= {
-        "versions", "CPU", "threads", "cache dir", "Redis", "model", "kernels", "batch invariance", "speculation",
-        "pass times", "draft cost", "a repeat",
-    }  # fmt: skip
+        "versions",
+        "CPU",
+        "threads",
+        "cache dir",
+        "Redis",
+        "model",
+        "kernels",
+        "batch invariance",
+        "speculation",
+        "pass times",
+        "draft cost",
+        "a repeat",
+    }
 
 
 def test_what_fails_is_named_and_the_other_checks_are_made(tmp_path: Path) -> None:

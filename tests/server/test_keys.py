@@ -55,9 +55,15 @@ def test_the_operator_may_share_them() -> None:
 def test_only_what_watches_the_service_answers_without_a_key() -> None:
     with serving(lambda _: FailingEngine(), api_keys=KEYS) as server:
         closed = [
-            ("GET", "/v1/models"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"),
-            ("POST", "/detokenize"), ("GET", "/no/such/path"), ("POST", "/tokenize/"), ("GET", "//v1/models"),
-        ]  # fmt: skip
+            ("GET", "/v1/models"),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/chat/completions"),
+            ("POST", "/tokenize"),
+            ("POST", "/detokenize"),
+            ("GET", "/no/such/path"),
+            ("POST", "/tokenize/"),
+            ("GET", "//v1/models"),
+        ]
         for method, path in closed:
             for headers in (
                 {},

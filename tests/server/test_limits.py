@@ -68,16 +68,20 @@ def test_common_tokens_of_several_words_equal_the_slow_twin(prediction: list[int
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prompt": [[1]] * 20, "n": 9}, "n"), ({"prompt": ["x"] * 101}, "prompt"), ({"n": 101}, "n"),
+        ({"prompt": [[1]] * 20, "n": 9}, "n"),
+        ({"prompt": ["x"] * 101}, "prompt"),
+        ({"n": 101}, "n"),
         ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
-        ({"allowed_token_ids": [1] * ((1 << 17) + 1)}, "allowed_token_ids"), ({"bad_words": ["x"] * 1001}, "bad_words"),
-        ({"bad_words": ["x" * 16_385]}, "bad_words"), ({"stop": ["x" * 4000, "y" * 97]}, "stop"),
+        ({"allowed_token_ids": [1] * ((1 << 17) + 1)}, "allowed_token_ids"),
+        ({"bad_words": ["x"] * 1001}, "bad_words"),
+        ({"bad_words": ["x" * 16_385]}, "bad_words"),
+        ({"stop": ["x" * 4000, "y" * 97]}, "stop"),
         ({"stop": "x" * 4097}, "stop"),
         ({"structured_outputs": {"regex": "x" * 8193}}, "structured_outputs"),
         ({"structured_outputs": {"json": {"const": "x" * 20}}}, "structured_outputs"),
         ({"structured_outputs": {"choice": ["x" * 30]}}, "structured_outputs"),
     ],
-)  # fmt: skip
+)
 def test_too_much_of_anything_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     limits = Limits(max_choices=100, max_grammar_characters=20)
     with pytest.raises(RequestError) as caught:

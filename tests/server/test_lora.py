@@ -27,10 +27,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     path = tmp_path_factory.mktemp("adapters") / "one"
     make_adapter(plain_model(), path, 0, **SETTINGS["one"])
     options = parse_arguments(
-        ["--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "256", "--cache-tokens", "64K",
-         "--lora-modules", f"one={path}", json.dumps({"name": "same", "path": str(path), "base_model_name": "x"})],
+        [
+            "--device",
+            "cpu",
+            "--max-num-seqs",
+            "4",
+            "--max-model-len",
+            "256",
+            "--cache-tokens",
+            "64K",
+            "--lora-modules",
+            f"one={path}",
+            json.dumps({"name": "same", "path": str(path), "base_model_name": "x"}),
+        ],
         {},
-    )  # fmt: skip
+    )
     check_before_loading(options)
     settings = make_settings(options)
     with serving(EngineLoader(options), wait=False, model_names=("base",), adapters=settings.adapters) as running:

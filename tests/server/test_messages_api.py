@@ -82,12 +82,16 @@ def test_tokens_are_counted_as_they_are_taken(client: anthropic.Anthropic) -> No
 # -- tools and reasoning ---------------------------------------------------------------------------------------------
 
 WEATHER: dict[str, Any] = {
-    "name": "get_weather", "description": "The weather of a city.", "cache_control": {"type": "ephemeral"},
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "cache_control": {"type": "ephemeral"},
     "input_schema": {
-        "type": "object", "additionalProperties": False, "required": ["city"],
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["city"],
         "properties": {"city": {"type": "string", "enum": ["Paris", "Oslo"]}},
     },
-}  # fmt: skip
+}
 TIME = {"type": "custom", "name": "get_time", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -101,9 +105,14 @@ def test_an_agent_of_the_client_runs_its_tools(client: anthropic.Anthropic) -> N
         return "Sunny."
 
     runner = client.beta.messages.tool_runner(
-        model=MODEL, max_tokens=60, messages=[{"role": "user", "content": "The weather?"}], tools=[get_weather],
-        tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_iterations=2, **GREEDY,
-    )  # fmt: skip
+        model=MODEL,
+        max_tokens=60,
+        messages=[{"role": "user", "content": "The weather?"}],
+        tools=[get_weather],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_iterations=2,
+        **GREEDY,
+    )
     answers = list(runner)  # the first request asks for a conversation that is kept, and is refused
     first, second = (answer.usage for answer in answers)
     assert answers[0].stop_reason == "tool_use" and asked
@@ -171,19 +180,37 @@ def test_the_client_lists_models(server: RunningServer, client: anthropic.Anthro
 def test_turns_become_the_messages_they_say() -> None:
     call = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
     other = {"type": "tool_use", "id": "c2", "name": "g", "input": {}, "cache_control": {"type": "ephemeral"}}
-    messages = messages_of("Help.", [
-        {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"},
-            {"type": "text", "text": "Well", "citations": None}, {"type": "text", "text": "then."}, call, other,
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "c1", "content": "done"},
-            {"type": "tool_result", "tool_use_id": "c2", "is_error": True, "content": [{"type": "text", "text": "no"}]},
-            {"type": "tool_result", "tool_use_id": "c3"},
-            {"type": "text", "text": "Go on."},
-        ]},
-    ])  # fmt: skip
+    messages = messages_of(
+        "Help.",
+        [
+            {"role": "user", "content": "Hi."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "Well", "citations": None},
+                    {"type": "text", "text": "then."},
+                    call,
+                    other,
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": "done"},
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c2",
+                        "is_error": True,
+                        "content": [{"type": "text", "text": "no"}],
+                    },
+                    {"type": "tool_result", "tool_use_id": "c3"},
+                    {"type": "text", "text": "Go on."},
+                ],
+            },
+        ],
+    )
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "tool", "tool", "user"]
     said = messages[2]
     assert (said["reasoning_content"], said["content"]) == ("hm", "Well\nthen.")
@@ -210,9 +237,11 @@ def test_what_is_no_text_in_a_result_is_told_in_words(client: anthropic.Anthropi
         (document(**pdf), "[document a.md left out: this model reads only text]"),
         (document(type="url", url="http://a/b.pdf"), "[document a.md left out: this model reads only text]"),
         (found, "A\nhttp://a\nread"),
-        ({"type": "browser_state", "cache_control": {"type": "ephemeral"}, "tabs": []},
-         "[browser_state left out: this model reads only text]"),
-    ):  # fmt: skip
+        (
+            {"type": "browser_state", "cache_control": {"type": "ephemeral"}, "tabs": []},
+            "[browser_state left out: this model reads only text]",
+        ),
+    ):
         result = {"type": "tool_result", "tool_use_id": "c1", "content": [text, block]}
         turns: list[Any] = [
             *TURNS,
@@ -256,11 +285,19 @@ def test_what_was_thought_is_left_out_of_older_turns_on_request() -> None:
 
 def test_hints_about_what_is_not_here_are_taken(server: RunningServer) -> None:
     MESSAGES.say(
-        server.port, metadata={"user_id": "me"}, service_tier="auto", cache_control={"type": "ephemeral"}, tools=[],
-        thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"}, container=None,
+        server.port,
+        metadata={"user_id": "me"},
+        service_tier="auto",
+        cache_control={"type": "ephemeral"},
+        tools=[],
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low"},
+        container=None,
         mcp_servers=[],
-        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, top_k=40, top_p=0.9,
-    )  # fmt: skip
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        top_k=40,
+        top_p=0.9,
+    )
 
 
 # -- errors, keys and what becomes of streams ------------------------------------------------------------------------
@@ -292,9 +329,12 @@ def test_keys_come_in_the_header_that_the_client_sends(root_path: str) -> None:
             client.messages.create(model=MODEL, messages=[{"role": "user", "content": "abc"}], max_tokens=2)
         assert refused.value.type == "authentication_error"
         for headers, status in (
-            ({"x-api-key": "other"}, 200), ({"x-api-key": ""}, 401), ({"x-api-key": "wrong"}, 401),
-            ({"authorization": "Bearer wrong", "x-api-key": "other"}, 200), ({"authorization": "Basic other"}, 401),
-        ):  # fmt: skip
+            ({"x-api-key": "other"}, 200),
+            ({"x-api-key": ""}, 401),
+            ({"x-api-key": "wrong"}, 401),
+            ({"authorization": "Bearer wrong", "x-api-key": "other"}, 200),
+            ({"authorization": "Basic other"}, 401),
+        ):
             assert get(server.port, f"{root_path}/v1/models", headers=headers).status == status
         unknown = post(server.port, f"{root_path}{PATH}", {}, headers={"x-api-key": "other"})
         assert unknown.json["type"] == "error"

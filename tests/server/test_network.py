@@ -40,9 +40,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """An authority that signed itself, and a client's certificate that it signed."""
     directory = tmp_path_factory.mktemp("tls")
     found = SimpleNamespace(
-        certificate=directory / "server.pem", key=directory / "server.key",
-        client=directory / "client.pem", client_key=directory / "client.key",
-    )  # fmt: skip
+        certificate=directory / "server.pem",
+        key=directory / "server.key",
+        client=directory / "client.pem",
+        client_key=directory / "client.key",
+    )
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
     request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     for certificate, key, more in (
@@ -62,9 +64,12 @@ def test_openais_client_talks_tls(files: SimpleNamespace) -> None:
     options = network("--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.key))
     with serving(lambda _: FailingEngine(), network=options) as server:
         web = openai.DefaultHttpxClient(verify=trusting(files))
-        with web, openai.OpenAI(
-            base_url=f"https://127.0.0.1:{server.port}/v1", api_key="none", http_client=web, max_retries=0
-        ) as client:  # fmt: skip
+        with (
+            web,
+            openai.OpenAI(
+                base_url=f"https://127.0.0.1:{server.port}/v1", api_key="none", http_client=web, max_retries=0
+            ) as client,
+        ):
             whole = client.completions.create(model="test-model", prompt="abc", max_tokens=3)
             assert whole.choices[0].text == "cba"
             chunks = list(client.completions.create(model="test-model", prompt="abc", max_tokens=3, stream=True))
@@ -75,9 +80,15 @@ def test_openais_client_talks_tls(files: SimpleNamespace) -> None:
 
 def test_certificates_of_clients_can_be_required(files: SimpleNamespace) -> None:
     options = network(
-        "--ssl-certfile", str(files.certificate), "--ssl-keyfile", str(files.key),
-        "--ssl-ca-certs", str(files.certificate), "--ssl-cert-reqs", "2",
-    )  # fmt: skip
+        "--ssl-certfile",
+        str(files.certificate),
+        "--ssl-keyfile",
+        str(files.key),
+        "--ssl-ca-certs",
+        str(files.certificate),
+        "--ssl-cert-reqs",
+        "2",
+    )
 
     def status(context: ssl.SSLContext, port: int) -> int:
         with closing(http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=context)) as connection:

@@ -39,9 +39,14 @@ def logprobs_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
 def test_completion_logprobs(server: RunningServer, client: openai.OpenAI, model: Any) -> None:
     """Temperature, bias and drafts change what is chosen, never what the model is said to think of it."""
     arguments: dict[str, Any] = {
-        "model": MODEL, "prompt": PROMPT, "max_tokens": 12, "logprobs": 3, "temperature": 0.9, "seed": 5,
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "logprobs": 3,
+        "temperature": 0.9,
+        "seed": 5,
         "frequency_penalty": 0.4,
-    }  # fmt: skip
+    }
     found = client.completions.create(**arguments, extra_body={"return_token_ids": True}).choices[0]
     logprobs, extra = found.logprobs, found.model_extra
     assert logprobs is not None and extra is not None
@@ -105,8 +110,13 @@ def test_echo_repeats_the_prompt_with_its_logprobs(server: RunningServer, model:
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     arguments: dict[str, Any] = {
-        "model": MODEL, "messages": MESSAGES, "max_tokens": 10, "temperature": 0, "logprobs": True, "top_logprobs": 2
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 10,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     choice = client.chat.completions.create(**arguments).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content and choice.message.content is not None
     content = choice.logprobs.content

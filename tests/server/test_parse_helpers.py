@@ -45,15 +45,33 @@ class Other(BaseModel):
 
 
 KINDS: list[Any] = [
-    int, bool, date, time, datetime, timedelta, UUID, Colour, Inner, None, Literal[1234567890123456789, 5],
+    int,
+    bool,
+    date,
+    time,
+    datetime,
+    timedelta,
+    UUID,
+    Colour,
+    Inner,
+    None,
+    Literal[1234567890123456789, 5],
     Literal["<|user|>"],
-    Annotated[float, Field(gt=0, lt=0.05)], Annotated[float, Field(ge=-1.5, lt=-1)], Annotated[int, Field(gt=0, lt=3)],
-    Annotated[str, Field(max_length=4)], Annotated[str, Field(pattern="^[a-z]{2}$")],
+    Annotated[float, Field(gt=0, lt=0.05)],
+    Annotated[float, Field(ge=-1.5, lt=-1)],
+    Annotated[int, Field(gt=0, lt=3)],
+    Annotated[str, Field(max_length=4)],
+    Annotated[str, Field(pattern="^[a-z]{2}$")],
     Annotated[bytes, Field(max_length=4)],
-    Annotated[list[int], Field(max_length=2)], Annotated[set[Colour], Field(max_length=1)], set[int],
-    dict[Literal["a", "b"], bool], Annotated[dict[str, bool], Field(max_length=1)], int | None, Inner | Other,
+    Annotated[list[int], Field(max_length=2)],
+    Annotated[set[Colour], Field(max_length=1)],
+    set[int],
+    dict[Literal["a", "b"], bool],
+    Annotated[dict[str, bool], Field(max_length=1)],
+    int | None,
+    Inner | Other,
     Annotated[Inner | Other, Field(discriminator="kind")],
-]  # fmt: skip
+]
 UNBOUNDED: list[Any] = [Path, SecretStr]
 
 
@@ -92,9 +110,11 @@ def parsed(server: RunningServer, model: type[BaseModel], seed: int) -> Iterator
         except openai.LengthFinishReasonError:
             yield None
         found = client.responses.create(
-            model=MODEL, input="A record.", max_output_tokens=160,
+            model=MODEL,
+            input="A record.",
+            max_output_tokens=160,
             text={"format": {"type": "json_schema", "name": "record", "schema": model.model_json_schema()}},
-        )  # fmt: skip
+        )
         if found.status == "completed":
             yield model.model_validate_json(found.output_text)
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{server.port}", api_key="none", max_retries=0) as other:

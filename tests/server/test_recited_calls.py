@@ -163,15 +163,17 @@ def message_results(given: list[tuple[str, str]]) -> list[Any]:
 
 KINDS: dict[str, tuple[Callable[[int], Any], Callable[..., Told], Callable[[list[tuple[str, str]]], list[Any]]]] = {
     "chat": (
-        official_client, chat_of,
+        official_client,
+        chat_of,
         lambda given: [{"role": "tool", "tool_call_id": call, "content": text} for call, text in given],
     ),
     "responses": (
-        official_client, response_of,
+        official_client,
+        response_of,
         lambda given: [{"type": "function_call_output", "call_id": call, "output": text} for call, text in given],
     ),
     "messages": (claude, message_of, message_results),
-}  # fmt: skip
+}
 """Of each API the client, how a conversation is asked, and what functions returned as the client sends it."""
 
 

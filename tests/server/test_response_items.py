@@ -17,19 +17,38 @@ from server.tools.message_parser import Messages
 from tests.server.apis import RESPONSES
 
 PIECES = [
-    "<think>", "</think>", "hm", "Hello.", "\n",
+    "<think>",
+    "</think>",
+    "hm",
+    "Hello.",
+    "\n",
     '<tool_call>\n{"name": "f", "arguments": {"a": [1, "b"]}}\n</tool_call>',
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>', "<tool_call>", '{"name"', "é", "<",
-    '{"name": "f", "parameters": {"a": 1}}', '[f(a="x"), g()]', '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
-    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "word word", "[", "]", " ",
-]  # fmt: skip
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    "<tool_call>",
+    '{"name"',
+    "é",
+    "<",
+    '{"name": "f", "parameters": {"a": 1}}',
+    '[f(a="x"), g()]',
+    '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    "word word",
+    "[",
+    "]",
+    " ",
+]
 """Of what models write, well formed and not."""
 
 
 FORMATS = [
-    ("hermes", "qwen3"), ("qwen3_coder", None), ("llama3_json", None), ("pythonic", None), ("mistral", "mistral"),
-    ("deepseek_v3", "deepseek_r1"), ("openai", "openai_gptoss"),
-]  # fmt: skip
+    ("hermes", "qwen3"),
+    ("qwen3_coder", None),
+    ("llama3_json", None),
+    ("pythonic", None),
+    ("mistral", "mistral"),
+    ("deepseek_v3", "deepseek_r1"),
+    ("openai", "openai_gptoss"),
+]
 
 
 KIND = ResponseAnswer(ServerSettings(model_names=("m",), model="m"), ResponsesBody.parse({"input": "x"})).kind

@@ -34,10 +34,16 @@ def test_a_response_that_runs_out_of_tokens_is_incomplete(server: RunningServer)
 
 def test_a_response_repeats_its_request(server: RunningServer) -> None:
     asked = {
-        "instructions": "Be short.", "metadata": {"a": "b"}, "max_output_tokens": 5, "temperature": 0.5, "top_p": 0.9,
-        "reasoning": {"effort": "low"}, "parallel_tool_calls": False, "tool_choice": "none",
+        "instructions": "Be short.",
+        "metadata": {"a": "b"},
+        "max_output_tokens": 5,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "reasoning": {"effort": "low"},
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
         "text": {"format": {"type": "json_object"}},
-    }  # fmt: skip
+    }
     found = RESPONSES.say(server.port, **asked)
     assert {name: found[name] for name in asked} == {**asked, "reasoning": {"effort": "low", "summary": None}}
     assert (found["store"], found["background"], found["truncation"]) == (False, False, "disabled")
@@ -116,9 +122,10 @@ def test_a_stream_comes_to_what_the_whole_response_is(server: RunningServer) -> 
 
 def test_images_and_files_in_an_output_are_told_in_words(client: openai.OpenAI) -> None:
     output: Any = [
-        {"type": "input_text", "text": "read"}, {"type": "input_image", "image_url": "data:,", "detail": "auto"},
+        {"type": "input_text", "text": "read"},
+        {"type": "input_image", "image_url": "data:,", "detail": "auto"},
         {"type": "input_file", "filename": "a.pdf", "file_data": "x"},
-    ]  # fmt: skip
+    ]
     items: Any = [
         {"role": "user", "content": "Read a.png."},
         {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
@@ -146,13 +153,18 @@ def test_images_and_files_in_an_output_are_told_in_words(client: openai.OpenAI) 
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/v1/responses/resp_1"), ("DELETE", "/v1/responses/resp_1"), ("POST", "/v1/responses/resp_1/cancel"),
-        ("GET", "/v1/responses/resp_1/input_items"), ("POST", "/v1/responses/compact"),
-        ("GET", "/v1/chat/completions"), ("GET", "/v1/chat/completions/chatcmpl-1"),
-        ("POST", "/v1/chat/completions/chatcmpl-1"), ("DELETE", "/v1/chat/completions/chatcmpl-1"),
+        ("GET", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1"),
+        ("POST", "/v1/responses/resp_1/cancel"),
+        ("GET", "/v1/responses/resp_1/input_items"),
+        ("POST", "/v1/responses/compact"),
+        ("GET", "/v1/chat/completions"),
+        ("GET", "/v1/chat/completions/chatcmpl-1"),
+        ("POST", "/v1/chat/completions/chatcmpl-1"),
+        ("DELETE", "/v1/chat/completions/chatcmpl-1"),
         ("GET", "/v1/chat/completions/chatcmpl-1/messages"),
     ],
-)  # fmt: skip
+)
 def test_what_would_have_to_be_stored_answers_404_with_the_reason(
     server: RunningServer, method: str, path: str
 ) -> None:

@@ -34,10 +34,20 @@ def test_null_means_absent_and_fields_without_effect_are_ignored() -> None:
 
 def test_fields_reach_the_sampling_parameters() -> None:
     fields: dict[str, Any] = {
-        "max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
-        "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": -4, "stop_token_ids": [5],
-        "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 2,
-    }  # fmt: skip
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": -4,
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "min_tokens": 2,
+    }
     body = CompletionBody.parse({"prompt": "x", "logit_bias": {"3": -1, "4": 2.5}, "stop": "end", **fields})
     expected: dict[str, Any] = {**fields, "stop_token_ids": (5,), "stop": ("end",), "logit_bias": ((3, -1.0), (4, 2.5))}
     assert sampling(body, temperature=1.5, top_k=3) == SamplingParams(**expected, continues_prompt=True)

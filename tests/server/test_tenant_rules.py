@@ -233,10 +233,14 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
     with pytest.raises(ApiError) as limit:
         tenant.enter()
     assert limit.value.headers == {
-        "retry-after": "30", "x-ratelimit-limit-requests": "2", "x-ratelimit-remaining-requests": "0",
-        "x-ratelimit-reset-requests": "1m0s", "x-ratelimit-limit-tokens": "60", "x-ratelimit-remaining-tokens": "30",
+        "retry-after": "30",
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m0s",
+        "x-ratelimit-limit-tokens": "60",
+        "x-ratelimit-remaining-tokens": "30",
         "x-ratelimit-reset-tokens": "30s",
-    }  # fmt: skip
+    }
     now = 30.0
     tenant.enter()
     spend(60, 60)  # a debt of a minute
@@ -255,11 +259,15 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
 def test_names_of_caches_tell_apart_what_is_apart_and_tell_nothing() -> None:
     names = NamespaceNames(SECRET)
     found = [
-        names.tenant("default", "tenant:a", 0), names.tenant("default", "tenant:b", 0),
-        names.tenant("x", "tenant:a", 0), names.tenant("default", "tenant:a", 1), names.counter("default", "tenant:a"),
-        names.salted("default", "s"), names.salted("default", "t"),
+        names.tenant("default", "tenant:a", 0),
+        names.tenant("default", "tenant:b", 0),
+        names.tenant("x", "tenant:a", 0),
+        names.tenant("default", "tenant:a", 1),
+        names.counter("default", "tenant:a"),
+        names.salted("default", "s"),
+        names.salted("default", "t"),
         names.salted(names.tenant("default", "tenant:a", 0), "s"),
-    ]  # fmt: skip
+    ]
     assert len(set(found)) == len(found) and not any("a:" in name or "default" in name for name in found)
     assert NamespaceNames(SECRET).tenant("default", "tenant:a", 0) == found[0]
     assert NamespaceNames(b"another secret of it").tenant("default", "tenant:a", 0) != found[0]
@@ -277,8 +285,9 @@ def test_each_tenant_has_a_cache_of_its_own_and_a_salt_one_inside_it(rules: Path
         assert salted.policy.reads_shared == main.policy.reads_shared
     assert (uses[1].policy.capacity_tokens, uses[4].policy.capacity_tokens) == (8192, SALTED_TOKENS)
     assert tenants.cache_use(alice, None, "s").namespace is None
-    shared = open_tenants(ServerSettings(
-        model_names=("m",), model="m", share_cache_across_keys=True), SECRET, path=rules)  # fmt: skip
+    shared = open_tenants(
+        ServerSettings(model_names=("m",), model="m", share_cache_across_keys=True), SECRET, path=rules
+    )
     for key in ("alices-key", "bobs-key"):
         assert shared.cache_use(account_of(shared, key), "default", None).namespace == "default"
     assert tenants.labels() == {uses[0].namespace: "alice", uses[3].namespace: "bob"}

@@ -251,9 +251,11 @@ def test_a_deleted_cache_is_drafted_from_no_more(cached_server: RunningServer) -
         answer = ask(cached_server.port, "DELETE", path, headers=bearer(key))
         assert (answer.status, answer.json["deleted"], answer.json["replicas_notified"]) == (200, True, True)
         assert metric(cached_server.port, "ssd:cache_tokens", namespace="bob") == 0
-        assert drafted(cached_server, "bobs-key", **fields) == drafted(
-            cached_server, "bobs-key", **fields, cache_salt="s"
-        ) == 0  # fmt: skip
+        assert (
+            drafted(cached_server, "bobs-key", **fields)
+            == drafted(cached_server, "bobs-key", **fields, cache_salt="s")
+            == 0
+        )
 
 
 def test_all_keys_share_a_cache_where_the_operator_says_so() -> None:

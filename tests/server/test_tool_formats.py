@@ -33,14 +33,18 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {
         "type": "object",
         "properties": {
-            "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]},
-            "exact": {"type": "boolean"}, "places": {"type": "array"}, "note": {"type": ["string", "null"]},
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"]},
+            "exact": {"type": "boolean"},
+            "places": {"type": "array"},
+            "note": {"type": ["string", "null"]},
         },
         "required": ["city"],
     },
     "now": {"type": "object", "properties": {}},
     "srv/f-1.g:2": {"type": "object"},
-}  # fmt: skip
+}
 
 
 def message(tool_call: str | None, reasoning: str | None, pieces: Sequence[str], *, prompt: str = "") -> Message:
@@ -75,117 +79,206 @@ TWICE = [WEATHER, ("get_weather", '{"city": "Rome", "days": 2}')]
 RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]]]] = [
     # Qwen3-Coder-30B: text in front, values on lines of their own
     (
-        "qwen3_coder", None,
+        "qwen3_coder",
+        None,
         "Let me see.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n"
         "5\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=places>\n[1, 2]\n</parameter>\n"
         "<parameter=note>\nnull\n</parameter>\n</function>\n</tool_call>",
-        "Let me see.", "",
+        "Let me see.",
+        "",
         [("get_weather", '{"city": "Paris", "days": 5, "exact": true, "places": [1, 2], "note": null}')],
     ),
     # Qwen3-Coder leaves out the outer tag now and then
     (
-        "qwen3_xml", None,
-        "<function=get_weather>\n<parameter=city>\nif a < b:\n    \"x\"\n\n</parameter>\n</function>\n</tool_call>",
-        "", "", [("get_weather", '{"city": "if a < b:\\n    \\"x\\"\\n"}')],
+        "qwen3_xml",
+        None,
+        '<function=get_weather>\n<parameter=city>\nif a < b:\n    "x"\n\n</parameter>\n</function>\n</tool_call>',
+        "",
+        "",
+        [("get_weather", '{"city": "if a < b:\\n    \\"x\\"\\n"}')],
     ),
     # Llama-3.2-3B-Instruct
     (
-        "pythonic", None, '[get_weather(city="Par\\u0069s", days=-1, exact=True, places=[1.5, (None, \'a"b\'), '
+        "pythonic",
+        None,
+        '[get_weather(city="Par\\u0069s", days=-1, exact=True, places=[1.5, (None, \'a"b\'), '
         "{'k': 0x1f,}], note=\"\"), now()]",
-        "", "",
+        "",
+        "",
         [
-            ("get_weather", '{"city": "Paris", "days": -1, "exact": true, "places": [1.5, [null, "a\\"b"], '
-             '{"k": 31}], "note": ""}'),
+            (
+                "get_weather",
+                '{"city": "Paris", "days": -1, "exact": true, "places": [1.5, [null, "a\\"b"], {"k": 31}], "note": ""}',
+            ),
             ("now", "{}"),
         ],
     ),
     # Granite-3.2-8B and 3.0
     (
-        "granite", "granite", "Here is my thought process: Hm.\n\nHere is my response: Wait. <|tool_call|>"
-        '[{"name": "get_weather", "arguments": {"city": "Paris"}}]', "Wait.", "Hm.", [WEATHER],
+        "granite",
+        "granite",
+        "Here is my thought process: Hm.\n\nHere is my response: Wait. <|tool_call|>"
+        '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        "Wait.",
+        "Hm.",
+        [WEATHER],
     ),
     # Llama 4's own template, with text and without
     (
-        "llama4_json", None, '<|python_start|>Let me see.<|python_end|>{"name": "get_weather", "parameters": {"city": '
-        '"Paris"}}', "Let me see.", "", [WEATHER],
+        "llama4_json",
+        None,
+        '<|python_start|>Let me see.<|python_end|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        "Let me see.",
+        "",
+        [WEATHER],
     ),
     (
-        "llama4_json", None, '<|python_start|>{"name": "get_weather", "parameters": {"city": "Paris"}}<|python_end|>',
-        "", "", [WEATHER],
+        "llama4_json",
+        None,
+        '<|python_start|>{"name": "get_weather", "parameters": {"city": "Paris"}}<|python_end|>',
+        "",
+        "",
+        [WEATHER],
     ),
     (
-        "cohere", "cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {\"tool_call_id\": \"0\", "
-        '"tool_name": "get_weather", "parameters": {"city": "Paris"}}\n]<|END_ACTION|>', "", "Hm.", [WEATHER],
+        "cohere",
+        "cohere",
+        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", '
+        '"tool_name": "get_weather", "parameters": {"city": "Paris"}}\n]<|END_ACTION|>',
+        "",
+        "Hm.",
+        [WEATHER],
     ),
     (
-        "cohere", "cohere", "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>So.<|END_RESPONSE|>", "So.", "Hm.",
+        "cohere",
+        "cohere",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>So.<|END_RESPONSE|>",
+        "So.",
+        "Hm.",
         [],
     ),
     (
-        "apertus", "apertus", '<|inner_prefix|>Hm.<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]'
-        "<|tools_suffix|>", "", "Hm.", [WEATHER, ("now", "{}")],
+        "apertus",
+        "apertus",
+        '<|inner_prefix|>Hm.<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]<|tools_suffix|>',
+        "",
+        "Hm.",
+        [WEATHER, ("now", "{}")],
     ),
-    ("gigachat3", None, 'Wait.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}', "Wait.",
-     "", [("now", "{}")]),
+    (
+        "gigachat3",
+        None,
+        'Wait.<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "now", "arguments": {}}',
+        "Wait.",
+        "",
+        [("now", "{}")],
+    ),
     ("functionary_v32", None, 'all\nWait.>>>get_weather\n{"city": "Paris"}', "Wait.", "", [WEATHER]),
     ("functionary_v32", None, "now\n{}>>>all\nNoon. >>> print(1)", "Noon. >>> print(1)", "", [("now", "{}")]),
     ("functionary_v31", None, 'Wait. <function=get_weather>{"city": "Paris"}</function>', "Wait.", "", [WEATHER]),
     ("phi4_mini_json", None, '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", "{}")]),
     (
-        "deepseek_v41", "deepseek_v3", "<think>Look.</think>\n\n<｜DSML｜ calls>\n"
+        "deepseek_v41",
+        "deepseek_v3",
+        "<think>Look.</think>\n\n<｜DSML｜ calls>\n"
         '<｜DSML｜ invoke name="get_weather">\n'
         '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
-        '<｜DSML｜ invoke name="now"/>\n</｜DSML｜ calls>', "", "Look.", [WEATHER, ("now", "{}")],
+        '<｜DSML｜ invoke name="now"/>\n</｜DSML｜ calls>',
+        "",
+        "Look.",
+        [WEATHER, ("now", "{}")],
     ),
     # Muse Glimmer, by its template: messages to itself, to functions, to the user
     (
-        "muse_glimmer", "muse_glimmer", " to=self<|message|>Two.<|eom|><|start|>assistant to=get_weather<|message|>"
+        "muse_glimmer",
+        "muse_glimmer",
+        " to=self<|message|>Two.<|eom|><|start|>assistant to=get_weather<|message|>"
         '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris</atem:parameter>\n'
         "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Asked.<|eom|><|start|>"
         'assistant to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter '
         'name="city">Rome</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n'
-        "</atem:function_calls><|eot|>", "Asked.", "Two.", TWICE,
+        "</atem:function_calls><|eot|>",
+        "Asked.",
+        "Two.",
+        TWICE,
     ),
     (None, "muse_glimmer", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.", "Yes.", "Hm.", []),
     (
-        "qwen3_coder", None, "<function=get_weather>\n<parameter=city>\nParis\n<parameter=note>\n</parameter> and "
-        "</function>\n</parameter>\n</function>", "", "",
+        "qwen3_coder",
+        None,
+        "<function=get_weather>\n<parameter=city>\nParis\n<parameter=note>\n</parameter> and "
+        "</function>\n</parameter>\n</function>",
+        "",
+        "",
         [("get_weather", '{"city": "Paris", "note": "</parameter> and </function>"}')],
     ),
     (
-        "kimi_k2", None, "So.<|tool_calls_section_begin|> noise <|tool_call_begin|>now:0<|tool_call_argument_begin|>{}"
-        "<|tool_call_end|><|tool_calls_section_end|>", "So.", "", [("now", "{}")],
+        "kimi_k2",
+        None,
+        "So.<|tool_calls_section_begin|> noise <|tool_call_begin|>now:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "So.",
+        "",
+        [("now", "{}")],
     ),
     (
-        "openai", "openai_gptoss", "<|channel|>analysis<|message|>Not <|call|> or <|channel|>final yet.<|end|><|start|>"
+        "openai",
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>Not <|call|> or <|channel|>final yet.<|end|><|start|>"
         'assistant to=functions.now<|channel|>commentary<|message|>{"a": "<|call|>"}<|call|>',
-        "", "Not <|call|> or <|channel|>final yet.", [("now", '{"a": "<|call|>"}')],
+        "",
+        "Not <|call|> or <|channel|>final yet.",
+        [("now", '{"a": "<|call|>"}')],
     ),
     (
-        "openai", "openai_gptoss", "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.now"
-        "<|channel|>commentary <|constrain|>json", "", "So.", [],
+        "openai",
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant to=functions.now"
+        "<|channel|>commentary <|constrain|>json",
+        "",
+        "So.",
+        [],
     ),
     # a bracket too many, before the end of a call or of the text, is nobody's; elsewhere it is content
     (
-        "hermes", None, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}}\n</tool_call>\nSo.',
-        "So.", "", [WEATHER],
+        "hermes",
+        None,
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}}\n</tool_call>\nSo.',
+        "So.",
+        "",
+        [WEATHER],
     ),
     ("llama3_json", None, '{"name": "get_weather", "parameters": {"city": "Paris"}}}]', "", "", [WEATHER]),
     (
-        "deepseek_v31", None, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
-        '{"city": "Paris"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", "", [WEATHER],
+        "deepseek_v31",
+        None,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris"}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        "",
+        [WEATHER],
     ),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {}}</tool_call> } it is', "} it is", "", [("now", "{}")]),
     # what is nearly JSON is made JSON
     (
-        "hermes", None, '<tool_call>{"name": "now", "arguments": {"a": True, "b": [None, False, "True,]",], "c": NaN , '
-        '"d": [-Infinity, 1e400, -1e4, 0], }}</tool_call>', "", "",
+        "hermes",
+        None,
+        '<tool_call>{"name": "now", "arguments": {"a": True, "b": [None, False, "True,]",], "c": NaN , '
+        '"d": [-Infinity, 1e400, -1e4, 0], }}</tool_call>',
+        "",
+        "",
         [("now", '{"a": true, "b": [null, false, "True,]"], "c": "NaN" , "d": ["-Infinity", "1e400", -1e4, 0] }')],
     ),
     ("hermes", None, '<tool_call>{"name": "now", "arguments": {"a": [1,', "", "", [("now", '{"a": [1,')]),
     ("pythonic", None, "[now(a=1e400, b=-1.5E3)]", "", "", [("now", '{"a": "1e400", "b": -1.5E3}')]),
-    ("glm45", None, "<tool_call>now\n<arg_key>a</arg_key><arg_value>[1e400]</arg_value></tool_call>", "", "",
-     [("now", '{"a": "[1e400]"}')]),
+    (
+        "glm45",
+        None,
+        "<tool_call>now\n<arg_key>a</arg_key><arg_value>[1e400]</arg_value></tool_call>",
+        "",
+        "",
+        [("now", '{"a": "[1e400]"}')],
+    ),
     ("llama3_json", None, '{"city": "Paris"} is it.', '{"city": "Paris"} is it.', "", []),
     ("llama3_json", None, '{"name": "unknown", "parameters": {}}', '{"name": "unknown", "parameters": {}}', "", []),
     ("pythonic", None, "[1] says so, [now](there).", "[1] says so, [now](there).", "", []),
@@ -195,7 +288,7 @@ RECORDED: list[tuple[str | None, str | None, str, str, str, list[tuple[str, str]
     ("glm45", None, "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", "", []),
     (None, "qwen3", "<think>\nNever ends\n\n", "", "Never ends\n\n", []),
     (None, None, " <think> is text \n", " <think> is text \n", "", []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=[f"{case[0]}-{case[2][:24]!r}" for case in RECORDED])
@@ -382,11 +475,13 @@ _FIELDS = ("{{ c.function.name }}", "{{ c.function.arguments | tojson }}")
 # The format that a template writes, what it mentions beside the tools, and how it writes a call.
 WRITING: list[tuple[str | None, str, str]] = [
     (
-        "llama4_json", '<|header_start|> Respond in the format {"name": function name, "parameters": dictionary}.',
+        "llama4_json",
+        '<|header_start|> Respond in the format {"name": function name, "parameters": dictionary}.',
         '<|python_start|>{{ m.content }}<|python_end|>{"name": "NAME", "parameters": ARGUMENTS}',
     ),
     (
-        "jamba", "Write the calls within <tool_call></tool_call>.",
+        "jamba",
+        "Write the calls within <tool_call></tool_call>.",
         '<tool_calls>[{"name": "NAME", "arguments": ARGUMENTS}]</tool_calls>',
     ),
     ("functionary_v31", "<|python_tag|>", "<function=NAME>ARGUMENTS</function>"),
@@ -394,7 +489,7 @@ WRITING: list[tuple[str | None, str, str]] = [
     ("apertus", "<tool_call>", '<|tools_prefix|>[{"NAME": ARGUMENTS}]<|tools_suffix|>'),
     ("gigachat31", "", '<|function_call|>{"name": "NAME", "arguments": ARGUMENTS}'),
     (None, "<tool_call>", "<call><name>NAME</name><json>ARGUMENTS</json></call>"),
-]  # fmt: skip
+]
 
 
 def template_writing(mentioned: str, call: str) -> ChatTemplate:
@@ -430,9 +525,11 @@ def test_a_template_that_writes_no_calls_has_the_format_that_it_mentions() -> No
 ARGUMENTS = st.dictionaries(
     st.from_regex(r"[a-z]{1,5}", fullmatch=True),
     st.text(st.characters(exclude_categories=["Cs", "Cc", "Co"], exclude_characters="<>|`\\"), max_size=8)
-    | st.integers(-9, 9) | st.booleans() | st.lists(st.integers(0, 9), max_size=2),
+    | st.integers(-9, 9)
+    | st.booleans()
+    | st.lists(st.integers(0, 9), max_size=2),
     max_size=3,
-)  # fmt: skip
+)
 
 
 @given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(ARGUMENTS, min_size=1, max_size=2))

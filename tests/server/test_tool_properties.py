@@ -63,32 +63,40 @@ def test_what_streams_is_what_is_read_whole_and_no_text_is_lost(name: str, data:
 DSML = '<｜DSML｜parameter name="KEY" string="true">'
 WRITTEN = {
     "deepseek_v32": CallTemplate(
-        call='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n', parameter=DSML, value_end="</｜DSML｜parameter>\n",
+        call='<｜DSML｜tool_calls>\n<｜DSML｜invoke name="NAME">\n',
+        parameter=DSML,
+        value_end="</｜DSML｜parameter>\n",
         call_end="</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
     ),
     "deepseek_v41": CallTemplate(
-        call='<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n', parameter=DSML.replace("p", " p", 1),
-        value_end="</｜DSML｜ parameter>\n", call_end="</｜DSML｜ invoke>\n</｜DSML｜ calls>",
+        call='<｜DSML｜ calls>\n<｜DSML｜ invoke name="NAME">\n',
+        parameter=DSML.replace("p", " p", 1),
+        value_end="</｜DSML｜ parameter>\n",
+        call_end="</｜DSML｜ invoke>\n</｜DSML｜ calls>",
     ),
     "muse_glimmer": CallTemplate(
         call='to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">\n',
-        parameter='<atem:parameter name="KEY">', value_end="</atem:parameter>\n",
+        parameter='<atem:parameter name="KEY">',
+        value_end="</atem:parameter>\n",
         call_end="</atem:invoke>\n</atem:function_calls><|eom|>",
     ),
     "glm45": CallTemplate(
-        call="<tool_call>NAME\n", parameter="<arg_key>KEY</arg_key>\n<arg_value>", value_end="</arg_value>\n",
+        call="<tool_call>NAME\n",
+        parameter="<arg_key>KEY</arg_key>\n<arg_value>",
+        value_end="</arg_value>\n",
         call_end="</tool_call>",
     ),
     "kimi_k3": CallTemplate(
         call='<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|>',
-        parameter='<|open|>argument key="KEY" type="string"<|sep|>', value_end="<|close|>argument<|sep|>",
+        parameter='<|open|>argument key="KEY" type="string"<|sep|>',
+        value_end="<|close|>argument<|sep|>",
         call_end="<|close|>call<|sep|><|close|>tools<|sep|>",
     ),
     "gemma4": CallTemplate(call='<|tool_call>call:NAME{city:<|"|>VALUE<|"|>}<tool_call|>', between=""),
     "lfm2": CallTemplate(call="<|tool_call_start|>[NAME(city=REPR)]<|tool_call_end|>"),
     "olmo3": CallTemplate(call="<function_calls>NAME(city=REPR)</function_calls>"),
     "pythonic": CallTemplate(call="NAME(city=REPR)", before="[", between=", ", after="]"),
-}  # fmt: skip
+}
 WRITTEN |= {"glm47": WRITTEN["glm45"], "llama4_pythonic": WRITTEN["pythonic"]}
 
 

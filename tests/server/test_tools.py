@@ -41,9 +41,14 @@ NOW: Any = {
 }
 ASKED: list[Any] = [{"role": "user", "content": "What will the weather be in Paris?"}]
 ONE_CALL: dict[str, Any] = {
-    "model": MODEL, "messages": ASKED, "tools": [WEATHER, NOW], "tool_choice": "required", "parallel_tool_calls": False,
-    "temperature": 0, "max_tokens": 160,
-}  # fmt: skip
+    "model": MODEL,
+    "messages": ASKED,
+    "tools": [WEATHER, NOW],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "temperature": 0,
+    "max_tokens": 160,
+}
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +228,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: Any, fields: Any, p
 def test_functions_of_a_namespace_are_called_as_these_and_a_web_search_is_left_out(told: openai.OpenAI) -> None:
     """As Codex asks for them."""
     of_codex: Any = {
-        "type": "namespace", "name": "agents", "description": "Tools for agents.",
+        "type": "namespace",
+        "name": "agents",
+        "description": "Tools for agents.",
         "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}, "strict": False}],
-    }  # fmt: skip
+    }
     asked: Any = {"model": MODEL, "tools": [of_codex, {"type": "web_search", "external_web_access": False}]}
     said = '<tool_call>\n{"name": "agents.spawn", "arguments": {"a": 1}}\n</tool_call>'
     whole = told.responses.create(input=said, **asked)

@@ -74,12 +74,18 @@ def exact_triton_attention(
         most = width
     found = [
         _launched(
-            query[:, :, first : first + most], stored_keys, stored_values,
-            rows if width <= most else _part(rows, first, most), rules, tiles,
-            splits=splits, all_splits=all_splits, split_keys=split_keys,
+            query[:, :, first : first + most],
+            stored_keys,
+            stored_values,
+            rows if width <= most else _part(rows, first, most),
+            rules,
+            tiles,
+            splits=splits,
+            all_splits=all_splits,
+            split_keys=split_keys,
         )
         for first in range(0, width, most)
-    ]  # fmt: skip
+    ]
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
@@ -124,22 +130,54 @@ def _launched(
     attend, combine = (_attend_split_exact, _combine_splits_exact) if split_keys else (_attend_split, _combine_splits)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         attend[(num_tiles, batch * kv_heads, splits)](
-            query, stored_keys, stored_values, out if is_whole else partial, weights,
-            rows.slots, rows.starts.contiguous(), rows.positions,
+            query,
+            stored_keys,
+            stored_values,
+            out if is_whole else partial,
+            weights,
+            rows.slots,
+            rows.starts.contiguous(),
+            rows.positions,
             rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
-            scale, softcap or 0.0, width,
-            *query.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
-            GROUPS=groups, KV_HEADS=kv_heads, DIM=dim, VALUE_DIM=value_dim, IS_WHOLE=is_whole, SPLIT_KEYS=split_keys,
-            WINDOW=window or 0, CHUNK=chunk or 0, IS_CAPPED=softcap is not None, IS_TREE=rows.sees is not None,
-            BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, BLOCK_DIM=tiles.dim, BLOCK_VALUE=tiles.value_dim,
-            num_stages=NUM_STAGES, num_warps=tiles.num_warps, **early(query.device),
-        )  # fmt: skip
+            scale,
+            softcap or 0.0,
+            width,
+            *query.stride()[:3],
+            *stored_keys.stride()[:3],
+            *stored_values.stride()[:3],
+            GROUPS=groups,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            IS_WHOLE=is_whole,
+            SPLIT_KEYS=split_keys,
+            WINDOW=window or 0,
+            CHUNK=chunk or 0,
+            IS_CAPPED=softcap is not None,
+            IS_TREE=rows.sees is not None,
+            BLOCK_QUERIES=tiles.queries,
+            BLOCK_KEYS=tiles.keys,
+            BLOCK_DIM=tiles.dim,
+            BLOCK_VALUE=tiles.value_dim,
+            num_stages=NUM_STAGES,
+            num_warps=tiles.num_warps,
+            **early(query.device),
+        )
         if not is_whole:
             combine[(batch * heads * width,)](
-                partial, weights, out, sinks if sinks is not None else weights, heads, width, splits,
-                VALUE_DIM=value_dim, SPLITS=all_splits, HAS_SINKS=sinks is not None, BLOCK_VALUE=tiles.value_dim,
+                partial,
+                weights,
+                out,
+                sinks if sinks is not None else weights,
+                heads,
+                width,
+                splits,
+                VALUE_DIM=value_dim,
+                SPLITS=all_splits,
+                HAS_SINKS=sinks is not None,
+                BLOCK_VALUE=tiles.value_dim,
                 **early(query.device),
-            )  # fmt: skip
+            )
     return out
 
 
@@ -180,15 +218,43 @@ def _num_processors(device: torch.device) -> int:
 # Where the numbers of a pass begin depends on its shape; kernels that differ in nothing else take long to compile.
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "sees"])
 def _attend_split(  # type: ignore[no-untyped-def]
-    query, keys, values, found, weights,
-    slots, starts, positions, sees,
-    scale, softcap, width,
-    query_row, query_head, query_position, key_slot, key_head, key_position, value_slot, value_head, value_position,
-    GROUPS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_WHOLE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_TREE: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    query,
+    keys,
+    values,
+    found,
+    weights,
+    slots,
+    starts,
+    positions,
+    sees,
+    scale,
+    softcap,
+    width,
+    query_row,
+    query_head,
+    query_position,
+    key_slot,
+    key_head,
+    key_position,
+    value_slot,
+    value_head,
+    value_position,
+    GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
+    IS_TREE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """Compute the attention of one tile of queries, of one row and key head, over one split of the keys.
 
     Writes the weighted mean of the values to ``found``, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the
@@ -286,10 +352,19 @@ def _attend_split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _combine_splits(  # type: ignore[no-untyped-def]
-    partial, weights, out, sinks, heads, width, splits,
-    VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    partial,
+    weights,
+    out,
+    sinks,
+    heads,
+    width,
+    splits,
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
-):  # fmt: skip
+):
     """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
 
     ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits that exist;

@@ -97,22 +97,70 @@ def place_by_triton(
     blocks = [triton.cdiv(heads, BLOCK_HEADS) for heads in (query_heads, key_heads)]
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         _place[(batch * width, blocks[0] + 2 * blocks[1])](
-            query, key, value, cos, sin, keys, values, rows.slots, rows.places.contiguous(), width,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], KEY_BLOCKS=blocks[1], HALF=dim // 2,
-            BLOCK_HEADS=BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2), num_warps=2, enable_fp_fusion=False,
+            query,
+            key,
+            value,
+            cos,
+            sin,
+            keys,
+            values,
+            rows.slots,
+            rows.places.contiguous(),
+            width,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            QUERY_BLOCKS=blocks[0],
+            KEY_BLOCKS=blocks[1],
+            HALF=dim // 2,
+            BLOCK_HEADS=BLOCK_HEADS,
+            BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            num_warps=2,
+            enable_fp_fusion=False,
             **early(query.device),
-        )  # fmt: skip
+        )
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots", "places"])
 def _place(  # type: ignore[no-untyped-def]
-    query, key, value, cos, sin, keys, values, slots, places, width,
-    query_row, query_position, query_head, key_row, key_position, key_head, value_row, value_position, value_head,
-    keys_slot, keys_head, keys_place, values_slot, values_head, values_place,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, KEY_BLOCKS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    keys,
+    values,
+    slots,
+    places,
+    width,
+    query_row,
+    query_position,
+    query_head,
+    key_row,
+    key_position,
+    key_head,
+    value_row,
+    value_position,
+    value_head,
+    keys_slot,
+    keys_head,
+    keys_place,
+    values_slot,
+    values_head,
+    values_place,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr,
+    KEY_BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
     """Rotate some heads of one new token, or write its keys or values to the KV cache.
 
     The grid is (B * T, blocks of query heads + blocks of key heads + blocks of value heads).
@@ -129,10 +177,18 @@ def _place(  # type: ignore[no-untyped-def]
         slot, place = tl.load(slots + row), tl.load(places + position)
         if block < QUERY_BLOCKS + KEY_BLOCKS:
             turn_heads(
-                key + row * key_row + at * key_position, key_head,
-                keys + slot * keys_slot + place * keys_place, keys_head,
-                cos, sin, block - QUERY_BLOCKS, KEY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
-            )  # fmt: skip
+                key + row * key_row + at * key_position,
+                key_head,
+                keys + slot * keys_slot + place * keys_place,
+                keys_head,
+                cos,
+                sin,
+                block - QUERY_BLOCKS,
+                KEY_HEADS,
+                HALF,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+            )
         else:
             first = (block - QUERY_BLOCKS - KEY_BLOCKS) * BLOCK_HEADS
             head, dims = (first + tl.arange(0, BLOCK_HEADS))[:, None], tl.arange(0, 2 * BLOCK_HALF)[None, :]

@@ -113,10 +113,22 @@ class TritonNorm(nn.Module):
         )
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _normalise[(len(rows),)](
-                rows, added, total, self.weight, out, rows.stride(0), added.stride(0), x.shape[-1], self.eps,
-                self._offset, IS_SUM=more is not None, ROUNDS_FIRST=self._rounds_first, BLOCK=self._block,
-                num_warps=min(8, max(1, self._block // 512)), **early(x.device),
-            )  # fmt: skip
+                rows,
+                added,
+                total,
+                self.weight,
+                out,
+                rows.stride(0),
+                added.stride(0),
+                x.shape[-1],
+                self.eps,
+                self._offset,
+                IS_SUM=more is not None,
+                ROUNDS_FIRST=self._rounds_first,
+                BLOCK=self._block,
+                num_warps=min(8, max(1, self._block // 512)),
+                **early(x.device),
+            )
 
     __call__ = forward  # without torch's search for hooks
 
@@ -135,9 +147,21 @@ def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
 
 @triton.jit
 def _normalise(  # type: ignore[no-untyped-def]
-    x, more, total, weight, out, row_stride, more_stride, size, eps, offset,
-    IS_SUM: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
+    x,
+    more,
+    total,
+    weight,
+    out,
+    row_stride,
+    more_stride,
+    size,
+    eps,
+    offset,
+    IS_SUM: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
     """Compute the RMS norm of one row of x, [rows, size]; ``out`` is contiguous. The grid is (rows,).
 
     With IS_SUM the norm is that of x + more, which is also written to ``total``, a contiguous tensor.
@@ -174,42 +198,96 @@ def turn_by_triton(
     blocks = [triton.cdiv(heads, BLOCK_HEADS) for heads in (query_heads, key_heads)]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         _turn_both[(batch * width, sum(blocks))](
-            q, k, cos, sin, query_out, key_out, width, *q.stride()[:3], *k.stride()[:3],
-            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, QUERY_BLOCKS=blocks[0], HALF=dim // 2,
-            BLOCK_HEADS=BLOCK_HEADS, BLOCK_HALF=triton.next_power_of_2(dim // 2),
-            num_warps=2, enable_fp_fusion=False,
-        )  # fmt: skip
+            q,
+            k,
+            cos,
+            sin,
+            query_out,
+            key_out,
+            width,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            QUERY_HEADS=query_heads,
+            KEY_HEADS=key_heads,
+            QUERY_BLOCKS=blocks[0],
+            HALF=dim // 2,
+            BLOCK_HEADS=BLOCK_HEADS,
+            BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            num_warps=2,
+            enable_fp_fusion=False,
+        )
     return query_out.transpose(1, 2), key_out.transpose(1, 2)
 
 
 @triton.jit
 def _turn_both(  # type: ignore[no-untyped-def]
-    q, k, cos, sin, query_out, key_out, width, query_row, query_head, query_position, key_row, key_head, key_position,
-    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERY_BLOCKS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    cos,
+    sin,
+    query_out,
+    key_out,
+    width,
+    query_row,
+    query_head,
+    query_position,
+    key_row,
+    key_head,
+    key_position,
+    QUERY_HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    QUERY_BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """Rotate some heads of one token. The grid is (B * T, blocks of query heads + blocks of key heads)."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
         turn_heads(
-            q + row * query_row + at * query_position, query_head,
-            query_out + place * QUERY_HEADS * 2 * HALF, 2 * HALF,
-            cos + place * 2 * HALF, sin + place * 2 * HALF, block, QUERY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
-        )  # fmt: skip
+            q + row * query_row + at * query_position,
+            query_head,
+            query_out + place * QUERY_HEADS * 2 * HALF,
+            2 * HALF,
+            cos + place * 2 * HALF,
+            sin + place * 2 * HALF,
+            block,
+            QUERY_HEADS,
+            HALF,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+        )
     else:
         turn_heads(
-            k + row * key_row + at * key_position, key_head, key_out + place * KEY_HEADS * 2 * HALF, 2 * HALF,
-            cos + place * 2 * HALF, sin + place * 2 * HALF, block - QUERY_BLOCKS, KEY_HEADS, HALF, BLOCK_HEADS,
+            k + row * key_row + at * key_position,
+            key_head,
+            key_out + place * KEY_HEADS * 2 * HALF,
+            2 * HALF,
+            cos + place * 2 * HALF,
+            sin + place * 2 * HALF,
+            block - QUERY_BLOCKS,
+            KEY_HEADS,
+            HALF,
+            BLOCK_HEADS,
             BLOCK_HALF,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
 def turn_heads(  # type: ignore[no-untyped-def]
-    x, x_head, out, out_head, cos, sin, block,
-    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_head,
+    out,
+    out_head,
+    cos,
+    sin,
+    block,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
     """Apply rotary positions to a block of heads of one token; ``cos`` and ``sin`` are [2 * HALF]."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF

@@ -85,11 +85,24 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if len(rows):
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _product[(triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_outputs, tiles.outputs))](
-                rows, weight, weight if bias is None else bias, out, len(rows), weight.stride(0),
-                SIZE=size, NUM_OUTPUTS=num_outputs, HAS_BIAS=bias is not None, IS_TURNED=tiles.outputs >= 64,
-                BLOCK_ROWS=tiles.rows, BLOCK_OUTPUTS=tiles.outputs, BLOCK_INPUTS=tiles.inputs,
-                ASKED=_asked_of(weight, tiles), num_stages=tiles.stages, num_warps=4, **early(x.device),
-            )  # fmt: skip
+                rows,
+                weight,
+                weight if bias is None else bias,
+                out,
+                len(rows),
+                weight.stride(0),
+                SIZE=size,
+                NUM_OUTPUTS=num_outputs,
+                HAS_BIAS=bias is not None,
+                IS_TURNED=tiles.outputs >= 64,
+                BLOCK_ROWS=tiles.rows,
+                BLOCK_OUTPUTS=tiles.outputs,
+                BLOCK_INPUTS=tiles.inputs,
+                ASKED=_asked_of(weight, tiles),
+                num_stages=tiles.stages,
+                num_warps=4,
+                **early(x.device),
+            )
     return out.view(*x.shape[:-1], num_outputs)
 
 
@@ -222,11 +235,22 @@ _ASK: Final = tl.constexpr(
 # A kernel that is specialised for one row, or for complete tiles, might compute other bits.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, bias, out, num_rows, weight_row,
-    SIZE: tl.constexpr, NUM_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
-    ASKED: tl.constexpr, IS_EARLY: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    weight_row,
+    SIZE: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_TURNED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+    ASKED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
     With IS_TURNED the product is transposed, because tensor cores compute 64 rows at a time. ASKED is the number of

@@ -40,9 +40,16 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         _sample_split[(num_rows, splits)](
-            logits, keys.contiguous(), temperatures.contiguous(), scores, tokens, logits.stride(0), vocab_size, length,
+            logits,
+            keys.contiguous(),
+            temperatures.contiguous(),
+            scores,
+            tokens,
+            logits.stride(0),
+            vocab_size,
+            length,
             BLOCK=_BLOCK,
-        )  # fmt: skip
+        )
         _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MOST_SPLITS)
     return out
 

@@ -25,21 +25,55 @@ def write_by_triton(
     value_dim = values.shape[3]
     with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
         _write[(batch * width, triton.cdiv(heads, _BLOCK_HEADS))](
-            keys, values, stored_keys, stored_values, slots, places.contiguous(), width,
-            *keys.stride()[:3], *values.stride()[:3], *stored_keys.stride()[:3], *stored_values.stride()[:3],
-            HEADS=heads, DIM=dim, VALUE_DIM=value_dim, BLOCK_HEADS=_BLOCK_HEADS,
-            BLOCK_DIM=triton.next_power_of_2(dim), BLOCK_VALUE=triton.next_power_of_2(value_dim), num_warps=4,
-        )  # fmt: skip
+            keys,
+            values,
+            stored_keys,
+            stored_values,
+            slots,
+            places.contiguous(),
+            width,
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            *stored_keys.stride()[:3],
+            *stored_values.stride()[:3],
+            HEADS=heads,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_HEADS=_BLOCK_HEADS,
+            BLOCK_DIM=triton.next_power_of_2(dim),
+            BLOCK_VALUE=triton.next_power_of_2(value_dim),
+            num_warps=4,
+        )
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots", "places"])
 def _write(  # type: ignore[no-untyped-def]
-    keys, values, stored_keys, stored_values, slots, places, width,
-    key_row, key_head, key_position, value_row, value_head, value_position,
-    stored_key_slot, stored_key_head, stored_key_place, stored_value_slot, stored_value_head, stored_value_place,
-    HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    stored_keys,
+    stored_values,
+    slots,
+    places,
+    width,
+    key_row,
+    key_head,
+    key_position,
+    value_row,
+    value_head,
+    value_position,
+    stored_key_slot,
+    stored_key_head,
+    stored_key_place,
+    stored_value_slot,
+    stored_value_head,
+    stored_value_place,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
     """Write keys and values of some heads of one position to the KV cache. The grid is (B * T, blocks of heads)."""
     position = tl.program_id(0).to(tl.int64)
     row, at = position // width, position % width
