@@ -39,8 +39,8 @@ def add(command: argparse.ArgumentParser) -> None:
         "--kv-events",
         nargs="+",
         metavar="tcp://HOST:PORT",
-        help="Evaluate the live traffic of vLLM or SGLang engines that publish KV events, in place of logs, see "
-        "ssd-cache follow; text is kept in memory only, for the time of the evaluation",
+        help="Instead of logs, evaluate the live traffic of vLLM or SGLang engines that publish KV events (see "
+        "ssd-cache follow); its text is kept in memory only, and only during the evaluation",
     )
     command.add_argument(
         "--warm",

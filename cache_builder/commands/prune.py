@@ -80,7 +80,7 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Replay a log over a cache, and return the hashes of the token runs in each request's accepted drafts.
+    """Replay a log with drafts from a cache; return the hashes of all runs of RUN_TOKENS tokens in accepted drafts.
 
     It takes about 30 microseconds per output token, and less if drafts are accepted. Raises CacheError.
     """
@@ -139,13 +139,14 @@ LEAST_TOKENS: Final = 8
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
-    """Return which halves of a cache's blocks to keep, preferring the most used blocks: bool[2 n].
+    """Choose the half blocks of a cache to keep within a budget, bool[2 n]: two entries for each block.
 
-    Blocks with equal counts are chosen evenly from the text, in stretches of a few blocks. For blocks that no log used,
-    this choice served held-out requests better than choosing the newest blocks or the blocks near used ones.
+    The most used blocks are kept first. Among blocks with equal counts, stretches of a few blocks are kept that are
+    spread evenly over the text. For blocks that no log used, this served held-out requests better than keeping the
+    newest blocks, or the blocks near used ones.
 
-    ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens with
-    separators. O(n log n).
+    ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens,
+    including separators. O(n log n).
     """
     count = len(credits)
     spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # even for any number of blocks

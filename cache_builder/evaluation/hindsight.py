@@ -65,12 +65,13 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
 
 
 def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
-    """Return the minimum number of decoding steps of each request, if every draft is the best in all earlier text.
+    """Return how many decoding steps each request would need if every draft were the best one in all earlier text.
 
     At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
     continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices
-    (``n`` > 1), each counts as earlier text for the next one, so the result is an upper limit of the gain. Returns None
-    for more than 64 million tokens. O(n log n) in all tokens.
+    (``n`` > 1), each counts as earlier text for the next one, although a server generates them at the same time. A gain
+    computed from the result is therefore an upper limit. Returns None for more than 64 million tokens. O(n log n) in
+    all tokens.
     """
     if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
         return None

@@ -112,7 +112,10 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait for all outputs of a response that is not streamed, and then until an obfuscated stream would have ended."""
+    """Wait for all outputs of a response, and then for the time at which its obfuscated stream would have ended.
+
+    For responses without streaming, whose time then does not reveal how many drafts were accepted.
+    """
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
     await pace.until(max(1, -(-longest // piece_tokens)))

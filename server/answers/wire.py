@@ -51,8 +51,9 @@ def padded(content: bytes) -> bytes:
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
     """Serialize named server-sent events that are sent together.
 
-    If ``pad`` is set, a random field ``obfuscation`` in the last event fills all events to a multiple of
-    ``PADDED_BYTES``. The size does not depend on the digits of log-probabilities, which differ between batch sizes.
+    If ``pad`` is set, the last event gets a field ``obfuscation`` with random text, so that the total size of all
+    events is a multiple of ``PADDED_BYTES``. Log-probabilities count with a fixed length, because their digits vary with the
+    batch size.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:

@@ -90,7 +90,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 class Worker:
     """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe.
 
-    ``load`` returns the engine, and registers resources that are closed after the engine.
+    That thread calls ``load(stack)``, which returns the engine. What it adds to ``stack`` is closed after the engine.
     """
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:

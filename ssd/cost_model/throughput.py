@@ -110,9 +110,10 @@ class StepThroughput:
 
     @property
     def seconds_per_step(self) -> float:
-        """Return the mean seconds of recent engine steps without costly drafters; 0 before the first step.
+        """Return the mean seconds of recent engine steps in which no costly drafter ran; 0 before the first step.
 
-        The result is at most the mean of all steps, because steps may have become faster since.
+        If the mean of all steps is smaller, that is returned: if a costly drafter has run in every step for a while,
+        the steps without one are old, and steps may have become faster.
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 

@@ -47,7 +47,7 @@ NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for how many consecutive tokens before a position equal the tokens in the sample cache."""
+"""The number of buckets for the number of tokens directly before a position that equal those in the sample cache."""
 
 AGREEMENTS: Final = 3
 """The number of ways in which text matches can relate to the token that was sampled before with the same noise.

@@ -354,10 +354,11 @@ class OpenCandidate(Record):
 
     Attributes:
         parent: The index of the draft token before it; -1 for the end of the context.
-        weight_set: The index of the acceptance model's weight vector for the token; negative once it is recorded.
-        inputs: The indices of the table entries of the token's features.
-        product: The probability that the token and all nodes before it are accepted.
-        probability: The probability that the token is accepted, given that the nodes before it are.
+        weight_set: The index of the acceptance model's weight vector for the token; negative once the candidate has
+            been recorded for learning.
+        inputs: For each feature of the token, the index of its entry in the acceptance model's table.
+        product: The probability that the token and all draft tokens before it are accepted.
+        probability: The probability that the token is accepted, given that the draft tokens before it are.
     """
 
     parent: Int64
