@@ -52,8 +52,8 @@ def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) ->
     """Serialize named server-sent events that are sent together.
 
     If ``pad`` is set, the last event gets a field ``obfuscation`` with random text, so that the total size of all
-    events is a multiple of ``PADDED_BYTES``. Log-probabilities count with a fixed length, because their digits vary with the
-    batch size.
+    events is a multiple of ``PADDED_BYTES``. Log-probabilities count with a fixed length, because their digits vary
+    with the batch size.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:
