@@ -42,7 +42,6 @@ The events contain the text of users, and ZeroMQ does not authenticate: bind pub
 """
 
 _PROGRESS_S: Final = 30.0
-_SILENCE_S: Final = 30.0
 
 
 def add(command: argparse.ArgumentParser) -> None:
@@ -196,7 +195,7 @@ class _Progress:
             for number, what in (
                 (counts.lost_messages, "messages lost"),
                 (counts.invalid_events, "events invalid"),
-                (counts.orphaned_texts, "texts without beginning"),
+                (counts.orphaned_events, "events without the block before them"),
             ):
                 line += f", {number:,} {what}" if number else ""
             if self._is_silent:

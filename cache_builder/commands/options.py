@@ -108,7 +108,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iter
 
 
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """Return the fingerprints of all tokenizers whose text Redis holds for ``--namespace``, or only ``--fingerprint``.
+    """Return the fingerprints of all tokenizers with text of ``--namespace`` in Redis, or only ``--fingerprint``.
 
     Raises ConfigError, and the errors of redis-py.
     """

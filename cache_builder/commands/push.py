@@ -8,10 +8,12 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from cache_builder.commands.options import (
@@ -32,6 +34,7 @@ from ssd.replication.replication_log import DEFAULT_MAX_TOKENS
 from ssd.retrieval.dedup import split_sequence
 from ssd.retrieval.files import check_namespace
 from ssd.retrieval.ring import iter_sequences
+from ssd.retrieval.segment import Segment
 
 _DESCRIPTION = """\
 Copy the text of a cache directory to a Redis stream, as if a server had generated it. Running servers draft from it
@@ -93,8 +96,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     (cache,) = open_caches([directory])
     namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments
-    lengths = np.fromiter(map(len, iter_sequences(segments)), np.int64)
-    first = len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
+    lengths, first = _first_that_fits(segments, max_tokens)
     key = stream_key(fingerprint, namespace)
     num_written = 0
 
@@ -127,6 +129,12 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
         )
 
 
+def _first_that_fits(segments: Sequence[Segment], max_tokens: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return the length of each sequence, and the index of the first one so that it and all later ones fit."""
+    lengths = np.fromiter(map(len, iter_sequences(segments)), np.int64)
+    return lengths, len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
+
+
 def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Load the newest sequences of a cache directory into a running SGLang server, and print a summary.
 
@@ -134,19 +142,15 @@ def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_T
     CacheError, or StoreUnavailable if SGLang rejects the sequences.
     """
     (cache,) = open_caches([directory])
-    newest = list[list[int]]()
-    num_tokens = 0
-    for segment in reversed(cache.segments):
-        for sequence in reversed([found.tolist() for found in iter_sequences([segment])]):
-            if (num_tokens := num_tokens + len(sequence)) <= max_tokens:
-                newest.append(sequence)
-    if not newest:
+    lengths, first = _first_that_fits(cache.segments, max_tokens)
+    if first == len(lengths):
         raise ConfigError(f"{directory} contains no text that fits into {max_tokens} tokens: nothing was pushed")
     name = f"ssd-{cache.segments[-1].segment_id}"
     headers = {"content-type": "application/json"}
     if key := os.environ.get("SGLANG_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
-    body = json.dumps({"corpus_id": name, "token_chunks": newest[::-1]}).encode()
+    chunks = [sequence.tolist() for sequence in itertools.islice(iter_sequences(cache.segments), first, None)]
+    body = json.dumps({"corpus_id": name, "token_chunks": chunks}).encode()
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/add_external_corpus", body, headers)
         with urllib.request.urlopen(request, timeout=_SGLANG_TIMEOUT_S) as response:
@@ -156,4 +160,4 @@ def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_T
         raise StoreUnavailable(f"SGLang at {url} refused the corpus with status {error.code}: {reason}") from None
     except (OSError, ValueError) as error:
         raise StoreUnavailable(f"SGLang at {url} does not answer ({error}): check the address") from None
-    print(f"pushed {sum(map(len, newest)):,} tokens in {len(newest):,} sequences as corpus {name}, {loaded} loaded")
+    print(f"pushed {lengths[first:].sum():,} tokens in {len(chunks):,} sequences as corpus {name}, {loaded} loaded")

@@ -6,16 +6,18 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.following.block_chains import FollowedText
 from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, InputRecord, Progress, get_at_path
 from cache_builder.inputs.records import encode_usable_record, fields_of, read_sources
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
+
+if TYPE_CHECKING:
+    from cache_builder.following.block_chains import FollowedText
 
 TokenIds = npt.NDArray[np.int32]
 

@@ -69,19 +69,24 @@ class BlockChains:
         self._ends: OrderedDict[Key, float] = OrderedDict()  # when each end of a chain arrived, oldest first
         self.num_tokens = 0
         self.num_orphans = 0
-        """The number of texts whose earlier blocks were not received or are no longer in memory."""
+        """The number of events that were dropped because the block before them is not in memory."""
         self.num_repeated = 0
         """The number of received blocks that were already in memory."""
 
     def store(self, publisher: Hashable, blocks: StoredBlocks, now: float) -> Iterator[FollowedText]:
-        """Add blocks. Yield texts that have ``MAX_TEXT_TOKENS`` new tokens, and old texts if the memory is full."""
+        """Add blocks. Yield texts that have ``MAX_TEXT_TOKENS`` new tokens, and old texts if the memory is full.
+
+        Blocks that continue an unknown block are dropped: only the first block of a text names its cache salt, so they
+        could belong to any namespace.
+        """
         parent = None if blocks.parent is None else (publisher, blocks.parent)
         lora, salt = blocks.lora, blocks.cache_salt
-        if parent is not None and (before := self._blocks.get(parent)) is not None:
+        if parent is not None:
+            if (before := self._blocks.get(parent)) is None:
+                self.num_orphans += 1
+                return
             self._blocks.move_to_end(parent)
             lora, salt = before.lora, before.cache_salt
-        elif parent is not None:
-            self.num_orphans += 1
         for block_hash, tokens in zip(blocks.hashes, blocks.tokens, strict=True):
             key = publisher, block_hash
             if key in self._blocks:

@@ -28,8 +28,9 @@ class FollowCounts:
     """The number of events and messages that were malformed, or had token ids outside the vocabulary."""
     repeated_blocks: int = 0
     """The number of received blocks that were already in memory."""
-    orphaned_texts: int = 0
-    """The number of texts whose earlier blocks were not received or are no longer in memory."""
+    orphaned_events: int = 0
+    """The number of events that were dropped because the block before them was not received or is no longer in memory.
+    """
     texts: int = 0
     """The number of texts, or new parts of texts, that were passed on."""
     tokens: int = 0
@@ -104,7 +105,7 @@ class Follower:
             replayed_messages=subscriber.num_replayed,
             invalid_events=self._num_invalid + subscriber.num_malformed,
             repeated_blocks=chains.num_repeated,
-            orphaned_texts=chains.num_orphans,
+            orphaned_events=chains.num_orphans,
             texts=self._num_texts,
             tokens=self._num_tokens,
             pending_tokens=chains.num_tokens,

@@ -82,9 +82,9 @@ def decode_batch(payload: bytes, vocab_size: int) -> tuple[list[Event], int]:
         batch = msgspec.msgpack.decode(payload)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise InvalidEvents(f"not msgpack: {error}") from None
-    events = (
-        batch.get("events") if isinstance(batch, dict) else batch[1] if _is_list(batch) and len(batch) > 1 else None
-    )
+    if isinstance(batch, list):
+        batch = dict(zip(("ts", "events"), batch, strict=False))
+    events = batch.get("events") if isinstance(batch, dict) else None
     if not isinstance(events, list):
         raise InvalidEvents("not a batch of KV events")
     found, num_invalid = list[Event](), 0
@@ -99,10 +99,6 @@ def decode_batch(payload: bytes, vocab_size: int) -> tuple[list[Event], int]:
     return found, num_invalid
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
 def _decode(event: Any, vocab_size: int) -> Event | None:
     if isinstance(event, list):
         event = dict(zip(_FIELDS, event, strict=False))
@@ -114,7 +110,7 @@ def _decode(event: Any, vocab_size: int) -> Event | None:
             raise InvalidEvents("an event without type")
         return None
     hashes, parent, token_ids = event.get("block_hashes"), event.get("parent_block_hash"), event.get("token_ids")
-    if not (_is_list(hashes) and _is_list(token_ids) and len(hashes) <= _MOST_BLOCKS):
+    if not (isinstance(hashes, list) and isinstance(token_ids, list) and len(hashes) <= _MOST_BLOCKS):
         raise InvalidEvents("block_hashes and token_ids must be lists")
     if not token_ids or event.get("group_idx"):
         return None
@@ -141,7 +137,7 @@ def _salt(extra_keys: Any, lora: Any) -> str | None:
 
     The digest of prompt embeddings is such a string, too; as part of the salt it separates texts just as well.
     """
-    first = extra_keys[0] if _is_list(extra_keys) and extra_keys else None
+    first = extra_keys[0] if isinstance(extra_keys, list) and extra_keys else None
     texts = [each for each in first if isinstance(each, str)] if isinstance(first, list) else []
     if isinstance(lora, str) and lora in texts:
         texts.remove(lora)

@@ -43,7 +43,10 @@ TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrievalStats:
-    """Counters of a `RetrievalCache` since it was opened, and the size of its cache now."""
+    """Counters of a `RetrievalCache` since it was opened, and the size of its cache now.
+
+    Draft trees are not counted.
+    """
 
     num_proposals: int = 0
     """The number of drafts that were requested."""

@@ -125,8 +125,8 @@ class SsdCorpus:
         parents = np.zeros((len(req_ids), self._size), np.int64)
         tokens[:, 0] = [tail[-1] for tail in batch_tokens]
         try:
-            for name, tail, total in zip(req_ids, batch_tokens, total_lens, strict=True):
-                self._append(name, tail, total)
+            new = map(self._new_tokens, req_ids, batch_tokens, total_lens)
+            self.cache.extend(req_ids, list(new))
             for row, draft in enumerate(self.cache.speculate_trees(req_ids, self._size - 1)):
                 size = len(draft.token_ids)
                 tokens[row, 1 : size + 1] = draft.token_ids
@@ -180,14 +180,14 @@ class SsdCorpus:
     def list_external_corpora(self) -> dict[str, int]:
         return dict(self._corpora)
 
-    def _append(self, name: str, tail: Sequence[int], total: int) -> None:
-        """Append the last tokens of ``tail`` to a request's text, as many as it needs to have ``total`` tokens."""
+    def _new_tokens(self, name: str, tail: Sequence[int], total: int) -> Sequence[int]:
+        """Return the end of ``tail`` that a request's text lacks to have ``total`` tokens."""
         text = self.cache.texts.get(name)
         num_new = -1 if text is None else total - text.length
         if not 0 <= num_new <= len(tail):  # unknown, or it went on without SSD
             self.cache.start(name, list(tail))
-        elif num_new:
-            self.cache.extend([name], [list(tail[len(tail) - num_new :])])
+            return ()
+        return tail[len(tail) - num_new :]
 
     def _record_failure(self, what: str) -> None:
         self.num_failures += 1

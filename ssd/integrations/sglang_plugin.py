@@ -22,7 +22,6 @@ from ssd.integrations.vllm_hooks import Hook, missing_hooks
 
 log = logging.getLogger("sglang.ssd")
 
-TESTED_VERSION: Final = "0.5.23"
 WORKER: Final = "sglang.srt.speculative.ngram_worker"
 CORPUS: Final = "sglang.srt.speculative.cpp_ngram.ngram_corpus"
 _ENABLED_BY: Final = ("SSD_CACHE_DIR", "SSD_REDIS_URL", "SSD_WARM_DIRS")
@@ -44,7 +43,7 @@ def register() -> None:
     if missing := missing_hooks(HOOKS):
         log.warning("SSD does not support this SGLang, which keeps its own n-gram corpus: %s", "; ".join(missing))
         return
-    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     from ssd.integrations.sglang import SsdCorpus, remember_prompts, remember_server
 
     for target, hook, kind in (
@@ -52,8 +51,4 @@ def register() -> None:
         (f"{WORKER}.NGRAMWorker.__init__", remember_server, "BEFORE"),
         (f"{WORKER}.NGRAMWorker._prepare_draft_tokens", remember_prompts, "BEFORE"),
     ):
-        _register(registry, target, hook, kind)
-
-
-def _register(registry: Any, target: str, hook: Any, kind: str) -> None:
-    registry.HookRegistry.register(target, hook, getattr(registry.HookType, kind))
+        registry.HookRegistry.register(target, hook, getattr(registry.HookType, kind))
