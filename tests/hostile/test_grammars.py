@@ -20,7 +20,7 @@ from ssd.text import grammar_memory
 from ssd.text.codec import TextCodec
 from ssd.text.grammar import MaskThreads
 from ssd.text.grammar_compiler import GrammarCompiler
-from ssd.text.grammar_memory import Compiled, GrammarCost, GrammarMemory, GrammarReservation, trim_soon
+from ssd.text.grammar_memory import Compiled, GrammarCost, GrammarMemory, GrammarReservation, allocated_bytes, trim_soon
 
 MB = 1 << 20
 
@@ -114,7 +114,7 @@ def open_large_grammars() -> None:
     made.memory = GrammarMemory(200 * MB)
     gc.collect()
     wait_until_trimmed()
-    before = resident_mb()
+    before, allocated = resident_mb(), allocated_bytes()
     states = []
     most = 0.0
     for number in range(30):
@@ -124,31 +124,38 @@ def open_large_grammars() -> None:
             time.sleep(0.01)
             most = max(most, resident_mb() - before)
     wait_until_trimmed()
-    used, grown = made.memory.num_bytes / MB, resident_mb() - before
+    used, grown, resident = made.memory.num_bytes / MB, (allocated_bytes() - allocated) / MB, resident_mb() - before
     num_open = sum(state._matcher is not None for state in states)
-    print(f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB resident, {most:.0f} MB at most")
+    print(
+        f"\n{num_open} of 30 are open: {used:.0f} MB as weighed, {grown:.0f} MB allocated, {resident:.0f} MB resident"
+    )
+    print(f"at most {most:.0f} MB were resident")
     assert 2 <= num_open < 10 and used <= 200 and 0.8 * used < grown < 1.2 * used and most < 1.5 * 200
     for state in states:
         state.release_memory()
     del states, state
     gc.collect()
     wait_until_trimmed()
-    assert made.memory.num_bytes == 0 and resident_mb() - before < 40, "all of it is given back"
+    left = (allocated_bytes() - allocated) / MB
+    print(f"afterwards {left:.1f} MB are allocated, {resident_mb() - before:.0f} MB resident")
+    assert made.memory.num_bytes == 0 and left < 2, "all of it is freed"
+    # Pages that freed and other objects share stay: how many depends on the order in which threads allocated them.
+    assert resident_mb() - before < resident / 2, "most of it is given back to the system"
 
 
 @pytest.mark.slow
 def test_what_masks_add_to_grammars_that_are_kept_is_within_the_budget() -> None:
-    """Sources of 20 characters, whose automata grow by 15 MB in 600 tokens."""
+    """Sources of 20 characters, whose automata grow by 15 to 22 MB in 600 tokens. Half of the budget holds two."""
     pytest.importorskip("llguidance")
     in_a_new_process(grow_kept_grammars)
 
 
 def grow_kept_grammars() -> None:
     codec = TextCodec.load(str(MODEL_PATH))
-    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=40 * MB)
+    made = GrammarCompiler(codec, vocab_size=codec.vocab_size, eos_token_ids=codec.eos_token_ids, max_bytes=80 * MB)
     made.compile(regex(0)).masks([])
     wait_until_trimmed()
-    before, random = resident_mb(), np.random.default_rng(0)
+    before, allocated, random = resident_mb(), allocated_bytes(), np.random.default_rng(0)
     for number in range(10):
         state = made.compile(StructuredOutput("regex", f"(.{{0,{500 + number}}}x){{0,60}}"))
         for _ in range(600):
@@ -157,9 +164,9 @@ def grow_kept_grammars() -> None:
             state.advance([int(random.choice(np.flatnonzero(mask)))])
         state.release_memory()
     wait_until_trimmed()
-    used, grown = made.memory.num_bytes / MB, resident_mb() - before
-    print(f"\n{used:.0f} MB as weighed, {grown:.0f} MB resident")
-    assert 15 < used <= 40 and grown < 1.2 * 40
+    used, grown, resident = made.memory.num_bytes / MB, (allocated_bytes() - allocated) / MB, resident_mb() - before
+    print(f"\n{used:.0f} MB as weighed, {grown:.0f} MB allocated, {resident:.0f} MB resident")
+    assert 15 < used <= 40 and grown < 1.2 * 40 and resident < 80
 
 
 def in_a_new_process(function: Callable[[], None]) -> None:
