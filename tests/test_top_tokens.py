@@ -21,7 +21,7 @@ from ssd.engine import Engine
 from ssd.model.cuda_graphs.graph_runner import CudaGraphRunner, run_eagerly
 from ssd.model.loading.load_target import open_target
 from ssd.model.runners.slot_runner import SlotRunner
-from ssd.model.sampling.sampler import packed_top, top_tokens, unpack_top
+from ssd.model.sampling.sampler import greedy_tokens, packed_top, top_tokens, unpack_top
 from ssd.retrieval.cache_manager import CacheManager
 from tests.engines import ask
 from tests.models import tiny_model
@@ -56,6 +56,14 @@ def logits(draw: st.DrawFn) -> torch.Tensor:
             made[random.random(shape) < 0.3] = np.nan
             made[random.random(shape) < 0.02] = np.inf
     return torch.from_numpy(made.astype(np.float32))
+
+
+@settings(deadline=None)
+@given(logits(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_greedy_tokens_are_those_of_torch(made: torch.Tensor, dtype: torch.dtype) -> None:
+    """With ties, NaN, infinities and both zeros."""
+    made = torch.where(made == 1, -0.0, made).to(dtype)
+    assert greedy_tokens(made).tolist() == made.argmax(-1).tolist()
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 
+from ssd.model.sampling.sampler import greedy_tokens
 from ssd.model.target import Target
 
 Size = tuple[int, int]
@@ -45,7 +46,7 @@ def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
 def _time_pass(target: Target, num_rows: int, width: int) -> float:
     slots, tokens = list(range(num_rows)), np.ones((num_rows, width), np.int64)
     started = time.perf_counter()
-    target.forward(slots, tokens, [width] * num_rows).logits.argmax(-1).cpu()
+    greedy_tokens(target.forward(slots, tokens, [width] * num_rows).logits)
     seconds = time.perf_counter() - started
     for slot in slots:
         target.rollback(slot, 0)

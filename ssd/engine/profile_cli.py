@@ -50,6 +50,7 @@ from ssd.engine.request import Request
 from ssd.errors import ConfigError, EngineError, SSDError
 from ssd.model.loading.load_target import load_model, model_limit, open_target
 from ssd.model.loading.threads import tune_threads
+from ssd.model.sampling.sampler import greedy_tokens
 from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
@@ -104,7 +105,7 @@ def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArra
     tokens = [prompt[-1]]
     while len(tokens) < num_tokens:
         logits = target.forward([0], np.array([tokens[-1:]], np.int64), [1]).logits
-        tokens.append(int(logits[0, 0].argmax()))
+        tokens.append(int(greedy_tokens(logits[0, 0])))
     target.rollback(0, len(prompt) - 1)
     return np.array(tokens, np.int64)
 
@@ -130,7 +131,7 @@ def time_rounds(
             width = widths[column]
             started = time.perf_counter()
             logits = target.forward([0], text[None, :width], [width]).logits
-            chosen = logits[0].argmax(-1).cpu().numpy()
+            chosen = greedy_tokens(logits[0])
             seconds[number, column] = time.perf_counter() - started
             target.rollback(0, begin)
             for position in np.flatnonzero(chosen != text[1 : width + 1]):

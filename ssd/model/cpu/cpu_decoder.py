@@ -23,7 +23,7 @@ from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.hidden_states import FINAL
 from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
 
-_KINDS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
+_KINDS: Final = "Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
 # The model classes of transformers whose decoder layers compute the formula of `FlatLayer`.
 _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
@@ -54,20 +54,24 @@ def known_layers(model: nn.Module) -> list[Any]:
 class FlatLayer(ABC):
     """A Llama-style decoder layer that computes attention and feed-forward network without transformers' code.
 
-    The attention and the gated feed-forward network each have a norm and a residual connection. ``norm`` is the class
-    that replaces the layer's norms.
+    The attention and the gated feed-forward network each have a residual connection and a norm of their input, in
+    Gemma 2 and 3 also a norm of their output. ``norm`` is the class that replaces the layer's norms.
     """
 
     def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
         self._plain = type(layer).forward
-        self._norms: tuple[Any, Any] = layer.input_layernorm, layer.post_attention_layernorm
+        first, second, parts = layer.input_layernorm, layer.post_attention_layernorm, layer._modules
+        self._norms: tuple[Any, Any] = first, parts.get("pre_feedforward_layernorm", second)
+        self._output_norms = (second, layer.post_feedforward_layernorm) if self._norms[1] is not second else None
         self._attention, self._network = layer.self_attn, layer.mlp
         self._index: int = self._attention.layer_idx
         self._dim: int = self._attention.head_dim
+        is_capped = type(layer).__name__ == "Gemma2DecoderLayer"  # Gemma 3 has the attribute, but does not use it
+        self._softcap: float | None = self._attention.attn_logit_softcapping if is_capped else None
         norms = [self._attention._modules.get(name) for name in ("q_norm", "k_norm")]
         self._head_norms: list[Any] = [each for each in norms if type(each) is norm]
         self._is_known = (
-            type(self._norms[0]) is type(self._norms[1]) is norm
+            all(type(each) is norm for each in (*self._norms, *(self._output_norms or ())))
             and (self._head_norms == norms or norms == [None, None])
             and "forward" in vars(self._attention)  # whose replacement rotates positions as `_place` does
             and not has_hooks(self._attention)
@@ -107,7 +111,7 @@ class FlatLayer(ABC):
         return self.compute(hidden_states, kwargs["position_embeddings"], stored, rows)
 
     def rules(self, rows: SlotRows) -> AttentionRules:
-        return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, None, None)
+        return AttentionRules(self._attention.scaling, rows.kv_cache.reach[self._index], None, self._softcap, None)
 
 
 class FlatModel:
@@ -115,6 +119,10 @@ class FlatModel:
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head
+        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        # The arguments that select the rotary positions of each layer: Gemma 3 has two kinds of positions.
+        has_kinds = hasattr(self._inner.rotary_emb, "layer_types")
+        self._kinds = [(kind,) for kind in model.config.layer_types] if has_kinds else [()] * len(self._inner.layers)
 
     def logits(
         self,
@@ -133,16 +141,16 @@ class FlatModel:
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
-        angles = inner.rotary_emb(hidden_states, positions)
-        for number, layer in enumerate(inner.layers):
+        angles = {kind: inner.rotary_emb(hidden_states, positions, *kind) for kind in set(self._kinds)}
+        for number, (layer, kind) in enumerate(zip(inner.layers, self._kinds, strict=True)):
             if number in layers:
                 seen[number] = hidden_states
-            hidden_states = layer.forward(hidden_states, position_embeddings=angles, slot_rows=rows)
+            hidden_states = layer.forward(hidden_states, position_embeddings=angles[kind], slot_rows=rows)
         seen[len(inner.layers)], seen[FINAL] = hidden_states, inner.norm(hidden_states)
         if hidden is not None:
             hidden += [seen[number] for number in layers]
         found: torch.Tensor = self._output(seen[FINAL][:, -logits_to_keep:])
-        return found
+        return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
 
 
 def is_flat(model: Any) -> bool:
@@ -179,12 +187,12 @@ class CpuLayer(FlatLayer):
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
-        attended = self._attend(read, angles, stored, rows)
-        hidden_states = hidden_states + attention["o_proj"](attended)
+        added: torch.Tensor = attention["o_proj"](self._attend(read, angles, stored, rows))
+        hidden_states = hidden_states + (added if self._output_norms is None else self._output_norms[0](added))
         group = network["gate_proj"].group
         gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
-        more: torch.Tensor = network["down_proj"](network["act_fn"](gate).mul_(up))
-        return hidden_states + more
+        added = network["down_proj"](network["act_fn"](gate).mul_(up))
+        return hidden_states + (added if self._output_norms is None else self._output_norms[1](added))
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q, k and v_proj."""

@@ -115,6 +115,18 @@ def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor,
 _AS_IT_IS = [SamplingParams()]
 
 
+def greedy_tokens(logits: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Return the token with the largest logit, int64[...], for logits [..., V]; the first token if several have it.
+
+    NaN counts as largest. On a CPU, numpy searches: torch's argmax is not vectorised for bfloat16 and float16, and
+    takes 0.9 ms for a vocabulary of 262,144 tokens.
+    """
+    if logits.device.type == "cpu":
+        return logits.float().numpy().argmax(-1)
+    best: npt.NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
+    return best
+
+
 def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int64]:
     """Sample one token per row from softmax(scores): the argmax of scores plus Gumbel noise, int64[N].
 

@@ -17,7 +17,7 @@ from ssd.drafting.noise import SequenceNoise
 from ssd.drafting.protocol import SamplingContext
 from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE, MASS_OF_ONE, DeviceRules, masses_of, rule_out
 from ssd.model.kv.tree import Parents, path_to
-from ssd.model.sampling.sampler import Noise, PassOutput, argmax_with_noise, host_tokens, log_min_p
+from ssd.model.sampling.sampler import Noise, PassOutput, argmax_with_noise, greedy_tokens, host_tokens, log_min_p
 from ssd.token_rules import BadWords
 
 _FIRST_TOP = 256
@@ -35,10 +35,10 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.ND
     logits = logits_with_rules(output.logits, rows)
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy and b not in known]
     if not sampled and not known:
-        return logits.argmax(-1).cpu().numpy()
+        return greedy_tokens(logits)
     chosen = np.zeros(logits.shape[:2], np.int64)
     if len(sampled) + len(known) < len(rows):
-        chosen[:] = logits.argmax(-1).cpu().numpy()
+        chosen[:] = greedy_tokens(logits)
     if output.sampled is not None and known:
         chosen[known] = output.sampled.cpu().numpy()[known]
     if sampled:

@@ -44,6 +44,7 @@ class DeviceLayer(FlatLayer):
         super().__init__(layer, TritonNorm)
         self._following = following if type(following) is TritonNorm else None
         self._is_known &= "forward" in vars(self._network)  # whose replacement calls `silu_times`
+        self._is_known &= self._output_norms is None  # `compute` has no norms of outputs
 
     def is_usable(self) -> bool:
         attention, network = self._attention._modules, self._network._modules
