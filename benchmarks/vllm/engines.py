@@ -100,14 +100,13 @@ class Engine:
             schedule_asynchronously()
         if "adaptive" in switches:
             verify_adaptively()
-        given = dict(options or {})
+        given = {"enforce_eager": True, **(options or {})}
         speculative, more = METHODS[runner][method], given.pop("speculative_config", {})
         self._llm = LLM(
             model=model,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=batch,
-            enforce_eager=True,
             enable_prefix_caching=False,
             seed=0,
             speculative_config=None if speculative is None else {**speculative, **more},

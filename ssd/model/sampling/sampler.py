@@ -121,9 +121,8 @@ def greedy_tokens(logits: torch.Tensor) -> npt.NDArray[np.int64]:
     NaN counts as largest. On a CPU, numpy searches: torch's argmax is not vectorised for bfloat16 and float16, and
     takes 0.9 ms for a vocabulary of 262,144 tokens.
     """
-    if logits.device.type == "cpu":
-        return logits.float().numpy().argmax(-1)
-    best: npt.NDArray[np.int64] = logits.argmax(-1).cpu().numpy()
+    on_cpu = logits.device.type == "cpu"
+    best: npt.NDArray[np.int64] = logits.float().numpy().argmax(-1) if on_cpu else logits.argmax(-1).cpu().numpy()
     return best
 
 

