@@ -100,14 +100,17 @@ class Engine:
             schedule_asynchronously()
         if "adaptive" in switches:
             verify_adaptively()
-        given = {"enforce_eager": True, **(options or {})}
+        given = {"enforce_eager": True, "enable_prefix_caching": False, **(options or {})}
+        if "kv_events_config" in given:
+            from vllm.config import KVEventsConfig
+
+            given["kv_events_config"] = KVEventsConfig(**given["kv_events_config"])
         speculative, more = METHODS[runner][method], given.pop("speculative_config", {})
         self._llm = LLM(
             model=model,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=batch,
-            enable_prefix_caching=False,
             seed=0,
             speculative_config=None if speculative is None else {**speculative, **more},
             disable_log_stats=True,

@@ -2,11 +2,11 @@
 
 A stream of requests is divided into two halves, A and B. Some requests of B repeat or edit requests of A. vLLM's own
 suffix decoding and SSD inside vLLM generate A; then an engine generates B, or A again: the same process, a new process
-after a restart, a second replica that shares Redis, or a process with a cache that ``ssd-cache build`` made from a log
-of A. Each row is a process of its own. Every round runs all rows, the order rotating, and begins with empty caches;
-ratios are those to vLLM without speculation in the same round. Every output is compared token by token with it,
-near-ties by the rule of ``benchmarks.exactness``. Prints a table and ends stdout with one JSON line; status 1 where
-outputs differ.
+after a restart, a second replica that shares Redis, or a process with a cache of A that ``ssd-cache build`` made from a
+log, or ``ssd-cache follow`` from the KV events of another vLLM. Each row is a process of its own. Every round runs all
+rows, the order rotating, and begins with empty caches; ratios are those to vLLM without speculation in the same round.
+Every output is compared token by token with it, near-ties by the rule of ``benchmarks.exactness``. Prints a table and
+ends stdout with one JSON line; status 1 where outputs differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.child import ROOT
 from benchmarks.exactness import is_near_tie
 from benchmarks.run import ENGINE, SPREAD, Run, describe, in_turn, spread
-from benchmarks.servers import Redis
+from benchmarks.servers import Redis, free_port
 from benchmarks.vllm.__main__ import NUM_WARM_UP
 from benchmarks.vllm.client import VllmEngine, versions
 from benchmarks.workloads import MIXED, checksum, shares, snippets, stream
@@ -75,13 +75,14 @@ class Setup:
     halves: dict[str, list[list[int]]]
     warm_up: list[list[int]]
 
-    def open(self, method: str, **settings: str) -> VllmEngine:
+    def open(self, method: str, options: Mapping[str, Any] | None = None, **settings: str) -> VllmEngine:
         engine = VllmEngine(
             MODEL_PATH,
             method,
             batch=self.args.batch,
             max_model_len=_LENGTH,
             settings={f"SSD_{name.upper()}": value for name, value in settings.items()},
+            options=options,
         )
         engine.complete(self.warm_up, self.args.max_tokens)
         return engine
@@ -156,6 +157,7 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
         "again": [Row("SSD in vLLM", "A, after a restart", "A")],
         "redis": [Row("SSD in vLLM", "A, from another replica", "B")],
         "logs": [Row("SSD in vLLM", "A, from logs", "B")],
+        "events": [Row("SSD in vLLM", "A, from another vLLM's KV events", "B")],
     }
 
     def baseline(_: Path) -> None:
@@ -175,11 +177,11 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
 
     def restart(place: Path) -> None:
         for row in (*ours["restart"], *ours["again"]):
-            settings = {"cache_dir": str(place / f"cache-{row.half}")}
-            with setup.open("ssd", **settings) as engine:
+            cache_dir = str(place / f"cache-{row.half}")
+            with setup.open("ssd", cache_dir=cache_dir) as engine:
                 setup.learn(engine)
                 engine.shut_down()
-            with setup.open("ssd", **settings) as engine:
+            with setup.open("ssd", cache_dir=cache_dir) as engine:
                 setup.measure(engine, row)
 
     def replica(place: Path) -> None:
@@ -201,6 +203,22 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
         with setup.open("ssd", warm_dirs=str(place / "warm")) as engine:
             setup.measure(engine, ours["logs"][0])
 
+    def events(place: Path) -> None:
+        port, replay_port = free_port(), free_port()
+        published = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{port}",
+            "replay_endpoint": f"tcp://*:{replay_port}",
+        }
+        address = [f"tcp://127.0.0.1:{port}", "--replay-port", str(replay_port), "--minutes", "0.1"]
+        with setup.open("none", {"kv_events_config": published, "enable_prefix_caching": True}) as engine:
+            setup.learn(engine)
+            command = [sys.executable, "-m", "cache_builder", "follow", *address, "--out", str(place / "followed")]
+            subprocess.run([*command, "--tokenizer", str(MODEL_PATH)], cwd=ROOT, check=True, capture_output=True)
+        with setup.open("ssd", cache_dir=str(place / "followed")) as engine:
+            setup.measure(engine, ours["events"][0])
+
     work: list[Callable[[Path], None]] = [
         baseline,
         lambda _: empty("suffix", suffix["none"]),
@@ -209,6 +227,7 @@ def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
         restart,
         replica,
         logs,
+        events,
     ]
     for number in range(setup.args.rounds):
         for each in in_turn(work, number):
