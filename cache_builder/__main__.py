@@ -59,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Without ``arguments`` it reads ``sys.argv``, and also installs signal handlers and hides torch from the process.
     """
     if arguments is None:
-        hide_torch()
         signal.signal(signal.SIGTERM, _terminated)
         sys.unraisablehook = _lost
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and not getattr(options, "against", ()):  # other draft methods need torch
+        hide_torch()
     try:
         status: int = options.run(options)
         return status

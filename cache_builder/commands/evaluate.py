@@ -73,6 +73,14 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--class-by", metavar="FIELD", help="Report each class of requests; FIELD names the class in a record, e.g. a.b"
     )
+    command.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        choices=("suffix", "ngram", "lookup"),
+        help="Also replay the log with other draft methods: vLLM's suffix decoding (package arctic-inference), vLLM's "
+        "ngram (package vllm) or transformers' prompt lookup",
+    )
     command.add_argument("--json", action="store_true", help="Print the report as one JSON line")
     command.add_argument(
         "--html",
@@ -118,9 +126,11 @@ def add(command: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from cache_builder.evaluation.evaluate import Plan, count_replayed_tokens, evaluate, measure_log
     from cache_builder.evaluation.page import require_matplotlib, write_page
+    from cache_builder.evaluation.peers import compare, count_compared_tokens, require_peers
     from cache_builder.evaluation.report import headline, summary
 
     _check(options)
+    require_peers(options.against)
     if options.html is not None:
         require_matplotlib()
     if options.measure is not None and options.tokenizer == str(MODEL_PATH):
@@ -136,6 +146,9 @@ def run(options: argparse.Namespace) -> int:
     costs = costs_from_options(options, lambda: _some_prompts(log))
     with progress_bar(count_replayed_tokens(log, plan), " tokens") as bar:
         result = evaluate(log, plan, costs, progress=bar.update)
+    if options.against:
+        with progress_bar(count_compared_tokens(log, options.against), " tokens") as bar:
+            result["against"] = compare(log, plan, costs, options.against, progress=bar.update)
     result["parameters"]["class_by"] = options.class_by
     result |= {
         "inputs": options.kv_events or [Path(name).name for name in options.inputs],

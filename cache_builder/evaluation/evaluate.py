@@ -37,6 +37,7 @@ class Plan:
     Attributes:
         cache: "growing" if outputs are added to the cache during the replay, "frozen" if only ``warm`` is searched.
         warm: Prebuilt cache directories that are searched.
+        tree: Whether drafts may be trees; otherwise they are chains.
     """
 
     fingerprint: str
@@ -44,6 +45,7 @@ class Plan:
     warm: tuple[Path, ...] = ()
     draft: DraftConfig = field(default_factory=DraftConfig)
     index: IndexConfig = field(default_factory=IndexConfig)
+    tree: bool = True
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
@@ -83,7 +85,7 @@ def replay(
     tokens of each request.
     """
     warm_up()
-    decoder = OutputDecoder(curve, draft=plan.draft)
+    decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.tree)
     steps, drafted, ns = list[tuple[int, int, int]](), [np.empty(0, np.int16)], 0
     can_be_decoded, waiting = set(log.replayable.tolist()), list[int]()
     with CacheManager(CacheConfig(index=plan.index), plan.fingerprint, inline=True) as caches:
@@ -163,7 +165,7 @@ def evaluate(
     if not plan.warm:  # the text of prebuilt directories is not available
         texts = np.split(log.tokens, log.starts[1:-1])
         best = hindsight_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
-    figures = partial(_figures, costs, best)
+    figures = partial(figures_of, costs, best)
     uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
@@ -211,7 +213,7 @@ def evaluate(
     }
 
 
-def _figures(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
+def figures_of(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
     """Return the speed-up and related figures of a replay.
 
     ``best`` (int64[n]) is the minimum number of steps of each request, and ``of`` (bool[r]) selects the requests.

@@ -164,6 +164,14 @@ def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Ev
     yield "Replayed, by part of the log", (("up to request", "{requests:,}"), *_STEPS), evaluation["growth"]
     uses = [{**use, "searched": _CACHES[use["cache"]]} for use in evaluation["by_cache"]]
     yield "Replayed, by searched text", (("searched", "{searched}"), *_STEPS), uses
+    compared: _Columns = (
+        ("method", "{method}"),
+        ("setting", "{setting}"),
+        ("tokens per step", "{tokens_per_step:.2f}"),
+        ("draft tokens per step", "{drafted_per_step:.1f}"),
+        *_SPEED_UP,
+    )
+    yield "Replayed, compared with other draft methods", compared, evaluation.get("against", ())
     sources = [{**row, "source": _SOURCES.get(row["source"], row["source"])} for row in evaluation["by_source"]]
     of_source: _Columns = (("source", "{source}"), ("drafted", "{drafted:,}"), ("accepted", "{accepted:,}"))
     yield "Draft tokens by source", of_source, sources
