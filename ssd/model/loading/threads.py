@@ -24,7 +24,10 @@ _WIDTHS = (1, 8)
 _ROUNDS = 12
 # The time limit in seconds after which no further round of measurements starts: a busy machine must not delay the
 # start.
-_MAX_S = 1.0
+_MAX_S = 3.0
+# Fewer threads must take at most this share of the time of all threads. A short burst of other work during a few rounds
+# then does not cost half of the speed until the next start.
+_CLEARLY_FASTER = 0.9
 # The maximum size of a small model's weights. Larger models use all threads, and measuring would only delay the start.
 _MAX_BYTES = 2_000_000_000
 
@@ -75,7 +78,10 @@ def tune_threads(target: Target) -> int:
             break
     target.rollback(0, 0)
     # The geometric mean gives both widths the same weight.
-    best = min(counts, key=lambda count: float(np.log([median(times) for times in seconds[count]]).sum()))
+    means = {count: float(np.exp(np.log([median(times) for times in seconds[count]]).mean())) for count in counts}
+    best = min(counts, key=means.__getitem__)
+    if means[best] > _CLEARLY_FASTER * means[default]:
+        best = default
     torch.set_num_threads(best)
     log.info("forward passes use %d of %d CPU threads", best, default)
     return best
