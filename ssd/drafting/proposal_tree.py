@@ -109,7 +109,6 @@ _LOOKAHEAD_PROBABILITY: Final = 0.3
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the next position of a draft after ``node``: in a tree, of the child ``token`` or else the first child."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN
