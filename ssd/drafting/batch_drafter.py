@@ -229,7 +229,7 @@ class RowText:
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the row's whole text by ``tokens``; the last ``num_new`` of these tokens were generated in this step."""
+        """Replace the row's whole text by ``tokens``; the last ``num_new`` of them were generated in this step."""
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new

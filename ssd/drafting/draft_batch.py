@@ -114,13 +114,13 @@ def path_probabilities(draft: DraftRecord, share: float, out: Float64s) -> None:
 
 @kernel
 def cut_drafts(costs: int, drafts: Int64s, shares: Float64s, is_padded: bool) -> None:
-    """Shorten the drafts of all rows in a forward pass to the lengths with the greatest expected throughput. O(n log n).
+    """Shorten the drafts of all rows in a pass to the lengths with the greatest expected throughput. O(n log n).
 
     The gain of a draft token is the estimated probability that it and all tokens before it are accepted. In a padded
     pass, all drafts are cut to one length w; every w is tried, and the expected gain is the sum of the first w gains of
-    all rows. In an unpadded pass, the m tokens with the greatest gains are kept; every m is tried. Gains never increase
-    along a draft, so the kept tokens are the beginnings of drafts. No draft is cut if a draft has no estimates or if
-    the time of forward passes has not been measured.
+    all rows. In an unpadded pass, the m tokens with the greatest gains are kept; every m is tried. Gains never
+    increase along a draft, so the kept tokens are the beginnings of drafts. No draft is cut if a draft has no
+    estimates or if the time of forward passes has not been measured.
 
     Args:
         costs: The address of the `PassCostRecord`.

@@ -204,10 +204,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Extend drafts of the primary drafter by tokens of secondary drafters where the expected gain exceeds the cost.
-
-        Returns all drafts, in order.
-        """
+        """Add tokens of secondary drafters to drafts where the expected gain exceeds the cost; return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[MemberDrafter, float, int, int]] = []
         started, self._has_used_others = self._clock(), False

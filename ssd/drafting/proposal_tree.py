@@ -98,7 +98,7 @@ def build_tree(
 
 
 _DRAFTED_PROBABILITY: Final = 0.7
-"""The initial acceptance probability of a lookahead token that equals the draft token at its position.
+"""The initial acceptance probability of a token that the target sampled after a rejected one and that was drafted, too.
 
 The acceptance model learns the actual probability.
 """

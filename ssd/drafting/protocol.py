@@ -312,7 +312,7 @@ class ScoreLearner(Protocol):
 
 
 class NoDrafter:
-    """A drafter that proposes nothing, for decoding without speculation."""
+    """A drafter that proposes no tokens, for decoding without speculation."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [EMPTY_DRAFT] * len(requests)
