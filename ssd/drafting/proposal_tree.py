@@ -98,9 +98,10 @@ def build_tree(
 
 
 _DRAFTED_PROBABILITY: Final = 0.7
-"""The initial acceptance probability of a token that the target sampled after a rejected one and that was drafted, too.
+"""The initial acceptance probability of a lookahead token that equals the draft token at the same position.
 
-The acceptance model learns the actual probability.
+Lookahead tokens are those that the target sampled after a rejected draft token. The acceptance model learns the
+actual probability.
 """
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
