@@ -38,7 +38,7 @@ class CacheManager:
 
     A request leases its namespace when it is submitted (``acquire``), and the engine's thread reads the lease. Files
     are read and closed on other threads. If a namespace's directory is slow or cannot be opened, only requests of this
-    namespace are affected: they get no drafts from the cache.
+    namespace are affected, and these lose only their drafts from the cache.
 
     No data crosses from one namespace to another. If ``config.directory`` is given, each namespace has a directory of
     its own below it. A restart then restores all flushed text and, if the manager was closed with ``close``, also the

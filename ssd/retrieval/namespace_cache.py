@@ -358,7 +358,7 @@ class NamespaceCache:
     def _flush_memtable(self, min_tokens: int) -> None:
         """Turn the memtable's oldest text into segments while the memtable has at least ``min_tokens`` tokens.
 
-        Text that is appended during the call stays in the memtable.
+        The call ends at the latest when all text that it found is in segments.
         """
         stop = self._index.next_position
         while True:
