@@ -72,7 +72,7 @@ class AcceptanceCalibration:
         return share
 
     def observe(self, temperature: float, expected_accepted: float, accepted: int) -> None:
-        """Record how many draft tokens of one request were accepted in a forward pass.
+        """Record how many draft tokens of one request were accepted in a forward pass, and how many were expected.
 
         ``expected_accepted`` is the sum of the acceptance probabilities up to the first rejected token. So a long draft
         whose first token is wrong counts as one wrong token.
@@ -121,14 +121,14 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The maximum share of a step's time that may be spent on drafting for requests whose drafts are not accepted."""
+"""The maximum share of a step's time for drafting that is expected to fail: for requests whose drafts were rejected."""
 _TELLING_SHARE = 0.005
-"""The maximum share of the time of forward passes without drafts that drafters may take to learn from their logits."""
+"""The maximum share of time for learning from the logits of forward passes that verified no drafts."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
-"""The minimum acceptance probability at which a draft is verified in the pass that produces a request's first token.
+"""The minimum acceptance probability of the first draft token for drafting before a request has any output.
 
-It applies to the first draft token. If its probability is lower, nothing is drafted in that pass, because a draft
-delays the first output token. Text that is repeated verbatim exceeds the threshold.
+A less probable draft is not verified in the pass that produces the request's first output token, because it would delay
+this token. Text that is repeated verbatim exceeds the threshold.
 """
 
 BACKOFF_AFTER: Final = 4
@@ -136,7 +136,7 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""If a call takes at least this many seconds, it has probably compiled kernels and does not count in the mean time."""
+"""The number of seconds from which a call is left out of the mean time, because it has probably compiled kernels."""
 
 
 class DraftBackoff:
@@ -174,7 +174,10 @@ class DraftBackoff:
             self._row_s = _recent(self._row_s, seconds / num_asked)
 
     def should_observe(self, *, has_drafts: bool) -> bool:
-        """Return whether drafters should learn from the logits of a forward pass; always True with ``has_drafts``."""
+        """Return whether drafters should learn from the logits of a forward pass, so that learning stays cheap.
+
+        They learn from every pass that verified drafts (``has_drafts``), but only now and then from other passes.
+        """
         share = self._observe_s / self._pass_s / _TELLING_SHARE if self._pass_s else 1.0
         tells = has_drafts or self._num_unobserved + 1 >= min(_LONGEST_PAUSE, math.ceil(share))
         self._num_unobserved = 0 if tells else self._num_unobserved + 1

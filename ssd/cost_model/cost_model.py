@@ -88,10 +88,10 @@ class CostModel:
         return draft_token_cost(self.address, num_rows)
 
     def num_steps_to_verify(self, gains: Floats, num_rows: int = 1) -> int:
-        """Return the number of draft tokens per row with the greatest expected throughput.
+        """Return the number of draft tokens per row to verify in a pass that pads all rows to this number. O(n).
 
-        All rows are padded to this length. It may be greater if a probe is due, which verifies a longer draft to check
-        the cost estimate. O(n).
+        It is the number with the greatest expected throughput. If a probe is due, it may be greater: a probe verifies a
+        longer draft to check the estimated cost.
 
         Args:
             gains: For each draft position, the expected number of accepted draft tokens of all rows together at that
@@ -105,7 +105,7 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
+        """The number of passes since promising drafts were first left unverified for their cost; 0 if none is."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:

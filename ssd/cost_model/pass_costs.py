@@ -21,7 +21,10 @@ drafts.
 """
 
 _SINGULAR: Final = 1e-9
-"""The minimum relative pivot in the fit of pass times; below it, the fitted features are linearly dependent."""
+"""The smallest pivot, relative to the diagonal, with which the fit of pass times is solved.
+
+Below it, the fitted features are linearly dependent.
+"""
 _TIE: Final = 1e-12
 _NO_TIME: Final = 1e-9
 
@@ -30,7 +33,7 @@ _NO_TIME: Final = 1e-9
 def add_observation(moments: Floats, keep: float, features: tuple[float, float, float], seconds: float) -> None:
     """Add the time of a forward pass to a least-squares problem, and multiply the weight of earlier passes by ``keep``.
 
-    The weight of the new pass is 1 / seconds^2, so that relative errors count, and long or interrupted passes do not
+    The new pass is weighted by 1 / seconds^2. Thus relative errors count, and long or interrupted passes do not
     dominate. ``moments`` (float64[3, 4]) holds the weighted sums of products of two features and, in its last column,
     of a feature and the seconds.
     """
@@ -91,30 +94,31 @@ def _solve(moments: Floats, chosen: int, rows: Floats, solution: Floats) -> floa
 
 FORGETTING: Final = 0.98
 OUTLIER: Final = 5.0
-"""A forward pass that takes more than this many times its estimate was probably interrupted, and its time is ignored.
+"""The ratio of a forward pass's time to its estimate above which this time is ignored, as probably interrupted.
 
 If the next passes are slow as well, the estimate is replaced instead.
 """
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""The minimum relative variance of the passes' numbers of positions; below it, the time per position is not fitted."""
+"""The minimum weighted variance of the measured passes' numbers of positions for fitting the time per position."""
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight, in the fit of the time estimate, of the forward passes timed at start-up.
+"""The minimum weight of the forward passes timed at start-up in the fit of the time estimate.
 
-With so small a weight, they determine only coefficients that later passes leave undetermined.
+It is so small that these passes determine only coefficients about which later passes say nothing.
 """
 _CONTRADICTION: Final = 2.0
-"""The ratio of a forward pass's time to its estimate, or the inverse, from which the estimate is considered wrong."""
+"""The factor by which a pass must be slower or faster than its estimated time for the estimate to be considered wrong.
+"""
 _CONFIRMATIONS: Final = 3
 """The number of consecutive slow forward passes after which a time estimate is considered wrong.
 
 A single fast pass suffices, because no interruption makes a pass faster.
 """
 MIN_PROBE_GAIN: Final = 0.5
-"""The minimum expected accepted tokens per row of a probe, i.e. a draft verified although its cost exceeds its gain.
+"""The minimum expected accepted tokens per row for a probe.
 
-A probe checks the cost estimate, see `PassCostRecord`.
+A probe is a draft that is verified although its estimated cost exceeds its gain, to check the estimate.
 """
 _PROBE_WIDTH: Final = 16
 MIN_PROBE_PAUSE: Final = 64
@@ -220,11 +224,11 @@ def start_serving(address: int) -> None:
 
 @inlined
 def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected: float) -> float:
-    """Return the time to use in the fit for a forward pass that took ``seconds``; -1 if it was probably interrupted.
+    """Return the time with which a forward pass of ``seconds`` enters the fit; -1 to ignore an interrupted pass.
 
     The estimate is considered wrong if a pass takes less than 1 / _CONTRADICTION of the ``expected`` time, or if
     _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times that time. Then all earlier times of this kind
-    of pass are discarded. If the passes were slow, the least of their ratios to ``expected`` counts.
+    of pass are discarded. Of slow passes, the one with the least ratio to ``expected`` counts.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -301,7 +305,7 @@ def draft_token_cost(address: int, num_rows: int) -> float:
 
 @kernel
 def best_num_steps(recent: tuple[float, float], num_rows: float, gains: Floats, seconds: Floats) -> int:
-    """Return the draft length with the greatest expected throughput, in steps. O(n).
+    """Return the draft length with the greatest expected throughput, as a number of length units (steps). O(n).
 
     Args:
         recent: The output tokens and the seconds of an average recent pass, see `combined_rate`.

@@ -49,7 +49,7 @@ def recent_pass(rate: ThroughputRecord) -> tuple[float, float]:
 
 @inlined
 def cost_in_tokens(rate: ThroughputRecord, num_tokens: float, seconds: float, more_seconds: float) -> float:
-    """Convert the time that draft tokens add to a forward pass, ``more_seconds``, to output tokens.
+    """Return how many output tokens could be produced in ``more_seconds``, the time that draft tokens add to a pass.
 
     Without the draft tokens, the pass produces ``num_tokens`` in ``seconds``. A draft token is worth verifying only if
     its acceptance probability exceeds the result. `combined_rate` is the conversion rate.
@@ -125,7 +125,7 @@ class StepThroughput:
         self._began, self._num_tokens, self._is_plain = self._clock(), 0, True
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract ``seconds`` from the time of the current engine step, because a costly drafter took this time."""
+        """Do not count ``seconds`` of the current engine step, because a costly drafter took this time."""
         self._began += seconds
         self._is_plain = False
 

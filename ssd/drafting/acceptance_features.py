@@ -21,9 +21,9 @@ SUPPORTS: Final = 6
 SHARES: Final = 9
 
 ORIGINS: Final = 4
-"""The number of buckets for the part of the retrieval cache in which a match lies.
+"""The number of buckets for the part of the retrieval cache that contains a candidate token's match.
 
-The parts are prebuilt, cache and recent, as numbered by `lookup.index_source_of`. The fourth bucket is not used.
+Buckets 0 to 2 are prebuilt segments, other segments and the memtable, see `lookup.index_source_of`. Bucket 3 is unused.
 """
 
 ERROR_BUCKETS: Final = 8
@@ -47,19 +47,18 @@ NOISE_BUCKETS: Final = 8
 """The number of buckets for the Gumbel noise of a candidate token."""
 
 RUN_BUCKETS: Final = 6
-"""The number of buckets for the number of tokens directly before a position that equal those in the sample cache."""
+"""The number of buckets for how many consecutive tokens before a draft position were predicted by the sample cache."""
 
 AGREEMENTS: Final = 3
-"""The number of ways in which text matches can relate to the token that was sampled before with the same noise.
+"""The number of answers to: do the text matches continue with the token that the sample cache predicts?
 
-There is no match, the newest matches continue with another token, or they continue with this token.
+The answers are: there is no match, the newest matches continue with another token, or they continue with this token.
 """
 
 LEVEL_FEATURES: Final = 3
-"""The maximum number of match lengths at which one context is looked up; each match length has a feature of its own."""
+"""The maximum number of match lengths from which features are computed; each match length has a feature of its own."""
 
 _COARSE: Final = (COARSE_LENGTHS, COARSE_SHARES)
-"""The numbers of coarse buckets for the longest match's length and for a candidate's share of the matches."""
 
 _LEVEL: Final = (LENGTHS, SUPPORTS, SHARES)
 
@@ -124,7 +123,7 @@ ENTRIES: Final = int(_OFFSETS[-1])
 
 @inlined
 def entry_of(feature: int, *buckets: int) -> int:
-    """Return the index of a feature's entry for these buckets; the tables of all features count as one array."""
+    """Return the index of a feature's table entry for these buckets; one array holds the tables of all features."""
     entry = 0
     for i, bucket in enumerate(buckets):
         entry = entry * _BUCKETS[feature, i] + bucket
@@ -245,8 +244,8 @@ def weight_set(
 ) -> int:
     """Return the index of the weight vector with which the acceptance model weighs a candidate's features.
 
-    Each combination of three things has a vector: the kinds of evidence that are present (the ``has_`` arguments), the
-    number of match lengths, and a coarse bucket of the depth in the draft.
+    There is one vector for each combination of the kinds of evidence that are present (the ``has_`` arguments), the
+    number of match lengths, and a coarse bucket of the number of draft tokens before the candidate.
     """
     sources = (
         int(has_context) + 2 * int(has_index) + 4 * int(has_prediction) + 8 * int(has_proposal) + 16 * int(has_recycled)

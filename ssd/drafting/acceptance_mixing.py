@@ -52,9 +52,9 @@ _CONSTANT_RATE: Final = 0.003
 _KNOT_RATE: Final = 0.02
 
 _MIN_RATE: Final = 0.01
-"""The minimum learning rate of an entry in the acceptance model's tables.
+"""The minimum learning rate of a table entry in the acceptance model.
 
-An entry thus averages about the last hundred outcomes, and follows traffic that shifts.
+At this rate an entry averages about the last hundred outcomes, so its probability follows changes of the traffic.
 """
 
 _PRIOR_COUNT: Final = 2.0
@@ -62,11 +62,7 @@ _MAX_COUNT: Final = 1.0 / _MIN_RATE  # greater counts would not change the learn
 _MIN_PROBABILITY: Final = 1e-4
 
 _MAX_WEIGHT: Final = 4.0
-"""The maximum weight of a feature in the acceptance model.
-
-This is four times the greatest weight learned in replays of recorded outputs. About 87 candidates with a surprising
-outcome move a weight from its minimum to its maximum.
-"""
+"""The maximum weight of a feature in the acceptance model: four times the greatest weight learned in replays."""
 
 # The values that the buckets stand for.
 _TYPICAL_LENGTH: Final = np.array([0.5, 1, 2, 3, 4, 5.5, 7.5, 10, 14, 20, 28, 40, 64])

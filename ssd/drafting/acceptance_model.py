@@ -37,9 +37,10 @@ _prior: npt.NDArray[np.float64] | None = None
 
 
 class AcceptanceModel:
-    """The parameters of one namespace's acceptance model, which numba kernels read and update at ``address``.
+    """The acceptance model of one namespace, which estimates the probability that the target accepts a candidate token.
 
-    Its size is constant. One drafter owns the model; other threads get copies.
+    Numba kernels read and update its parameters at ``address``. Its size is constant. One drafter owns the model; other
+    threads get copies.
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64] | None = None) -> None:
@@ -141,7 +142,7 @@ class NamespaceModels:
         return self._last_model
 
     def ended(self, learned: LearnedState | None) -> None:
-        """After a request has ended, publish a copy of its namespace's acceptance model if PUBLISH_S have passed."""
+        """After a request has ended, publish a copy of the acceptance model that it used, at most every PUBLISH_S."""
         published = None if learned is None else self._published.get(learned)  # None if nothing was drafted for it
         if learned is not None and published is not None and time.monotonic() - published[0] >= PUBLISH_S:
             self._publish(learned)

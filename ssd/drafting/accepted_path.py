@@ -16,10 +16,10 @@ Integers = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 def accepted_path(
     tokens: Integers, parents: Integers, root: int, is_tree: bool, next_ids: Integers, is_by_node: bool, path: Any
 ) -> int:
-    """Write the nodes of the draft tokens that equal the target's next tokens, and return their number. O(tokens).
+    """Find the draft tokens that the target accepts: write their nodes to ``path``, and return their number. O(tokens).
 
-    The path begins at the root and goes on to the child that equals the next token (among equal siblings, the first
-    one) until there is no such child. A token comes after its parent, so one scan finds the path.
+    The path starts at the root, the end of the context. It moves to the child that equals the next token, or to the
+    first such child, and ends if there is none. A token comes after its parent, so one scan finds the path.
 
     Args:
         tokens: The draft tokens.
@@ -44,6 +44,6 @@ def accepted_path(
 
 @kernel
 def path_of_text(tokens: TokenIds, parents: TokenIds, is_tree: bool, text: TokenIds) -> TokenIds:
-    """Return the indices of the draft tokens that agree with the text after the context, see `accepted_path`."""
+    """Return the indices of the draft tokens that would be accepted if the context continued with this text."""
     path = np.empty(len(tokens), np.int32)
     return path[: accepted_path(tokens, parents, -1, is_tree, text, False, path)]

@@ -127,7 +127,6 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
 
 @kernel
 def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int, num_rows: int) -> None:
-    """Append tokens to texts; the arguments are addresses of the arrays of `BatchDrafter.extend`."""
     texts, sizes = int64_array(texts_at, num_rows), int64_array(sizes_at, num_rows)
     lengths, end = int64_array(lengths_at, num_rows), 0
     for row in range(num_rows):
@@ -144,7 +143,7 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int,
 
 @kernel
 def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
-    """Draft for the rows marked in ``batch.wanted``, cut the drafts to the best total length, and write them out.
+    """Draft for the rows marked in ``batch.wanted``, and shorten all drafts together for the best throughput.
 
     ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
     of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
@@ -230,14 +229,14 @@ class RowText:
         return self._buffer[: self.length]
 
     def replace(self, tokens: Tokens, num_new: int) -> None:
-        """Replace the whole text with ``tokens``; the last ``num_new`` of these tokens were generated in this step."""
+        """Replace the row's whole text by ``tokens``; the last ``num_new`` of them were generated in this step."""
         tokens = tokens[: len(self._buffer)]
         self._buffer[: len(tokens)] = tokens
         self._record.length, self._record.num_new = len(tokens), num_new
 
 
 class BatchDrafter:
-    """Drafts with the same method as ``SuffixDrafter``, but for all rows of a batch in one kernel call.
+    """Drafts by the method of ``SuffixDrafter``, i.e. from text matches, for all rows of a batch in one kernel call.
 
     The draft lengths of all rows are chosen together for the greatest expected throughput. ``assign`` sets the text of
     each row, and ``append`` extends the texts. One thread owns the drafter. Drafts depend only on the calls and on the

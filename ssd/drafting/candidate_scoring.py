@@ -76,7 +76,6 @@ class Position(NamedTuple):
 
 @inlined
 def _count_levels(samples: MatchSamples, since_lookup: int, candidates: Candidates) -> int:
-    """Fill ``candidates.levels`` with the match lengths that have matches, and return their number."""
     votes, support, size = candidates.votes, 0.0, 0
     for level in range(samples.num_levels):
         here = votes.index.support[level] + votes.context.support[level]
@@ -186,7 +185,7 @@ def score_candidates(
 
 
 _SURE_LENGTH: Final = 9
-"""If matches are at least this long and all continue with the same token, token recycling adds no candidates."""
+"""The match length in tokens from which token recycling adds no candidates if all matches continue with one token."""
 
 
 @inlined
@@ -242,12 +241,12 @@ _FROM_NOISE: Final = SOURCES.index("coupled")
 def set_source(
     candidates: Candidates, i: int, samples: MatchSamples, matches: AgreeingMatches, predicted: int, out: DraftRecord
 ) -> None:
-    """Write the source of a draft's first token, and the match length, to the draft record.
+    """Record where the first draft token, candidate ``i``, was found, and the match length, in the draft record.
 
-    The first token is candidate ``i``. If it is the token that the client predicts, or else the cached sample, that is
-    its source. Otherwise the source is the context or the cache, whichever has more matches that continue with the
-    token; for the cache, it is the part with the longest such match. Without such matches, it is the drafter that
-    proposed the token, or token recycling.
+    The source is the client's prediction, or else the cached sample, if the token comes from there. Otherwise it is the
+    context or the retrieval cache, whichever has more matches that continue with the token; for the cache, it is the
+    part with the longest such match. If no match continues with the token, the source is the drafter that proposed the
+    token, or token recycling.
     """
     token = candidates.votes.tokens[i]
     index, context = votes_by_source(candidates.votes, i)

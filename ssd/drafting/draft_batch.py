@@ -76,9 +76,10 @@ def draft_batch(batch: int, rows: Int64s) -> None:
 
 @inlined
 def is_valid_draft(batch: DraftBatch, row: DraftRow, share: float) -> bool:
-    """Cut a row's draft after its first end-of-text token; return whether it may be verified, and clear it if not.
+    """Cut a row's draft after its first end-of-text token, and return whether the draft may be verified.
 
-    A draft tree without branches becomes a chain. ``share`` is the recent ratio of accepted to expected draft tokens.
+    A draft that may not be verified is cleared. A draft tree without branches becomes a chain. ``share`` is the recent
+    ratio of accepted to expected draft tokens.
     """
     draft, size, is_chain = row.draft, row.draft.size, True
     end_ids = int32_array(batch.end_ids, batch.num_end_ids)
@@ -102,7 +103,10 @@ def is_valid_draft(batch: DraftBatch, row: DraftRow, share: float) -> bool:
 
 @inlined
 def path_probabilities(draft: DraftRecord, share: float, out: Float64s) -> None:
-    """Write for each draft token the probability that it and all tokens before it are accepted, times ``share``."""
+    """Write for each draft token the probability that this token and all tokens before it are accepted.
+
+    The probabilities are multiplied by ``share``, the recent ratio of accepted to expected draft tokens.
+    """
     for i in range(draft.size):
         parent = parent_of(draft, i)
         out[i] = draft.probabilities[i] * (out[parent] if parent >= 0 else share)
@@ -110,13 +114,13 @@ def path_probabilities(draft: DraftRecord, share: float, out: Float64s) -> None:
 
 @kernel
 def cut_drafts(costs: int, drafts: Int64s, shares: Float64s, is_padded: bool) -> None:
-    """Shorten the drafts of a forward pass to the lengths with the greatest expected throughput.
+    """Shorten the drafts of all rows in a pass to the lengths with the greatest expected throughput. O(n log n).
 
     The gain of a draft token is the estimated probability that it and all tokens before it are accepted. In a padded
-    pass, all drafts have the same maximum length w, and the expected gain is the sum of the first w gains of all rows.
-    Otherwise the drafts are cut to the m tokens with the greatest gains; these tokens are beginnings of drafts, because
-    gains never increase along a draft. All w or m are tried. O(n log n). If a draft has no estimates or the time of
-    forward passes has not been measured, no draft is cut.
+    pass, all drafts are cut to one length w; every w is tried, and the expected gain is the sum of the first w gains of
+    all rows. In an unpadded pass, the m tokens with the greatest gains are kept; every m is tried. Gains never
+    increase along a draft, so the kept tokens are the beginnings of drafts. No draft is cut if a draft has no
+    estimates or if the time of forward passes has not been measured.
 
     Args:
         costs: The address of the `PassCostRecord`.

@@ -60,7 +60,7 @@ def _start_draft(row: DraftRow) -> None:
 
 @kernel
 def draft_row(scratch: DraftScratch, row: DraftRow, max_length: int, min_length: int) -> None:
-    """Learn from the outcome of a row's last draft, and write its next draft."""
+    """Update the acceptance model from the outcome of a row's last draft, and write the row's next draft."""
     params, out, state = row.params, row.draft, row.state
     snapshot, model = snapshot_at(params.snapshot), acceptance_tables_at(params.model)
     context = int32_array(params.context, params.context_length)

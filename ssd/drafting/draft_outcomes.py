@@ -31,7 +31,10 @@ def start_scored(scored: ScoredDraft, context_length: int) -> None:
 
 @inlined
 def error_bucket(scored: ScoredDraft) -> int:
-    """Return the bucket of the acceptance model's mean error in a request; the middle bucket means no error."""
+    """Return the bucket of a request's mean estimation error: accepted (1 or 0) minus the estimated probability.
+
+    The middle bucket means no error.
+    """
     error = scored.mean_error / _ERROR_ONE
     return int(min(ERROR_BUCKETS - 1, max(0, int((error + 0.4) * 10.0))))
 
@@ -65,7 +68,7 @@ def _learn_one(scored: ScoredDraft, candidate: ScoredCandidate, outcome: bool, m
 
 @kernel
 def learn_from_context(scored: ScoredDraft, context: TokenIds, model: AcceptanceTables) -> None:
-    """Update the acceptance model from the target's tokens that followed the last draft's context.
+    """Update the acceptance model: compare the last draft's candidates with the tokens that the target produced.
 
     Candidates after a wrong token are skipped, because their outcome is unknown.
     """

@@ -163,7 +163,7 @@ IN_CONTEXT: Final = 2
 
 
 class MatchSample(Record):
-    """A sampled occurrence of the last tokens of a context.
+    """One of the sampled text matches: an earlier occurrence of the last tokens of a context.
 
     Attributes:
         kind: The kind of text: IN_SEGMENT, IN_MEMTABLE or IN_CONTEXT.
@@ -181,7 +181,8 @@ class MatchSample(Record):
 
 
 MAX_SAVED: Final = 8
-"""The maximum number of matches of the longest match length that are saved for a request's next step."""
+"""The maximum number of text matches that one step of a request saves for the next; only the longest matches are saved.
+"""
 
 NO_SEGMENT_TABLE: Final = -1
 """The value of ``MatchCursor.table`` if no text matches are saved."""
@@ -296,7 +297,7 @@ class DraftState(Record):
 
 
 class DraftRow(Record):
-    """The drafting kernel's data of one sequence: parameters, last draft, and state that is kept between steps.
+    """The drafting kernel's data of one sequence: its parameters, its last draft, and the state kept between steps.
 
     The record must not move in memory until the sequence ends.
     """

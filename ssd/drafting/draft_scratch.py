@@ -61,7 +61,7 @@ class MatchSamples(Record):
 
 
 class ScanHits(Record):
-    """The matches that a scan of one text found: the position and length of each, and the count of each length.
+    """The matches found by the scan of one text: their positions and lengths, and the number of each length.
 
     A position is that of the token after the match.
     """
@@ -143,10 +143,10 @@ class AgreeingMatch(Record):
 AgreeingMatches = Sequence[AgreeingMatch]
 
 MAX_VOTED_CANDIDATES: Final = 12
-"""The maximum number of candidate tokens per draft position that come from text matches or from other drafters.
+"""The maximum number of candidate tokens per position of a draft tree, except those that token recycling adds.
 
-The candidates with the greatest share of the matches, at any match length and in any kind of text, or with the greatest
-proposed probability are chosen.
+The chosen candidates follow the greatest share of the text matches of some length, or have the greatest probability
+according to another drafter.
 """
 
 MAX_RECYCLED_CANDIDATES: Final = 6
@@ -158,7 +158,7 @@ _MAX_TOKENS: Final = MAX_SAMPLES + 2 + MAX_PROPOSED_TOKENS + MAX_LOOKAHEAD
 
 
 class TokenVotes(Record):
-    """The number of text matches that continue with one candidate token.
+    """The number of text matches that continue with one candidate token, i.e. the votes for this token.
 
     Attributes:
         index: The number of such matches in the retrieval cache, by match length.
@@ -309,12 +309,13 @@ class Candidates(Record):
 
 
 CONTINUED_CONTEXT: Final = 4096
-"""The maximum number of context tokens that are searched to continue a draft whose text matches have ended."""
+"""The maximum number of context tokens before a draft that are searched together with the draft to find new matches."""
 
 MAX_FURTHER_LOOKUPS: Final = 5
-"""The maximum number of lookups that continue a draft chain after its text matches have ended.
+"""The maximum number of times that a draft chain's last tokens are looked up, because the earlier text matches ended.
 
-The last of them searches nothing: it drops the matches, and the chain continues with tokens from other sources.
+The last of these lookups searches nothing: it drops the matches, and the chain continues with tokens from other
+sources.
 """
 
 _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)

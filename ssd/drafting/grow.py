@@ -39,7 +39,7 @@ CHAIN_RECYCLED: Final = 2
 """The maximum number of candidate tokens that token recycling adds at each position of a draft chain."""
 
 _TREE_LOOKUPS: Final = 2
-"""The maximum number of lookups that continue a draft tree after its matches have ended; for chains it is greater."""
+"""The maximum number of times that a draft tree's last tokens are looked up, because the earlier text matches ended."""
 
 _MIN_CONTINUED_MATCH: Final = 4
 """The minimum match length when the last tokens of a draft are looked up to continue it.
@@ -48,11 +48,13 @@ After a shorter match the text mostly continues differently.
 """
 
 _MIN_UNMATCHED: Final = 2
-"""The number of draft tokens without a text match after which the draft's last tokens are looked up again."""
+"""The number of draft tokens since the last lookup after which a draft that agrees with no text match is looked up
+again.
+"""
 
 
 class DraftInputs(NamedTuple):
-    """The inputs of a draft in addition to the parameters and the state of its row.
+    """What the drafting kernel reads for a draft besides the row's own record: texts, model and match lengths.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """
@@ -96,10 +98,11 @@ def _pop(scratch: DraftScratch) -> OpenCandidate:
 
 @inlined
 def _needs_lookup(votes: Votes, at: Position, num_matching: int, size: int, is_tree: bool) -> bool:
-    """Return whether to look up the last tokens of a draft again, because no text match continues.
+    """Return whether the last tokens of a draft should be looked up again, because no text match offers a next token.
 
-    The result is False if the client's prediction continues, and True if matches agree but their texts have ended. If
-    no match agrees, it is True after _MIN_UNMATCHED tokens, and in a chain without candidates (``size`` is 0).
+    No lookup is needed if a match or the client's prediction offers a token. Otherwise one is needed if the draft
+    agrees with matches whose texts have ended, if _MIN_UNMATCHED tokens were drafted since the last lookup, or if a
+    chain has no candidate at all (``size`` is 0).
     """
     if at.since_lookup == 0 or at.predicted >= 0 or votes.num_voted > 0:
         return False
@@ -117,7 +120,6 @@ def _most_probable(candidates: Candidates, size: int) -> int:
 
 @inlined
 def _open(scratch: DraftScratch, i: int, last: int, product: float, is_hopeful: bool) -> int:
-    """Store candidate ``i`` as a token after node ``last``; add it to the heap if ``is_hopeful``; return its index."""
     candidates, number = scratch.candidates, scratch.num_opened
     opened = scratch.opened[number]
     opened.parent, opened.token, opened.weight_set = last, candidates.votes.tokens[i], candidates.weight_set
@@ -138,7 +140,6 @@ def _texts_of(scratch: DraftScratch, texts: SearchedTexts, lookup: int) -> Searc
 
 @inlined
 def _set_matches(scratch: DraftScratch, node: DraftNode, lookup: int) -> None:
-    """Set the text matches of a node to those that a lookup of its path found."""
     count = num_samples(scratch.samples[lookup])
     node.lookup, node.looked_up_at, node.num_matching = lookup, node.depth, count
     for i in range(count):
@@ -157,7 +158,6 @@ def _start(scratch: DraftScratch, context: TokenIds) -> None:
 
 @inlined
 def _add_node(scratch: DraftScratch, row: DraftRow, entry: OpenCandidate) -> None:
-    """Append a candidate to the draft."""
     params, out, nodes, matches = row.params, row.draft, scratch.nodes, scratch.matches
     size, token = out.size, entry.token
     last, node, parent = nodes[size], nodes[size + 1], nodes[entry.parent + 1]
@@ -179,7 +179,7 @@ def _add_node(scratch: DraftScratch, row: DraftRow, entry: OpenCandidate) -> Non
 
 @kernel
 def _look_up_again(scratch: DraftScratch, lookup: int, inputs: DraftInputs, out: DraftRecord) -> None:
-    """Look up the last tokens of the path to the newest draft token, so that the path can be continued.
+    """Look up the last tokens of a draft in all texts, so that the draft can continue from new matches.
 
     ``lookup`` is the number of this lookup in the draft. Lookup MAX_FURTHER_LOOKUPS searches nothing and finds nothing.
     """
@@ -201,17 +201,17 @@ def _look_up_again(scratch: DraftScratch, lookup: int, inputs: DraftInputs, out:
 
 @kernel
 def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resumed: bool) -> None:
-    """Add the most probable candidate to a draft while its acceptance probability exceeds a draft token's cost.
+    """Build a draft: add the most probable candidate token until the next one would cost more than it gains.
 
-    The probability of a node is the product of the probabilities on its path, so it never exceeds its parent's. Nodes
-    are added in order of probability, so no other tree of the same size has more expected accepted tokens. A chain has
-    one candidate after each node, the most probable one. O(limit * samples).
+    A candidate's gain is the probability that it and all draft tokens before it are accepted; it never exceeds that of
+    its parent. Tokens are added in decreasing order of gain, so no other tree of the same size has more expected
+    accepted tokens. A chain has one candidate after each token, the most probable one. O(limit * samples).
 
     The best candidate after every node is stored, however improbable, so that the acceptance model learns its outcome.
     Otherwise a token with too low an estimate would never be drafted, and the estimate would never be corrected.
 
-    ``scratch.samples[0]`` are the matches of the context. If they were ``resumed`` from the last step, the draft ends
-    as soon as a further lookup is needed.
+    ``scratch.samples[0]`` are the matches of the context. If they were ``resumed``, i.e. saved by the last step, the
+    function returns early when a further lookup is needed.
     """
     params, prediction, scored, out = row.params, row.state.prediction, row.state.scored, row.draft
     candidates, is_tree = scratch.candidates, out.is_tree == 1

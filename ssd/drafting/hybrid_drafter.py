@@ -28,7 +28,7 @@ from ssd.drafting.protocol import (
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return the number of leading draft tokens that are the same in the drafts ``own`` and ``verified``."""
+    """Return how many tokens two drafts have in common from their beginning: ``own`` and ``verified``."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -53,12 +53,14 @@ def depth_of(draft: Draft) -> int:
 _DEFAULT_TOKEN_COST: Final = np.array([0.1])
 
 _FORGETTING: Final = 0.8
-"""The factor by which each new step lowers the weight of earlier steps in a request's mean of accepted draft tokens."""
+"""The factor by which each step lowers the weight of earlier steps in a request's running mean of accepted draft
+tokens.
+"""
 
 _EXPECTATION_WEIGHT: Final = 0.6
-"""The weight of a draft's expected accepted tokens in the prediction of how many tokens the next steps accept.
+"""The weight of the draft's own estimate when predicting how many tokens a request's next steps accept.
 
-The tokens accepted in recent steps have the remaining weight.
+The rest of the weight belongs to the number of tokens accepted in recent steps.
 """
 
 _MOST_RECENT: Final = 20
@@ -74,7 +76,7 @@ other drafter was worth its cost.
 
 @dataclass(slots=True, eq=False)
 class _MemberDraft:
-    """A draft by a secondary drafter, with the estimates of the request's best draft before this draft was made."""
+    """A secondary drafter's draft for a request, with the estimates of the best draft that the request had before."""
 
     member: MemberDrafter
     draft: Draft
@@ -106,7 +108,7 @@ class _RequestStep:
 
 
 def _expectations(draft: Draft) -> tuple[float, float]:
-    """Return a draft's expected accepted tokens, and the greatest probability of a first token; 0, 0 if unknown."""
+    """Return a draft's expected accepted tokens, and the probability of its best first token; 0, 0 if unknown."""
     estimates = draft.probabilities
     if estimates is None or not len(estimates):
         return 0.0, 0.0
@@ -147,14 +149,14 @@ def _proposals_of(step: _RequestStep) -> ExternalProposals:
 class HybridDrafter:
     """Combines drafters: always uses the cheapest one, and a costly one only if its expected gain exceeds its cost.
 
-    The first drafter is the primary drafter, which is used in every step. The tokens of the other drafters become
-    external proposals, which the primary drafter scores together with its own candidates in one tree or chain.
+    The first drafter is the primary drafter, which is used in every step. The other, secondary drafters propose tokens,
+    which the primary drafter scores together with its own candidates in one draft tree or chain.
 
-    Drafting time is converted to output tokens at the rate that this request has without costly drafters, because
-    costly drafters gain tokens mostly where the primary draft has failed. The one-time cost of reading a context is
-    converted at the rate of recent steps (Dinkelbach 1967). A drafter reads a context once the gains missed so far
-    reach that cost. As the output's length is unknown, this costs at most twice the optimum (the ski rental problem,
-    Karlin et al. 1988).
+    To compare time with tokens, drafting time is converted to output tokens. The rate is the request's own throughput
+    without costly drafters, because these gain tokens mostly where the primary draft has failed. A drafter must also
+    read a request's context once. This cost is converted at the rate of recent steps (Dinkelbach 1967), and paid when
+    the gains missed so far reach it. As the output's length is unknown, this costs at most twice the optimum (the ski
+    rental problem, Karlin et al. 1988).
 
     A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
     thread owns the hybrid drafter.
@@ -202,7 +204,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Replace drafts that secondary drafters can extend at a cost below the expected gain; return all drafts."""
+        """Add tokens of secondary drafters to drafts where the expected gain exceeds the cost; return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[MemberDrafter, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
@@ -299,10 +301,10 @@ class HybridDrafter:
         return _RequestStep(request, draft, expected_accepted, first_probability, expected_tokens)
 
     def _select_requests(self, member: MemberDrafter, steps: Sequence[_RequestStep]) -> dict[int, DraftRequest]:
-        """Return, by index in ``steps``, the requests for which a costly drafter's expected gain exceeds its cost.
+        """Return, by index in ``steps``, the requests for which a costly drafter should draft in this step.
 
-        These are copies whose token costs include the drafter's time per token. If a trial of the drafter is due, the
-        result is the request of the trial.
+        These are copies of the requests whose expected gain exceeds the drafter's cost, with the drafter's time per
+        token added to their token costs. If a trial of the drafter is due, the result is one request, for the trial.
         """
         able = [i for i, step in enumerate(steps) if step.request.limit > 0]
         gain_of = {

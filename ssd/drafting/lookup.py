@@ -52,7 +52,8 @@ from ssd.retrieval.suffix_array_search import (
 )
 
 ENOUGH_SUPPORT: Final = 16.0
-"""The number of text matches that suffices: if this many are found, shorter, less specific matches are not looked up.
+"""The number of text matches after which a lookup stops, instead of searching for shorter matches, which are less
+specific.
 """
 
 _CONTEXT_RECENCY: Final = 1 << 62
@@ -322,11 +323,11 @@ def _copy_match(match: MatchSample, copy: MatchSample) -> None:
 def resume_matches(
     cursor: MatchCursor, table: int, texts: SearchedTexts, max_length: int, samples: MatchSamples
 ) -> None:
-    """Advance the text matches saved in the last step by the new tokens, and keep those that agree with these tokens.
+    """Continue with the text matches that the last step saved, so that this step needs no search.
 
-    ``samples`` receives these matches as one match length ("level") of ``max_length`` tokens; then no search is needed.
-    It receives no level if the saved matches are shorter, if the segment table has changed, if the context does not
-    extend the searched one, or if no saved match agrees. Then the caller must search.
+    The saved matches are advanced by the new tokens, and those that agree with these tokens are written to ``samples``,
+    as one match length of ``max_length`` tokens. ``samples`` gets no match length, and the caller must search, if the
+    saved matches are shorter, if the segments or the context were replaced, or if no saved match agrees.
     """
     samples.num_levels = 0
     size, first = 0, cursor.length

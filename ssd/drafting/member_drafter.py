@@ -22,7 +22,7 @@ from ssd.errors import reraise_exits
 
 
 class FaultIsolatingDrafter:
-    """Calls a drafter for all requests together, and after a failure for each request alone, to find the cause.
+    """Wraps a drafter to find the request that makes a call fail: after a failure, each request is drafted for alone.
 
     A request that causes a failure gets no draft until ``finish`` is called for it. If all requests fail, the drafter
     is at fault, and its exception is raised. If a call has only one request and fails, the request is at fault if the
@@ -87,7 +87,7 @@ _RECENT: Final = 0.1
 
 @runtime_checkable
 class CostlyDrafter(Protocol):
-    """A drafter that estimates its latency, to be weighed against its gain. Other drafters count as free."""
+    """A drafter, such as a draft model, that can estimate how long it drafts; all other drafters count as free."""
 
     def seconds_per_token(self, num_rows: int) -> float:
         """Return the seconds to draft one more token for each of ``num_rows`` requests in one batch; 0 if unknown."""
@@ -159,7 +159,7 @@ class MemberDrafter:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether a costly drafter should read a request's context: if the gains missed so far reach the cost.
+        """Return whether a costly drafter should read a request's context now: the gains missed so far reach the cost.
 
         If they do not reach ``cost``, ``gain`` is added to them. Both arguments are in output tokens.
         """
@@ -208,19 +208,21 @@ class MemberDrafter:
 
 
 PROBE_INTERVAL = 512
-"""The minimum number of rows between two trial uses (probes) of a drafter that is not worth its cost at present."""
+"""The minimum number of rows between two trials of a drafter that is unused because its cost exceeds its expected gain.
+"""
 
 _PROBE_SHARE = 0.005
-"""The maximum cost of trial uses of drafters that are not worth their cost, in output tokens per row and step."""
+"""The maximum cost of trials of a drafter whose cost exceeds its expected gain, in output tokens per row and step."""
 
 
 def pick_probe(
     member: MemberDrafter, num_rows: int, num_used: int, costs: Callable[[], Mapping[int, float]]
 ) -> int | None:
-    """Return the row for which to try a drafter that has lately not been worth its cost; None if no trial is due.
+    """Return the index of the request for which to try a drafter that was long unused; None if no trial is due.
 
-    The step has ``num_rows`` rows and used the drafter for ``num_used`` of them. ``costs`` returns the cost of a trial
-    in output tokens for each possible row; it is called only after PROBE_INTERVAL rows without use.
+    A trial shows whether the drafter has become worth its cost. The step has ``num_rows`` rows and used the drafter for
+    ``num_used`` of them. ``costs`` returns the cost of a trial in output tokens for each possible row; it is called
+    only after PROBE_INTERVAL rows without use.
     """
     member.rows_since_use = 0 if num_used else member.rows_since_use + num_rows
     if member.rows_since_use < PROBE_INTERVAL:

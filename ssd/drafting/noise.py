@@ -73,7 +73,7 @@ def _mix_int(z: int) -> int:
 
 @inlined
 def mixed(z: UInt) -> UInt:
-    """Apply the output function of the SplitMix64 generator to a counter."""
+    """Hash a 64-bit number with the output function of the SplitMix64 random number generator."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
@@ -168,9 +168,10 @@ def times_counted(noise: NoiseRecord, found: UInt) -> int:
 
 @inlined
 def coupled_place(found: UInt, times: int) -> UInt:
-    """Combine the hash ``found`` of the last tokens of a text with the number of their earlier occurrences.
+    """Return the number that takes the place of the position in `key_at` if requests share their Gumbel noise.
 
-    If requests share their Gumbel noise, the result is the argument ``place`` of `key_at`.
+    It combines ``found``, the hash of the text's last tokens, with the number of earlier occurrences of these tokens in
+    the text.
     """
     return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
@@ -288,7 +289,7 @@ class SequenceNoise:
 
     @property
     def num_counted(self) -> int:
-        """Return the number of tokens that ``advance`` has counted for the keys of shared Gumbel noise."""
+        """Return the length of the text for which ``advance`` has updated the state of shared Gumbel noise."""
         return self._record.counted
 
     def advance(self, context: TokenIds) -> None:

@@ -81,7 +81,7 @@ _BY_FAR: Final = 1.5
 
 @inlined
 def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, depth: int) -> None:
-    """Compute the Gumbel noise key of the position after draft token ``node``; -1 stands for the end of the context.
+    """Compute the Gumbel noise key for sampling the token after draft token ``node``; -1 is the context's end.
 
     If requests share their noise, this takes O(window + depth) and needs the keys of the path's earlier positions.
     """
@@ -174,7 +174,7 @@ def _look_up_sample(cached_sample: CachedSample, position_noise: PositionNoise, 
 def enter_node(
     cached_sample: CachedSample, position_noise: PositionNoise, out: DraftRecord, node: int, depth: int
 ) -> None:
-    """Set the Gumbel noise and the cached sample (`CachedSample`) for the draft position after draft token ``node``.
+    """Prepare predictions of the token after draft token ``node``: the Gumbel noise there, and the cached sample.
 
     ``node`` is -1 for the end of the context. First call this for the positions on the path to the node. O(depth) for
     noise that requests share, else O(1).

@@ -16,7 +16,7 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""A one-token match is ignored if it is more than this many tokens from the expected position in the prediction."""
+"""The distance in tokens from the expected position in the prediction beyond which a match of one token is ignored."""
 
 
 @inlined

@@ -98,9 +98,10 @@ def build_tree(
 
 
 _DRAFTED_PROBABILITY: Final = 0.7
-"""The initial acceptance probability of a lookahead token that equals the draft token at its position.
+"""The initial acceptance probability of a lookahead token that equals the draft token at the same position.
 
-The acceptance model learns the actual probability.
+Lookahead tokens are those that the target sampled after a rejected draft token. The acceptance model learns the
+actual probability.
 """
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
@@ -109,7 +110,6 @@ _LOOKAHEAD_PROBABILITY: Final = 0.3
 
 @inlined
 def _next_input(parents: Int64s, is_tree: bool, count: int, node: int, token: int, input_ids: Int64s) -> int:
-    """Return the next position of a draft after ``node``: in a tree, of the child ``token`` or else the first child."""
     if not is_tree:
         return node + 1 if node + 1 < count else NO_TOKEN
     first = NO_TOKEN

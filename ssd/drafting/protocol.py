@@ -193,7 +193,7 @@ class SamplingContext:
 
     @property
     def width(self) -> int:
-        """Return the number of tokens to sample: one after the context, and one after each draft token."""
+        """Return the number of positions to sample at: one after the context, and one after each draft token."""
         return 1 + len(self.draft.token_ids)
 
     def noise_keys(self) -> UInt64:
@@ -312,7 +312,7 @@ class ScoreLearner(Protocol):
 
 
 class NoDrafter:
-    """A drafter that proposes nothing, for decoding without speculation."""
+    """A drafter that proposes no tokens, for decoding without speculation."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [EMPTY_DRAFT] * len(requests)

@@ -48,7 +48,7 @@ NO_SNAPSHOT = Snapshot(0, SegmentTable(()), np.zeros(1, np.int32), 0, 0)
 
 
 class Workspace:
-    """The `DraftBatch` of one drafter and its scratch memory, which grows and never shrinks.
+    """The `DraftBatch` record of one drafter (settings and scratch memory for its kernels); the memory only grows.
 
     ``batch`` is the record, whose settings accept every token, and ``address`` its address for numba kernels.
     """
@@ -168,7 +168,9 @@ class SuffixDrafter:
     """
 
     learns_from_context: ClassVar[bool] = True
-    """Whether the drafter reads outcomes from the next context. Then the engine reports only a request's last outcome.
+    """True: this drafter sees from the next context which draft tokens were accepted.
+
+    The engine therefore needs to report only the outcome of a request's last draft.
     """
 
     def __init__(
@@ -241,10 +243,10 @@ class SuffixDrafter:
         return row
 
     def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
-        """Draft for requests that were passed to ``start_request``; their limit and cost must be set in ``params``.
+        """Draft for several namespaces at once, for requests that were passed to ``start_request``.
 
-        ``rows`` are the addresses of their `DraftRow` records. ``groups`` must contain these rows, and may contain
-        other rows.
+        ``rows`` are the addresses of the requests' `DraftRow` records, whose ``params`` must hold the limit and the
+        token cost. ``groups`` must contain these rows, and may contain other rows.
         """
         if self._sample_caches is not None:
             self._sample_caches.begin_pass()

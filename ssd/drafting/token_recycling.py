@@ -37,7 +37,7 @@ RECYCLED_SHARES: Final = 8
 """The number of buckets for a token's share of the probability in its token-recycling entry, see `share_level`."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""For each bucket of `share_level`, a typical probability share, to which a stored bucket is converted."""
+"""For each bucket of `share_level`, the probability share that represents all shares in this bucket."""
 
 LEAST_SHARE: Final = 1 / 256
 """Token recycling stores a next token only if its probability is greater than this."""
@@ -194,7 +194,7 @@ Without this limit, if a few more namespaces than tables are busy, every table w
 
 
 class NamespaceTables(Generic[T]):
-    """A collection of at most MAX_TABLES tables, one per namespace. Only the drafter's thread may use it.
+    """A collection of at most MAX_TABLES tables, such as token-recycling tables, one per namespace; for one thread.
 
     A table is deleted with its namespace. If there are too many tables, the least recently used one is replaced, unless
     it was used in the last IDLE_PASSES passes. ``make`` creates a table.

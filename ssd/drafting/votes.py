@@ -21,7 +21,7 @@ from ssd.drafting.proposal_tree import child_of, has_children
 from ssd.jit.addresses import inlined, kernel
 
 NO_LEVEL: Final = MAX_LEVELS
-"""The value of ``TextVotes.top`` if no match in this kind of text agrees any more."""
+"""The value of ``TextVotes.top``, the longest match that agrees with the draft, if no match in that text agrees."""
 
 
 @inlined
@@ -131,11 +131,11 @@ def count_votes(
     predicted: int,
     votes: Votes,
 ) -> int:
-    """Count the text matches that agree with the draft by the token that follows them; return the number of tokens.
+    """Count for each possible next token the text matches that continue with it; return the number of different tokens.
 
-    A match whose sequence has ended counts as a match, but not for any token. ``matches`` are ordered from longest to
-    shortest and were looked up ``since_lookup`` draft tokens ago; their ``next_token`` is set. The token ``predicted``
-    by the client is added to the tokens. O(samples * tokens).
+    Only matches that agree with the draft count. If a match's text has ended, it counts as a match, but not for any
+    token. ``matches`` are ordered from longest to shortest and were looked up ``since_lookup`` draft tokens ago; their
+    ``next_token`` is set. The client's ``predicted`` token is added to the tokens. O(samples * tokens).
     """
     _clear(votes.index)
     _clear(votes.context)
@@ -170,7 +170,10 @@ def count_votes(
 
 @inlined
 def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: Votes) -> int:
-    """Add the tokens that other drafters propose at a node to the ``size`` candidates; return the new number."""
+    """Add the tokens that other drafters propose after a node of the proposal tree to the candidates.
+
+    Returns the number of candidates, which was ``size`` before.
+    """
     child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)

@@ -36,7 +36,7 @@ _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the memory address of an array's data for a kernel that accesses only this array there."""
+    """Return the memory address of an array's data, for a kernel that accesses no other memory through it."""
     register_memory(array)
     try:
         return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
@@ -52,7 +52,7 @@ def _compiled(function: _F, **options: Any) -> _F:
 
 
 def _share_code_of_constants(dispatcher: Any) -> None:
-    """Make calls with constant arguments use the code compiled for variables; numba would compile once per constant."""
+    """Make numba compile a kernel once for all values of an argument, also if callers pass constants for it."""
     find = dispatcher.get_call_template
 
     def find_any(args: Any, kws: Any) -> Any:
@@ -208,7 +208,10 @@ Int64 = Annotated[int, np.int64]
 Uint64 = Annotated[int, np.uint64]
 Float64 = Annotated[float, np.float64]
 Address = Annotated[int, np.int64]
-"""The type of a record field that holds the address of an array or record, which must be kept alive during calls."""
+"""The type of a record field that holds the memory address of an array or record.
+
+The array or record must be kept alive while kernels use the address.
+"""
 
 
 class Record:

@@ -192,7 +192,7 @@ _BASELINES: Final = {
     "x86_64": ("x86-64-v3", ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")),
     "aarch64": ("generic", ()),
 }
-"""For each CPU architecture, LLVM's name of the processor for which prebuilt machine code is compiled, and the CPU
+"""For each CPU architecture, the processor that prebuilt machine code is compiled for (by LLVM's name), and the CPU
 features that this code requires.
 """
 _SIMD: Final = Path(__file__).parent.parent / "model" / "cpu" / "simd.py"
@@ -357,7 +357,7 @@ def cache_machine_code(dispatcher: Any) -> None:
 
 
 def _warn_once(what: str, error: Exception) -> None:
-    """Log a warning about stored machine code, once for each ``what``: one problem usually affects all kernels."""
+    """Log a warning about stored machine code, once for each kind of problem (``what``)."""
     if what not in _warned:
         _warned.add(what)
         log.warning(

@@ -37,8 +37,8 @@ class CacheManager:
     """The retrieval caches of all namespaces for one tokenizer.
 
     A request leases its namespace when it is submitted (``acquire``), and the engine's thread reads the lease. Files
-    are read and closed on other threads. So a directory that is slow or cannot be opened affects only requests of its
-    namespace, and these lose only their drafts.
+    are read and closed on other threads. If a namespace's directory is slow or cannot be opened, only requests of this
+    namespace are affected, and these lose only their drafts from the cache.
 
     No data crosses from one namespace to another. If ``config.directory`` is given, each namespace has a directory of
     its own below it. A restart then restores all flushed text and, if the manager was closed with ``close``, also the
@@ -161,7 +161,7 @@ class CacheManager:
         self._attach_shared_to_all()
 
     def discard(self, name: str) -> None:
-        """Delete a namespace, open or not, the namespaces whose ``policy.group`` it is, and the files of all of them.
+        """Delete a namespace and its files, and all namespaces whose group (``policy.group``) it is.
 
         Existing leases of these namespaces become empty. Waits for writes in progress.
 
@@ -338,7 +338,6 @@ class CacheManager:
                     cache.attach_shared(segments)
 
     def _is_group_full(self, name: str, policy: NamespacePolicy) -> bool:
-        """Return whether no further namespace of the group can be opened, because requests lease the maximum number."""
         if policy.group is None:
             return False
         with self._lock:

@@ -12,10 +12,10 @@ SourcePosition = Mapping[str, Any]
 
 
 class Checkpoint(NamedTuple):
-    """A position in a replication log (or another source of text) up to which all text is in files.
+    """A position in a replication log (or another source of text) up to which all text is stored in files.
 
-    Text that was evicted, or dropped because flushing could not keep up, also counts as stored, because it cannot be
-    recovered.
+    After a restart, only later text must be read again. Text that was evicted, or dropped because flushing could not
+    keep up, also counts as stored, because it cannot be recovered.
 
     Attributes:
         source: All text of the log up to this position is in files.
@@ -77,7 +77,7 @@ class PendingCheckpoints:
 
 
 class PublishedState(Protocol):
-    """An immutable copy of what a drafter has learned about a namespace."""
+    """An immutable copy of what a drafter has learned about a namespace, such as an acceptance model."""
 
     def to_bytes(self) -> bytes:
         """Serialize what the drafter has learned, in the form of ``LearnedState.stored``. Thread-safe."""
@@ -88,8 +88,7 @@ class LearnedState:
     """Holds the latest copy of what a drafter has learned about a namespace, so that this copy can be saved to disk.
 
     The drafter changes its own state at every step and publishes copies here, each with one assignment. If several
-    drafters learn about one namespace, the copy published last is saved. The retrieval layer does not know the
-    contents.
+    drafters learn about one namespace, the copy published last is saved. This class does not interpret the copies.
 
     Attributes:
         stored: The bytes that an earlier process saved in the directory; None if there are none.

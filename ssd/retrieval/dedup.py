@@ -110,7 +110,7 @@ def _copy_live(
 
 
 class PromptDeduplicator:
-    """Detects which leading blocks of a prompt are stored already, by chained hashes of blocks. For one writing thread.
+    """Finds the leading blocks of a prompt that are stored already, by chained hashes. For one writing thread.
 
     The hash of a block covers the blocks before it, so a known hash means that the whole beginning is stored. A
     collision of two 64-bit hashes only means that a few tokens are not stored. A block expires when its text is
@@ -161,9 +161,10 @@ class PromptDeduplicator:
     def note_replicated(self, piece: Tokens, position: int) -> None:
         """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
-        If the first tokens of ``piece`` are the lead-in of a known block, the text is assumed to continue that block,
-        and otherwise to be a beginning. If this is wrong, a prompt may be regarded as stored although
-        only its parts are, each with its lead-in. Contexts of the lead-in's length are found nevertheless.
+        A text that continues a stored block begins with its lead-in, the last tokens of that block. If ``piece`` begins
+        with the lead-in of a known block, it is assumed to continue this block, and otherwise to be a beginning. If
+        this is wrong, a prompt may be regarded as stored although only its parts are, each with its lead-in. Contexts
+        of the lead-in's length are found nevertheless.
         """
         if self._ends is None:
             return
@@ -200,7 +201,7 @@ def block_hashes(
 
 
 def lead_in_hash(tokens: Tokens) -> int:
-    """Hash tokens that precede new text, to find the stored block which the text continues.
+    """Return the hash of the tokens just before a new text, by which the stored block that the text continues is found.
 
     The result equals the second hash of ``block_hashes`` for a block that ends with these tokens.
     """

@@ -53,7 +53,7 @@ LEARNED_NAME: Final = "learned.bin"
 PART_NAMES: Final = frozenset((MANIFEST_NAME, PREVIOUS_NAME, DAMAGED_NAME, LEARNED_NAME, LOCK_NAME))
 """The names of a cache directory's files other than segments."""
 LEFT_OUT_SUFFIX: Final = ".left-out"
-"""The suffix that former versions added to the names of segment files that were not in the manifest."""
+"""The file name suffix with which former versions marked segment files that were not in the manifest."""
 
 _MAX_LEARNED_BYTES: Final = 1 << 26
 
@@ -155,9 +155,9 @@ class SegmentDirectory:
         return segments, failures
 
     def write(self, segment: Segment) -> Segment:
-        """Write a segment's file, and return the segment read from it. The next ``commit`` makes the file valid.
+        """Write a segment to a file, read it back, and return the segment that was read.
 
-        Raises CacheError or OSError; then no file was written.
+        The file counts only after the next ``commit``. Raises CacheError or OSError; then no file was written.
         """
         # The file's bytes are synced here. ``commit`` syncs all new names at once, because a file may be lost or torn
         # until a manifest names it.
@@ -272,7 +272,6 @@ class SegmentDirectory:
         return None
 
     def _link_previous(self) -> None:
-        """Link the manifest that is about to be replaced to its backup name, if the file system supports links."""
         if self._written is not None:
             link = self.path / f"{PREVIOUS_NAME}.{os.getpid()}.tmp"
             with contextlib.suppress(OSError):
@@ -315,7 +314,6 @@ class SegmentDirectory:
 
 
 def _sort_key(entry: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the sort key of a manifest entry: prebuilt segments first, then by position, the longest segment first."""
     start, num_tokens = entry.get("start"), entry.get("num_tokens")
     return (start, -num_tokens) if type(start) is type(num_tokens) is int else (-1, 0)
 
@@ -462,7 +460,7 @@ class DurableSegments:
     ) -> None:
         """Write a manifest that lists those of the ``segments`` that have files.
 
-        ``is_whole`` is whether no merge is waiting for disk space.
+        ``is_whole`` must be False while a merge waits for disk space, because the outage has not ended then.
         """
         files = tuple(filter(self.has, segments))
         if (files, checkpoint) != self._committed:

@@ -45,7 +45,7 @@ def check_fingerprint(fingerprint: str) -> str:
 
 
 def is_segment_id(text: object) -> bool:
-    """Return whether ``text`` is a possible segment id (see ``new_segment_id``) and thus a safe file name."""
+    """Return whether ``text`` could be a segment id (see ``new_segment_id``), so that it is safe as a file name."""
     return isinstance(text, str) and _SEGMENT_ID.fullmatch(text) is not None
 
 

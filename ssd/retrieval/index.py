@@ -164,7 +164,7 @@ class SuffixIndex:
         return len(self._ring)
 
     def has_room(self) -> bool:
-        """Return whether less than half of the ring buffer is text that waits to be flushed to segments."""
+        """Return whether unflushed text takes less than half of the ring buffer; if not, replicated text must wait."""
         return 2 * len(self._ring) < self._ring.limit
 
     # Appending
@@ -263,7 +263,7 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments, with the data needed to find their reused text; None if there are none.
+        """Return the evicted segments, with the data needed to find their text that later outputs repeated, or None.
 
         Evicted segments are not searched any more; ``install_retained`` makes their reused text searchable again. See
         ``reuse.hot_texts``.

@@ -43,7 +43,7 @@ _MAX_WAITING_TOKENS: Final = 1 << 18
 
 
 class NamespaceEntry:
-    """A namespace of the cache manager and, once its files have been read, its cache. Safe from any thread.
+    """One namespace of the cache manager: its settings, its state and, once its files are read, its cache. Thread-safe.
 
     Only ``opened`` and ``discard`` wait for files.
 

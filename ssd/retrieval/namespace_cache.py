@@ -356,7 +356,10 @@ class NamespaceCache:
     # Flushing, and retaining reused text
 
     def _flush_memtable(self, min_tokens: int) -> None:
-        """Turn the memtable, without text appended since, into segments while it has ``min_tokens`` tokens or more."""
+        """Turn the memtable's oldest text into segments while the memtable has at least ``min_tokens`` tokens.
+
+        The call ends at the latest when all text that it found is in segments.
+        """
         stop = self._index.next_position
         while True:
             with self._lock:
@@ -442,7 +445,7 @@ class NamespaceCache:
                 self._num_merges += 1
 
     def _back_off_merge(self, inputs: Sequence[Segment], error: Exception | None = None) -> None:
-        """Defer the retry of a failed merge, twice as long each time. Without ``error``, no failure is counted."""
+        """Delay the retry of a failed merge, twice as long after each failure. Without ``error``, count no failure."""
         ids = tuple(segment.segment_id for segment in inputs)
         if error is None:
             self._failed_merges[ids] = time.monotonic() + RETRY_S, FIRST_BACKOFF_S / 2

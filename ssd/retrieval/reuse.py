@@ -36,7 +36,7 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
+    """Where outputs (as opposed to prompts) lie in the ring buffer, oldest first. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
@@ -60,7 +60,7 @@ class OutputSpans:
 
 
 class EvictionPass(NamedTuple):
-    """The evicted segments, with the data needed to find the part of their text that later outputs repeated.
+    """The input of `hot_texts`: the evicted segments, and the newer text in which their reused parts are looked for.
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
@@ -117,7 +117,7 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 
 @kernel
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
-    """Find the windows (runs of WINDOW_TOKENS tokens) of evicted text that occur in a later output.
+    """Mark the windows (runs of WINDOW_TOKENS tokens) of evicted text that a later output repeats.
 
     Sets ``flags[i]`` for the window with the hash ``wanted[i]`` (sorted), first found at position ``places[i]``. Only
     outputs whose prompt begins later count. ``ends`` and ``keys`` are the positions and hashes of the compared windows.

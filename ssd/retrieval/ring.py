@@ -68,7 +68,7 @@ class TokenRing:
         return np.concatenate([self.tokens[first:], self.tokens[:last]])
 
     def end_of_sequences(self, max_tokens: int) -> int:
-        """Return the position after the oldest sequences that together have at most ``max_tokens`` tokens.
+        """Return the ring-buffer position after the oldest whole sequences that have at most ``max_tokens`` in total.
 
         At least one sequence is included.
         """

@@ -173,7 +173,7 @@ def num_samples(num_tokens: int) -> int:
 
 
 def order_offset(num_tokens: int, width: int) -> int:
-    """Return the file offset of a segment's suffix array, which follows the header and the text."""
+    """Return the offset in a segment's file at which the suffix array begins, after the header and the text."""
     return HEADER_LENGTH + packed_size(num_tokens, width)
 
 
@@ -240,7 +240,7 @@ class SegmentHeader:
 
 
 def corrupt(path: Path, what: str) -> SegmentCorrupt:
-    """Return an exception for a damaged segment file, whose message advises how to recover."""
+    """Return an exception for a damaged segment file; its message says how to recover."""
     return SegmentCorrupt(
         f"{path} is damaged: {what}. Delete it, or restore it from a copy, or rebuild it with `ssd-cache build`"
     )

@@ -175,9 +175,9 @@ def _drop_partial_tokens(order: Tokens, width: int, n: int) -> None:
 
 
 def build_sparse_index(text: Bytes, order: Tokens, width: int) -> npt.NDArray[np.uint64]:
-    """Return the packed text before every SPARSE_INDEX_STEP-th position of a suffix array, in which searches begin.
+    """Return a segment's sparse index: the eight bytes of text before every SPARSE_INDEX_STEP-th suffix-array position.
 
-    See ``Segment.sparse_index``.
+    Searches begin in it, because it is small and contiguous. See ``Segment.sparse_index``.
     """
     ends = GUARD_BYTES + width * order[::SPARSE_INDEX_STEP].astype(np.int64)
     windows = np.lib.stride_tricks.sliding_window_view(text, 8)

@@ -110,7 +110,7 @@ _NARROWEST: Final = WIDTHS[0]
 
 
 class SegmentSearch(Record):
-    """The state of the binary search for one context in the suffix array of one segment.
+    """The state of the binary search for a context in one segment's suffix array; a rank is an index in this array.
 
     Attributes:
         low: During the search, the lower bound of the rank; afterwards the rank found.
@@ -346,7 +346,7 @@ def longest_match_of_all(searches: SegmentSearches, num_searches: int) -> int:
 
 @inlined
 def request_range(search: SegmentSearch, length: int) -> None:
-    """Set the match length for the next ``expand_ranges``, which then finds all matches of at least this length."""
+    """Set the minimum match length that the next ``expand_ranges`` looks for in one segment."""
     search.length = length if longest_match_in(search) >= length else 0
 
 
