@@ -133,7 +133,7 @@ class AnthropicError(BaseModel):
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Add errors, API keys and request bodies to /openapi.json. FastAPI does not know them: endpoints parse bodies."""
+    """Complete /openapi.json with request bodies, errors and API keys, which FastAPI cannot know from the endpoints."""
 
     def description() -> dict[str, Any]:
         if app.openapi_schema is None:
