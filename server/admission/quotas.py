@@ -74,7 +74,7 @@ class SharedBudget:
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """What one HTTP request holds until it ends: units of a `SharedBudget` and a part of its tenant's quotas.
+    """The units of a `SharedBudget` and the part of a tenant's quotas that one HTTP request holds until it ends.
 
     ``release`` returns both. It must be called, and further calls have no effect. As a context manager, the reservation
     is released at the end of the block.

@@ -92,7 +92,7 @@ REFUSED: UnsupportedFields = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Unsupported fields of all requests for text. If a body class declares a field of the table, that class supports it.
+"""Unsupported fields of completions and chat completions. If a body class declares such a field, it supports the field.
 """
 
 
