@@ -45,7 +45,9 @@ _MAX_CHECK_INTERVAL_S = 5.0
 _HEAD_BYTES = 64 << 10
 """The maximum size of an HTTP request's headers in bytes; the parser (httptools) has no limit of its own."""
 _MOST_AHEAD = 8
-"""The maximum number of pipelined HTTP requests on a connection that are not answered yet; uvicorn has no limit."""
+"""The maximum number of pipelined HTTP requests on a connection that wait behind the request that is answered first, so
+one more than this number can be unanswered. uvicorn has no limit.
+"""
 _UNSENT_BYTES = 64 << 10
 """The maximum number of response bytes buffered for a client; asyncio's default with TLS is eight times as high."""
 
@@ -56,16 +58,25 @@ _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
 """The minimum average size in bytes of a request body's HTTP chunks, required after ``_FREE_CHUNKS`` chunks."""
 _LINGER_S = 1.0
-"""The seconds for which a connection stays open after its request was rejected, so that the client gets the answer."""
+"""The seconds for which a connection stays open after a response that was sent before the whole request body had
+arrived. If it were closed at once, the client might lose the response.
+"""
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return how many connections above ``max_connections`` still get a 503; further ones are closed immediately."""
+    """Return how many connections above ``max_connections`` are accepted, only to answer their requests with 503.
+
+    Further connections are closed immediately.
+    """
     return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
-    """An HTTP connection (a uvicorn protocol class) that reads small slices and closes if its client is too slow."""
+    """uvicorn's HTTP/1.1 protocol class (one object per connection) with limits for slow and hostile clients.
+
+    Received bytes are parsed in small slices, so that a large request does not block the event loop. The connection is
+    closed if the client sends a request or reads a response too slowly.
+    """
 
     limits: ClassVar[Limits]
     received: ClassVar[memoryview]
@@ -195,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.message_event.set()
 
     def _finish(self) -> None:
-        """Close the connection after a response; if the client still sends its body, discard it for a second first."""
+        """Close the connection after a response. If the client still sends its body, discard it for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return
@@ -214,7 +225,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._looking = self.loop.call_later(delay, self._check_limits)
 
     def _check_limits(self) -> None:
-        """Close the connection if a request, its headers, or the client's reading of the response takes too long."""
+        """Close the connection if the client sends a request or reads a response more slowly than the limits allow."""
         now = self.loop.time()
         if self._reads_too_slowly(now):
             log.debug("a connection was closed: the client does not read the response")

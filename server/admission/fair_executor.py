@@ -31,9 +31,10 @@ LARGE_BODY_BYTES = 1 << 20
 class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
-    The waiting and running calls of a tenant may cost ``(num_threads + max_waiting) * unit`` in total; further calls
-    raise QueueFull. If the server has no tenants, all requests share this limit and are served in round-robin order.
-    All methods must be called from one event loop. Error messages contain ``name``, the kind of work.
+    Each call has a cost of at least ``unit``. If a tenant's waiting and running calls would cost more than
+    ``(num_threads + max_waiting) * unit`` in total, a further call raises QueueFull. If the server has no tenants, all
+    requests share this limit and are served in round-robin order. All methods must be called from one event loop.
+    Error messages contain ``name``, the kind of work.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:

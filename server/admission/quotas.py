@@ -32,8 +32,8 @@ class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
     A tenant may reserve half of the units that other tenants have not reserved, so that another tenant always finds
-    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A tenant's only request may reserve all of
-    these units. ``what`` names the units in error messages.
+    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). If only one request of the tenant holds units,
+    it may reserve all of them. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -74,9 +74,10 @@ class SharedBudget:
 
 
 class Reservation(AbstractContextManager["Reservation"]):
-    """The units of a shared budget and the part of a tenant's quotas that an HTTP request holds. A context manager.
+    """The units of a `SharedBudget` and the part of a tenant's quotas that one HTTP request holds until it ends.
 
-    ``release`` gives back both. It must be called, and may be called more than once.
+    ``release`` returns both. It must be called, and further calls have no effect. As a context manager, the reservation
+    is released at the end of the block.
 
     Attributes:
         amount: The reserved units of the budget.
@@ -100,7 +101,10 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._account, self._num_choices, self._num_prompt_tokens = account, num_choices, num_prompt_tokens
 
     def begin(self) -> None:
-        """Count the request and its prompt tokens when the engine accepts it; rejected requests are not counted."""
+        """Add the request and its prompt tokens to the tenant's counters, because the engine has accepted the request.
+
+        Without this call, ``release`` refunds the prompt tokens to the tenant's quota.
+        """
         self._has_begun = True
         if self._account is not None:
             self._account.count(self._num_prompt_tokens)
@@ -147,7 +151,11 @@ class TokenBucket:
         return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
-        """Change the bucket's rate and capacity; the amount that was used in the last minute stays used."""
+        """Change the bucket's rate and capacity to ``per_minute``.
+
+        Tokens that were taken in the last minute stay taken, so the change neither refills the bucket nor increases its
+        debt.
+        """
         used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
         owed = max(0.0, used - (self.per_minute or 0))
         self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
@@ -218,7 +226,10 @@ class Account:
             self._requests.take(1, now)
 
     def check_quota(self, num_choices: int, num_slots: int) -> None:
-        """Raise the error that `acquire` would raise for this number of choices, before any prompt is tokenized."""
+        """Raise the error that `acquire` would raise for this number of choices.
+
+        The check needs no token count, so it comes before the prompts are tokenized.
+        """
         quotas = self.tenant.quotas
         if quotas.max_waiting is None:
             return

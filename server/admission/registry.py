@@ -56,11 +56,14 @@ class NamespaceNames:
         return "s" + self._digest("salt", namespace, salt)
 
     def counter(self, base: str, seed: str) -> str:
-        """Return the name of the counter of a tenant's cache deletions; each namespace ``base`` has its own counter."""
+        """Return the name of the counter for deletions of a tenant's cache. Each model (``base``) has its own cache."""
         return self._digest("counter", base, seed)
 
     def owner(self, seed: str) -> Owner:
-        """Return the owner record that the manifest files of a tenant's caches contain."""
+        """Return digests of the server's secret and of the tenant, which are stored with each cache of the tenant.
+
+        They show to whom a cache directory with an unknown name belongs.
+        """
         return Owner(secret_id(self.secret), self._digest("owner", seed))
 
     def short(self, digest: str) -> str:
@@ -196,13 +199,16 @@ SALTED_TOKENS: Final = 1 << 18
 """The maximum capacity in tokens of the cache for one ``cache_salt``."""
 
 SALTS_AT_ONCE: Final = 8
-"""The maximum number of caches for different ``cache_salt`` values that are open at the same time for one tenant."""
+"""The maximum number of caches for different ``cache_salt`` values that are open at the same time for one tenant and
+model.
+"""
 
 _RETIRED_S: Final = 60.0
 """For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
 _MOST_RETIRED: Final = 1024
 _NEAR: Final = 256
-"""The number of deletion counts tried above and below the known count to find the tenant of an unknown cache directory.
+"""To find out whether an unknown cache directory belongs to a tenant, its name is compared with the names for the
+``_NEAR`` deletion counts before the tenant's known count, the count itself, and ``_NEAR - 1`` counts after it.
 """
 
 
@@ -246,12 +252,12 @@ class Tenants:
         self.everybody = Account(EVERYBODY)
         """The account of all clients of a server without API keys."""
         self.caches: Callable[[], CacheManager | None] = lambda: None
-        """A callback that returns the cache manager once the caches are open."""
+        """A callback that returns the cache manager, or None while the caches are not open."""
         self.sharing: Callable[[], ReplicationLog | None] = lambda: None
         """A callback that returns the Redis log by which replicas share text, or None."""
         self._replace(read())
         self.is_closed: Final = bool(self._accounts)
-        """Whether requests need an API key."""
+        """Whether the server requires an API key. The value is set at the start and never changes."""
 
     def find(self, key: str) -> Account | None:
         """Return the account of an API key. A keyed digest is compared, so the duration reveals nothing about keys."""
@@ -425,13 +431,16 @@ class Tenants:
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
     def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
-        """Map the names that a tenant's cache would have after a few more or fewer deletions to the deletion counts."""
+        """Map possible names of a tenant's cache directory to deletion counts near the known count (see ``_NEAR``).
+
+        The known count is too low if the file with the counts was lost.
+        """
         number = self._generations.of(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """Delete caches that replicas have deleted, and text that requests in flight have added to deleted caches."""
+        """Delete caches that were deleted on a replica, and text that running requests have added to deleted caches."""
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)
             for account in self.accounts()

@@ -116,7 +116,11 @@ class _File(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RulesFile:
-    """The parsed tenants file. ``defaults`` are the quotas of tenants that set none and of API keys without tenant."""
+    """The parsed tenants file.
+
+    ``defaults`` holds the values that tenants in the file inherit if they do not set them. They also apply to API keys
+    that are given outside the file.
+    """
 
     defaults: Tenant
     tenants: tuple[Tenant, ...]
@@ -167,7 +171,7 @@ def read_rules(path: Path) -> RulesFile:
 
 
 def parse_rules(content: bytes, source: str) -> RulesFile:
-    """Parse the bytes of a tenants file, which messages call ``source``. Raises ConfigError."""
+    """Parse the bytes of a tenants file. ``source`` names the file in error messages. Raises ConfigError."""
     try:
         file = _File.model_validate(tomllib.loads(content.decode()))
     except RecursionError:

@@ -44,7 +44,10 @@ _ADVICE: Final = "`openssl rand -hex 32` creates a secret"
 
 
 def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
-    """Return the server's secret from a file or ``text``, the value of ``$SSD_SECRET``. Raises ConfigError."""
+    """Return the server's secret from the file at ``path``, else from ``text``, the value of ``$SSD_SECRET``.
+
+    Returns None if neither is given. Raises ConfigError if the secret cannot be read or has a wrong length.
+    """
     if path is not None:
         try:
             content = read_private(path, SECRET_OPTION)
@@ -55,8 +58,9 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
-    """Return the secret stored in the cache directory, and create it if missing. Without directory, it is random.
+    """Return the secret stored in the cache directory, and create it if missing.
 
+    Without a cache directory, or if the secret cannot be stored, it is random and valid only until the next restart.
     Raises ConfigError, also if tenants' caches exist whose secret is missing or damaged.
     """
     if cache_directory is None:
@@ -171,7 +175,10 @@ INTERVAL_S: Final = 1.0
 
 
 class TenantReloader:
-    """Background threads that reload the tenants after a valid change of a file, and finish deletions of caches."""
+    """Background threads that reload API keys and quotas when a watched file changes, and finish deletions of caches.
+
+    A file with an error is not used: the current keys and quotas stay valid.
+    """
 
     def __init__(self, tenants: Tenants, paths: Iterable[Path], *, interval_s: float = INTERVAL_S) -> None:
         self._tenants, self._paths, self._interval_s = tenants, tuple(paths), interval_s
@@ -208,7 +215,7 @@ class TenantReloader:
                 log.exception("deleted caches could not be removed completely; this will be retried")
 
     def _file_states(self) -> list[tuple[int, ...] | None]:
-        """Return the modification times and access modes of the watched files, to see whether one has changed."""
+        """Return the inode, size and change times of each watched file, None for a missing file, to notice a change."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

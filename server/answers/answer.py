@@ -28,7 +28,7 @@ _GOING_ON = ChoiceState()
 
 
 def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, Any] | None:
-    """Return the draft statistics of one output for the response field ``metrics``; None if ``stats`` is None.
+    """Return the draft statistics of one output for the response field ``metrics``; None if there are no statistics.
 
     With ``is_detailed``, the numbers of drafted and accepted tokens of each verification pass are included.
     """
@@ -66,7 +66,7 @@ def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
 class Answer(ABC):
     """Serializes the response to one generation request, either as one JSON body or as server-sent events.
 
-    ``end`` is the last event of a stream, and ``keep_alive`` is sent while there is no output.
+    Each API has a subclass. ``end`` is the last event of a stream, and ``keep_alive`` is sent while there is no output.
     """
 
     id_prefix: str
@@ -77,7 +77,7 @@ class Answer(ABC):
 
     generation: Generation
     spelling: TokenAttribution
-    """Divides a choice's text among its tokens. It must be set before the response is serialized."""
+    """Finds the text of each token of a choice. It must be set before the response is serialized."""
 
     def __init__(
         self,
@@ -159,9 +159,10 @@ class Answer(ABC):
         return b""
 
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
-        """Return the server-sent events before the first text of a choice; the first call also opens all other choices.
+        """Return the server-sent events that precede the text of a choice, e.g. the chunk that repeats the prompt.
 
-        ``usage`` replaces the generation's own token counts.
+        The first call also returns the first chunk of every choice, e.g. with its role. ``usage`` replaces the
+        generation's own token counts in these events.
         """
         begun = () if self._has_begun else range(len(self.generation.choices))
         self._has_begun = True
@@ -177,7 +178,11 @@ class Answer(ABC):
         return write() if self.is_short else await self.generation.aside.run(write)
 
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
-        """Return the server-sent events for new output of a choice; the last event of an ended choice has no text."""
+        """Return the server-sent events for new output of a choice.
+
+        The finish reason comes in an event of its own without text. ``usage`` replaces the generation's own token
+        counts.
+        """
         choices = []
         if contents := self.text_chunks(index, output):
             *first, last = contents
@@ -192,7 +197,7 @@ class Answer(ABC):
 
     @abstractmethod
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """Return the JSON fields of the first chunks of a choice, e.g. of the chunk with its role."""
+        """Return the JSON fields of the chunks that are sent for each choice at the beginning, e.g. with its role."""
 
     def prompt_chunks(self, _index: int) -> list[dict[str, Any]]:
         """Return the JSON fields of the chunks that repeat the prompt before the text of a choice."""
@@ -206,7 +211,11 @@ class Answer(ABC):
         """Return the JSON fields of the chunks for new output of a choice; may be empty."""
 
     def needs_chunk(self, output: RequestOutput, shown: ShownTokens | None) -> bool:
-        """Return whether new output needs a chunk even if its text is empty, e.g. for token ids."""
+        """Return whether output without text must still be sent as a chunk.
+
+        That is the case if the chunk contains token ids, log-probabilities or draft details, or if the stream is
+        obfuscated.
+        """
         shows_draft = self._options.include_drafts and output.draft is not None
         has_tokens = (self.return_token_ids and output.token_ids) or (shown is not None and shown.entries)
         return bool(has_tokens or shows_draft or self.pad)
@@ -228,7 +237,7 @@ class Answer(ABC):
         return encode_events([("", last)], pad=self.pad)
 
     def failure(self, error: Exception) -> bytes:
-        """Return the server-sent event for an error. An invalid field is named as in the client's API."""
+        """Return the server-sent event for an error. Its message names an invalid field as the client's API does."""
         return self.failed(renamed(error, self.names) if isinstance(error, RequestError) else error)
 
     def failed(self, error: Exception) -> bytes:
@@ -255,7 +264,7 @@ class Answer(ABC):
 
 
 async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
-    """Yield the server-sent events of a streamed response: chunks, usage if requested, and the end mark.
+    """Yield the server-sent events of a streamed response: chunks, usage if requested, and the end mark (``[DONE]``).
 
     A keep-alive event is sent after ``keep_alive_s`` seconds without output.
     """
@@ -284,7 +293,7 @@ async def events(answer: Answer, keep_alive_s: float) -> AsyncGenerator[bytes, N
 
 
 class CompletionAnswer(Answer):
-    """The response of /v1/completions. If the response repeats the prompts, ``echo`` contains their texts."""
+    """The response of /v1/completions. ``echo`` contains the texts of the prompts if the response must repeat them."""
 
     id_prefix, object_name, chunk_name = "cmpl-", "text_completion", "text_completion"
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _FEW_TOKENS = 512
-"""Outputs of up to this many tokens are parsed on the event loop, in about a millisecond."""
+"""Outputs of up to this many tokens are parsed for tool calls on the event loop, in about a millisecond."""
 
 
 class ChatAnswer(Answer):
@@ -82,7 +82,10 @@ class ChatAnswer(Answer):
         return {"delta": {}, "logprobs": None}
 
     def text_chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """Return one chunk for each new tool call's name, and one with all other text and the log-probabilities."""
+        """Return the JSON fields of one chunk for each new delta of content, reasoning or a tool call.
+
+        The last chunk contains the log-probabilities of all new tokens.
+        """
         if self._messages is None:
             deltas: list[dict[str, Any]] = [{"content": output.text}] if output.text else []
         else:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ssd.text.detokenizer import TextStream
 
 _LOOKS_S = 0.25
-"""An obfuscated stream that waits for its next tick checks for a shutdown at this interval in seconds."""
+"""While an obfuscated stream waits for its next tick, it checks for a shutdown at this interval in seconds."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Gathered:
     def add(self, output: RequestOutput) -> None:
         """Append new output and split off complete chunks.
 
-        The text of a chunk is the text that its tokens add when they are decoded after all earlier tokens.
+        The text of a chunk is the text by which its tokens extend the decoded text of all earlier tokens.
         """
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
@@ -67,7 +67,7 @@ class EqualChunks:
     """Divides the outputs of all choices into chunks with equal numbers of tokens, for obfuscated streams.
 
     A chunk is sent only together with a chunk of every other unfinished choice. ``streams`` are new detokenizers, one
-    per choice, which decode the choices' tokens a second time.
+    per choice. They decode the tokens a second time, to find the text of each chunk.
     """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
@@ -101,7 +101,10 @@ class TickClock:
         self._tick = 0
 
     async def until(self, tick: int | None = None) -> None:
-        """Wait for the tick number ``tick``, counted from 1, or if it is None or has passed, for the next tick."""
+        """Wait for a tick of the clock. Ticks are counted from 1.
+
+        Without ``tick``, or if the tick with that number has passed, wait for the next tick.
+        """
         if not self._interval_s:
             return
         passed = self._loop.time() - self._started
@@ -112,9 +115,10 @@ class TickClock:
 
 
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
-    """Wait for all outputs of a response, and then for the time at which its obfuscated stream would have ended.
+    """Wait until all choices of a response that is not streamed have ended, and then for a certain tick of the clock.
 
-    For responses without streaming, whose time then does not reveal how many drafts were accepted.
+    At this tick an obfuscated stream of the same length would end at the earliest. The response time then reveals
+    little about how many draft tokens were accepted.
     """
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
@@ -126,7 +130,7 @@ async def obfuscated_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the server-sent events of an obfuscated stream: chunks with equal numbers of tokens at regular times.
 
-    If the generation fails, an incomplete chunk is not sent.
+    If the generation fails, the tokens of an incomplete chunk are not sent.
     """
     numbers, num_sent = count(), 0
     clock = asyncio.get_running_loop().time
@@ -159,7 +163,7 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Return the token counts, with only those completion tokens that an obfuscated stream has sent so far."""
+    """Return the token counts for a chunk of an obfuscated stream, without completion tokens that were not sent yet."""
     usage = generation.usage
     if last:
         return usage

@@ -24,10 +24,10 @@ Of = Literal["content", "reasoning"] | ToolCall
 
 
 class AnswerPart(ABC):
-    """A part of a message (text, reasoning or a tool call) while it is generated, serialized as an API defines it.
+    """One part of a generated message (text, reasoning or a tool call), serialized in the form of the client's API.
 
-    ``begun``, ``delta`` and ``ended`` return the events at its beginning, for new text and at its end, and ``body``
-    returns its complete form.
+    ``begun`` returns the stream events that begin the part, ``delta`` the event for new text, and ``ended`` the events
+    that end the part. ``body`` returns the JSON object of the part for a complete response.
     """
 
     def __init__(self, index: int, of: Of) -> None:
@@ -48,9 +48,9 @@ class AnswerPart(ABC):
 
 
 class Parts:
-    """Divides a message into its parts (text, reasoning and tool calls) while its text is generated.
+    """Divides a generated message into its parts (text, reasoning and tool calls), while the text arrives.
 
-    If ``messages``, the parser of tool calls, is None, all text is content. ``kind`` is called to create each part.
+    ``messages`` parses tool calls and reasoning; if it is None, all text is content. ``kind`` creates each part.
     """
 
     def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
@@ -62,7 +62,8 @@ class Parts:
     def push(self, text: str, tokens: Sequence[tuple[int, dict[str, Any]]] = (), *, ended: bool) -> list[Event]:
         """Return the events for new text of the message.
 
-        ``tokens`` are the tokens' log-probabilities, each with the position of the token in the whole text.
+        ``tokens`` are the log-probabilities of the new tokens, each with the position in the message's text at which
+        the token begins.
         """
         events: list[Event] = []
         if self._messages is None:
@@ -88,7 +89,7 @@ class Parts:
         self._open = None
 
     def finish(self, status: Status = "completed") -> list[Event]:
-        """Return the events that end the last part of a message. A message without parts gets an empty text."""
+        """Return the events that end the last part of a message. If the message has no part, an empty text is added."""
         begun = self._say("content", "") if self._open is None and not self.done else []
         return begun + self._end(status)
 
@@ -126,7 +127,7 @@ class PartsAnswer(ChatAnswer):
     def finished(self) -> dict[str, Any]: ...
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete JSON body. A tool call that a stop string or token truncated is left out."""
+        """Return the complete JSON body. A tool call is left out if a stop string or stop token ended it early."""
         choice = self.generation.choices[0]
         self.parts.push("".join(choice.text), self._tokens(choice), ended=True)
         if self.stops_within_call(0):
@@ -153,7 +154,10 @@ class PartsAnswer(ChatAnswer):
         return encode_events([(event["type"], event) for event in events], pad=self.pad)
 
     def _tokens(self, part: RequestOutput | ChoiceState) -> list[tuple[int, dict[str, Any]]]:
-        """Return each token's log-probability and the position at which the token's text begins, after white space."""
+        """Return the log-probability of each new token with the position in the text at which the token begins.
+
+        A token's leading white space does not count.
+        """
         if self.logprobs is None or (shown := self.shown_tokens(0, part)) is None:
             return []
         return [*zip(shown.places, self.logprobs.chat(shown)["content"], strict=True)]

@@ -162,7 +162,7 @@ class ResponseAnswer(PartsAnswer):
 
 
 def _asked(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request's fields that a /v1/responses body repeats, and fixed values for unsupported features."""
+    """Return the part of a /v1/responses body that repeats the request, with fixed values for unsupported features."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {

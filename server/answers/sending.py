@@ -30,7 +30,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CHUNK_BYTES = 1 << 18
-"""The number of bytes of a complete response that are sent in one step. Longer responses reserve memory of a budget."""
+"""The number of bytes of a complete response that are sent in one step.
+
+Responses with more bytes occupy a memory budget that all clients share, until the client has read them.
+"""
 
 
 class ClientDisconnected(Exception):
@@ -40,7 +43,7 @@ class ClientDisconnected(Exception):
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``; if the client disconnects meanwhile, cancel it and raise ClientDisconnected.
 
-    The request's body must have been read before.
+    Before, the request's body must have been read, because this function discards what it receives.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -62,7 +65,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A streaming HTTP response that sends events as they are generated, and finally closes the generation."""
+    """A streaming HTTP response that sends events as they are generated.
+
+    At the end, or if the client disconnects, the generation is closed, which cancels choices that still run.
+    """
 
     def __init__(self, generation: Generation, events: AsyncGenerator[bytes, None]) -> None:
         # Proxies must neither store nor collect events.
@@ -138,7 +144,7 @@ class Answers:
         return TextStream.following(codec_of(engine), generation.sampling, prompt, stops=stops)
 
     def response(self, content: bytes) -> Response:
-        """Return a JSON response. Raises QueueFull if clients still have to read too many bytes of long responses."""
+        """Return a JSON response. Raises QueueFull if too many bytes of long responses wait for slow clients."""
         if len(content) <= _CHUNK_BYTES:
             return Response(content, media_type="application/json")
         return _ReservedAnswer(content, self._unsent.reserve(len(content)))

@@ -21,7 +21,7 @@ class ShownTokens(NamedTuple):
 
     Attributes:
         places: The position in the text at which each token begins, without leading white space.
-        cut: The text of the last token up to the stop string that it contains. None: the whole token was sent.
+        cut: If a stop string cut the last token's text, the part of this text that was sent; else None.
     """
 
     entries: Sequence[TokenLogprobs]
@@ -31,9 +31,9 @@ class ShownTokens(NamedTuple):
 
 @dataclass(slots=True)
 class _AttributedChoice:
-    """Decodes the tokens of one choice one by one, to find out which tokens the text before a stop string contains.
+    """Decodes the tokens of one choice one by one, to find out which tokens produced the text before a stop string.
 
-    ``waiting`` are the tokens whose text was not sent yet, each with the position of its text.
+    ``waiting`` holds the tokens whose text was not sent yet, each with the position of its text.
     """
 
     stream: TextStream
@@ -43,7 +43,7 @@ class _AttributedChoice:
 
 
 class TokenAttribution:
-    """Divides the text of a request's choices among the tokens that produced the text. Outputs are passed in order."""
+    """Finds out which token produced which part of a choice's text. Outputs must be passed in order."""
 
     def __init__(self, make_stream: Callable[..., TextStream]) -> None:
         self._make_stream = make_stream
@@ -64,9 +64,10 @@ class TokenAttribution:
         return texts
 
     def shown(self, index: int, part: RequestOutput | ChoiceState, *, hides_ending: bool) -> ShownTokens:
-        """Return the tokens, with log-probabilities, whose text a choice's new or complete output contains. O(tokens).
+        """Return the tokens, with log-probabilities, that produced a choice's new or complete text. O(tokens).
 
-        If ``hides_ending`` is set, the text does not contain the stop token that ended the output.
+        If ``hides_ending`` is set, a stop token that ended the output is left out, because the text does not contain
+        it.
         """
         if index not in self._spelled:
             self._spelled[index] = _AttributedChoice(self._make_stream(index, stops=False))
@@ -97,7 +98,10 @@ class TokenAttribution:
 
 @dataclass(slots=True)
 class WrittenText:
-    """The number of characters sent so far, and the first bytes of a character that the next tokens will complete."""
+    """How much of a choice's text was sent, to compute the ``text_offset`` of its next tokens.
+
+    ``length`` is a number of characters. ``decoder`` keeps the first bytes of a character that later tokens complete.
+    """
 
     length: int = 0
     decoder: IncrementalDecoder = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
@@ -123,8 +127,8 @@ class LogprobsWriter:
     ) -> dict[str, Any]:
         """Return the field ``logprobs`` of /v1/completions for tokens whose text is ``text``.
 
-        ``first`` is the first token of a repeated prompt, which has no log-probabilities. ``written`` is the text sent
-        before, and ``cut`` the part of the last token's text before a stop string in it.
+        ``first`` is the first token of a repeated prompt, which has no log-probability. ``written`` counts the text
+        that was sent before, and is updated. ``cut`` replaces the text of the last token if a stop string cut it.
         """
         token_ids = [first if entry is None else entry.token_id for entry in entries]
         tokens = [self._text(token_id) if token_id is not None else "" for token_id in token_ids]

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic_core
 
 PADDED_BYTES = 1024
-"""Obfuscated events and bodies are padded to a multiple of this number of bytes, which holds a chunk of 16 tokens."""
+"""Obfuscated events and bodies are padded to a multiple of this number of bytes. A chunk of 16 tokens fits into it."""
 _LONGEST_NUMBER = 24
 """The maximum number of characters of a float64 in JSON: sign, 17 digits, point, exponent."""
 _PIECE = 256
@@ -52,8 +52,8 @@ def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) ->
     """Serialize named server-sent events that are sent together.
 
     If ``pad`` is set, the last event gets a field ``obfuscation`` with random text, so that the total size of all
-    events is a multiple of ``PADDED_BYTES``. Log-probabilities count with a fixed length, because their digits vary
-    with the batch size.
+    events is a multiple of ``PADDED_BYTES``. The padding assumes the maximum length for every log-probability, because
+    the number of digits varies with the batch size.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:

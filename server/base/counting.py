@@ -19,9 +19,10 @@ _BRACE: Final = ord("{")
 
 
 def num_values(content: bytes | bytearray) -> int:
-    """Return an upper bound of the number of values in a JSON text, from its commas, colons and brackets. O(bytes).
+    """Return an upper bound of the number of values in a JSON text, without parsing the text. O(bytes).
 
-    It allows rejecting a huge body before it is parsed. The interpreter's lock is released.
+    Commas, colons and brackets are counted, so that a huge body can be rejected before it is parsed. The interpreter's
+    lock is released meanwhile.
     """
     return int(_num_values(np.frombuffer(content, np.uint8)))
 
@@ -72,14 +73,16 @@ def common_tokens(prediction: Sequence[int], output: Sequence[int]) -> int:
 
 @kernel
 def _common(words: Int64s, masks: Uint64s, first: Int64s, last: Int64s, n: int) -> int:
-    """Return the length of the longest common subsequence with a bit-parallel algorithm.
+    """Return the length of the longest common subsequence of a prediction of ``n`` tokens and an output.
 
-    The positions of the j-th output token in the prediction are the set bits of ``masks[i]`` in word ``words[i]``, for
-    i from ``first[j]`` up to ``last[j]`` and ascending words.
+    Bit-parallel algorithm (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4): each bit of ``row``
+    stands for a token of the prediction. For each output token, ``row`` becomes (row + matched) | (row - matched),
+    where ``matched`` are the bits of ``row`` at the token's positions in the prediction. In the end the zero bits are
+    counted.
 
-    A number of n bits is updated for each output token, row' = (row + matched) | (row - matched), where matched has
-    ones at the token's positions (Hyyrö 2004, "Bit-parallel LCS-length computation revisited", section 4). The number
-    is stored in words of 64 bits, lowest first; a word without a position changes only by a carry from the word below.
+    ``row`` consists of words of 64 bits, lowest first. The positions of the j-th output token are the set bits of
+    ``masks[i]`` in word ``words[i]`` for i from ``first[j]`` to ``last[j] - 1``, in ascending words. A word without a
+    position changes only by a carry from the word below.
     """
     num_words = (n + _WORD - 1) // _WORD
     row = np.full(num_words, np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64)  # each zero bit is a matched token

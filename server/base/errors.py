@@ -28,11 +28,16 @@ _TYPES = {
     503: "overloaded_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""The error code for requests to store a conversation on the server. Clients then send all messages each time."""
+"""The error code for requests that want the server to store a conversation, which it cannot. Clients that know the code
+then send the whole conversation with each request.
+"""
 
 
 def uses_anthropic_api(scope: Scope) -> bool:
-    """Return whether an HTTP request uses Anthropic's API, from its path, or for /v1/models from its headers."""
+    """Return whether an HTTP request uses Anthropic's API.
+
+    The path decides. /v1/models exists in both APIs, so there the header ``anthropic-version`` decides.
+    """
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/v1/models"):
         return any(name == b"anthropic-version" for name, _ in scope["headers"])
@@ -60,7 +65,10 @@ class RequestFailed(EngineError):
 
 
 class ApiError(Exception):
-    """An error with an HTTP status code, e.g. for a wrong API key; not for engine failures and invalid parameters."""
+    """An error with an HTTP status code, e.g. for a wrong API key.
+
+    Engine failures and invalid parameters have exceptions of their own, see `as_api_error`.
+    """
 
     def __init__(
         self,

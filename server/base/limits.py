@@ -11,7 +11,7 @@ from ssd.errors import ConfigError
 
 N = TypeVar("N", int, float)
 _Fixed = Annotated[N, Parameter(parse=False)]
-"""The type of a limit that has no command line option."""
+"""The type of a field in `Limits` that is not a command line option."""
 
 SMALL_BODY_BYTES = 64 << 10
 """The maximum size of a request body that is parsed on the event loop, within about a millisecond."""
@@ -72,7 +72,11 @@ class Limits:
 
 
 class LeakyBucket:
-    """The deadline ``until`` of a slow client. Each transferred byte postpones it, at most to ``seconds`` from now."""
+    """A deadline (``until``) by which a slow client is disconnected.
+
+    Each transferred byte postpones the deadline by the time that it takes at ``bytes_per_s``, but at most to
+    ``seconds`` from now. So a client that keeps this rate is never disconnected.
+    """
 
     def __init__(self, seconds: float, bytes_per_s: float, now: float) -> None:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 _MOST_BYTES = 512
-"""The maximum size in bytes of a trace header; W3C's recommendation requires at least this for ``tracestate``."""
+"""The maximum size in bytes of a trace header. W3C's recommendation requires that ``tracestate`` may have this size."""
 
 
 def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -50,7 +50,7 @@ class RequestRecord:
     refusal: str | None = None
     """The reason why the request was rejected or aborted, see `rejection_reason`."""
     param: str | None = None
-    """The invalid field of a rejected request, as the client wrote it."""
+    """The invalid field of a rejected request, by its name in the client's API."""
     is_gone: bool = False
     """Whether the client disconnected before it received the response."""
     is_stream: bool = False
@@ -66,7 +66,7 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_steps: int = 0
-    """The number of verification passes (forward passes with draft tokens), summed over all choices of the request."""
+    """The number of forward passes that produced output tokens, with or without drafts, summed over all choices."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
@@ -95,12 +95,12 @@ def begin_record() -> RequestRecord:
 
 
 def current_record() -> RequestRecord:
-    """Return the record of the HTTP request that this asyncio task handles; outside of requests, a dummy."""
+    """Return the record of the HTTP request that this asyncio task handles; outside of a request, an empty record."""
     return _CURRENT.get(None) or RequestRecord()
 
 
 def rejection_reason(status: int, code: str | None) -> str | None:
-    """Map the HTTP status and error code of a rejected request to a word for logs; None for a server error."""
+    """Return a word for logs and metrics that says why a request was rejected; None for a server error."""
     if status == 503:
         return code or "unavailable"
     if status in _BY_STATUS:

@@ -23,7 +23,8 @@ from ssd.errors import ConfigError
 VERSION = ssd.__version__
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""The fields of a model's generation_config.json that replace sampling fields missing in a request."""
+"""The fields of a model's generation_config.json whose values apply to requests that do not set the field themselves.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class RequestOptions:
 
 
 def _names(_type: object, tokens: Sequence[Token]) -> tuple[str, ...]:
-    """Parse a list of names for an option: a JSON list as in ``vllm serve``, or names separated by commas."""
+    """Parse an option that is a list of strings: a JSON list as in ``vllm serve``, or strings separated by commas."""
     found: list[object] = []
     for text in (token.value for token in tokens):
         try:
@@ -138,7 +139,7 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
     """The cache namespace for requests to the model. None disables the cache."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Values of sampling fields that a request does not set, by the names in ``SAMPLING_DEFAULTS``."""
+    """Values for sampling fields that a request does not set. The keys are names from ``SAMPLING_DEFAULTS``."""
     keep_alive_s: float = 15.0
     """The seconds after which a stream without output sends a comment, so that proxies keep it open."""
     spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
@@ -159,7 +160,7 @@ class ServerSettings(RequestOptions, CorsOptions, ObfuscationOptions, WebUIOptio
         return (*self.model_names, *self.adapters)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the LoRA adapter with this model name; None for the model itself."""
+        """Return the LoRA adapter that requests with this model name use; None for the model itself."""
         return name if name in self.adapters else None
 
     def namespace_of(self, name: str | None) -> str | None:

@@ -51,10 +51,15 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "nnodes": (("1",), "this server is one process on one machine"),
     "api-server-count": (("1",), "this server is one process"),
 }
-"""Options of ``vllm serve`` for which only one value is supported, usually the default."""
+"""Options of ``vllm serve`` that this server accepts only with certain values, usually vLLM's default.
+
+The dictionary maps each option to its accepted values, and to the reason why another value is rejected.
+"""
 _MEANINGLESS = """enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling
     no-async-scheduling enable-lora enable-auto-tool-choice""".split()
-"""Options of ``vllm serve`` that are accepted without effect, because they are always on or do not apply."""
+"""Options of ``vllm serve`` that are accepted without effect, because this server always does what they enable, or has
+nothing that they could change.
+"""
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",
     "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",

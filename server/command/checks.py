@@ -40,7 +40,7 @@ _ADVICE = "give a Hugging Face model directory, or the id of a model, which is O
 
 
 def find_config(model: str, hub: HubOptions) -> Path:
-    """Return the path of a model's config.json, downloading the file from the hub if needed. Raises ModelError."""
+    """Return the path of a model's config.json. It is downloaded from the hub if needed. Raises ModelError."""
     directory = Path(model)
     if directory.is_dir():
         path = directory / "config.json"
@@ -88,7 +88,7 @@ def _require_no_pointer(path: Path) -> None:
 
 
 def _other_kind(directory: Path) -> str:
-    """Return an error text with a remedy for a directory without config.json, e.g. with GGUF files; "" if unknown."""
+    """Return what a directory without config.json contains instead, e.g. GGUF files, and a remedy; "" if unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
@@ -174,11 +174,11 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
 _CUDA_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg", "/dev/nvhost-ctrl", "/dev/nvmap")
 """Device files of NVIDIA, AMD, WSL and Jetson GPUs. If none of these files exists, torch cannot find a GPU."""
 _BYTES_PER_CACHED_TOKEN = 9
-"""The minimum size of a cached token in bytes: four for the token id, five or more for the suffix array."""
+"""The minimum number of bytes that the cache needs per token: 4 for the token id, 5 or more for the suffix array."""
 
 
 def check_before_loading(options: Options) -> None:
-    """Check the options, model, cache and Redis before the model is loaded.
+    """Check the options, model, cache and Redis, so that errors are reported before the model is loaded.
 
     Raises ConfigError, ModelError or CacheError for problems that would make the start fail later, and logs warnings
     about problems that may resolve themselves.
@@ -275,7 +275,10 @@ def _check_cache(cache: CacheOptions) -> None:
 
 
 def check_directory(directory: Path) -> str:
-    """Write a test file in a directory or its nearest existing parent, and return the free disk space as text."""
+    """Check that a directory, or its nearest existing parent, can be written, and return the free space as text.
+
+    Raises ConfigError if it cannot be written.
+    """
     nearest = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):

@@ -108,7 +108,7 @@ def _check_redis(url: str) -> str:
 
 
 def _load(options: Options, resources: ExitStack, engines: list[Engine]) -> str:
-    """Load the model with an empty cache in memory, append the engine to ``engines``, and return a summary."""
+    """Load the model with an empty cache in memory, append the engine to ``engines``, and describe it in one line."""
     alone = replace(options, cache=replace(options.cache, cache_dir=None, redis=None, warm_directories=()))
     began = time.perf_counter()
     engine = EngineLoader(alone)(resources)
@@ -153,7 +153,10 @@ def _report_engine(report: Report, engine: Engine, namespace: str) -> None:
 
 
 def _repeat(engine: Engine, namespace: str) -> str:
-    """Send the same greedy request twice. Raises ConfigError if no token of the second output was drafted."""
+    """Send the same greedy request twice, to check that drafts work.
+
+    Raises ConfigError if the second request took more than one forward pass per two output tokens.
+    """
     sampling = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
     passes = [
         list(engine.generate([[1, 2, 3]], sampling, namespace=namespace))[-1].stats.num_verify_steps for _ in "12"

@@ -29,7 +29,7 @@ CONFIG_OPTION = "--config"
 
 
 def shown_default(value: object) -> str | None:
-    """Return an option's default value as shown in the help; None if it should not be shown."""
+    """Return the default value of an option as the help shows it; None if the help shows none."""
     if isinstance(value, bool) or value in ((), "", None):
         return "on" if value is True else None
     if isinstance(value, tuple):
@@ -53,7 +53,7 @@ def check_range(option: str, value: float, least: int, most: int, unit: str = ""
 
 
 def run_app(app: App, words: Sequence[str]) -> Any:
-    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError naming the option."""
+    """Run a cyclopts app and return its result; None if it printed help. Raises ConfigError for an invalid option."""
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:

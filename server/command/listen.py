@@ -36,7 +36,7 @@ BACKLOG = 2048
 
 
 def listen(options: NetworkOptions) -> socket.socket:
-    """Return a listening socket whose address no other server can use. Raises ConfigError."""
+    """Open the server's listening socket. Raises ConfigError if the address is in use or invalid."""
     address: Any
     if options.uds is not None:
         family, address, remedy = socket.AF_UNIX, os.fspath(options.uds), "choose another path"
@@ -82,7 +82,7 @@ def tls_arguments(options: NetworkOptions) -> dict[str, Any]:
 
 
 def check_tls(options: NetworkOptions) -> None:
-    """Raise ConfigError if the TLS files cannot be used, and warn of a certificate that clients would reject."""
+    """Raise ConfigError if the TLS files cannot be used, and log a warning if clients would reject the certificate."""
     if options.ssl_certfile is None:
         return
     named = {
@@ -116,7 +116,10 @@ def check_tls(options: NetworkOptions) -> None:
 
 
 def _fault_for_clients(context: ssl.SSLContext, certificate: Path) -> str | None:
-    """Return the reason why clients would reject a TLS certificate, from a test handshake in memory; None if valid."""
+    """Return the reason why clients would reject a TLS certificate; None if they accept it.
+
+    A client that trusts this certificate does a handshake with the server in memory.
+    """
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -140,7 +143,7 @@ def remove_socket_file(options: NetworkOptions) -> None:
 
 
 def _remove_left_behind(path: Path) -> None:
-    """Remove the file of a Unix domain socket that no process listens on, which would block its path."""
+    """Remove a Unix domain socket's file if no process listens on it, because it would block the path."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -152,7 +155,7 @@ def _remove_left_behind(path: Path) -> None:
 
 
 _OWN_FILES = 1024
-"""The number of file descriptors reserved for the cache, Redis and logs."""
+"""The number of file descriptors that connections may not use, because the cache, Redis and logs need some."""
 
 
 def fit_open_files(settings: ServerSettings) -> ServerSettings:
@@ -203,7 +206,11 @@ class HttpServer(uvicorn.Server):
         """The numbers of requests that ended or were cut off during the shutdown; None before the shutdown."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen with a long backlog. Asyncio has set it to the number of connections that it accepts in one step."""
+        """Start listening, and then enlarge the queue of connections that are not accepted yet to ``BACKLOG``.
+
+        Uvicorn's setting ``backlog`` is smaller, because asyncio also uses it as the number of connections that it
+        accepts in one step.
+        """
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(BACKLOG)
@@ -216,13 +223,16 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle stop signals without raising them again at the end, unlike uvicorn, so that the exit status is 0."""
+        """Handle stop signals. Unlike uvicorn, do not raise them again at the end, so that the exit status is 0."""
         for number in stop_signals():
             signal.signal(number, self.handle_exit)
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Log once that the server is ready, or stop if the engine failed. Uvicorn calls it several times a second."""
+        """Log once that the server is ready, and return True, which stops it, if the engine has failed.
+
+        Uvicorn calls this method several times a second.
+        """
         if not self._announced and self._worker.state is WorkerState.READY:
             self._announced = True
             gc.freeze()  # libraries and model stay: collections need not look at them again

@@ -29,10 +29,10 @@ _FILE_CONTENT: Final = re.compile(rb"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class NoiseSecret:
-    """The secret of the sampling noise. Replicas with the same secret sample with the same noise.
+    """The secret from which the noise of coupled sampling is derived. Replicas with the same secret use the same noise.
 
     Attributes:
-        secret: 32 bytes.
+        secret: The 32 bytes of the secret.
         source: The origin of the secret. "secret": derived from a configured secret. "seed": derived from a seed.
             "directory": a file in the cache directory. "memory": generated for this process.
     """
@@ -50,7 +50,7 @@ class NoiseSecret:
 
     @classmethod
     def from_seed(cls, seed: int) -> NoiseSecret:
-        """Derive the noise secret from a seed. The result is the same in every process, so it is not secret."""
+        """Derive the noise secret from a seed. Whoever knows the seed can derive it too, so it is not really secret."""
         return cls(hashlib.sha256(b"root of coupled noise of seed %d" % seed).digest(), "seed")
 
     @classmethod

@@ -12,7 +12,7 @@ from ssd.jit.code_cache import PREBUILT, kernel_counts, prebuild
 
 
 def main() -> None:
-    """Run the bundled model without and with a draft head, and a drafter for vLLM, so that all kernels are compiled."""
+    """Compile all kernels in advance by running the bundled model, with and without draft head, and vLLM's drafter."""
     if not prebuild():
         print("no kernels are prebuilt on this processor: each machine compiles them at its first start")
         return

@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 
 
 def open_noise(options: Options, secret: bytes | None) -> NoiseSecret | None:
-    """Return the noise secret of coupled sampling; None if sampling is not coupled.
+    """Return the secret from which the noise of coupled sampling is derived; None if coupled sampling is off.
 
-    It is derived from the server's secret or seed, or read from the cache directory, or else random.
+    It comes from the server's secret, else from the seed, else from a file in the cache directory, else it is random.
     """
     directory = options.cache.cache_dir
     if not options.engine.coupled_sampling:
@@ -124,7 +124,7 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
 
 
 class EngineLoader:
-    """Loads the cache, the model and the engine; the engine's thread calls it."""
+    """Loads the cache, the model and the engine. The engine's thread calls this object."""
 
     def __init__(self, options: Options, secret: bytes | None = None) -> None:
         self._options, self._secret = options, secret
@@ -132,7 +132,7 @@ class EngineLoader:
         self.noise: NoiseSecret | None = None
 
     def __call__(self, resources: ExitStack) -> Engine:
-        """Load the engine, and register everything that must be closed later in ``resources``. Raises SSDError."""
+        """Load the engine, and register in ``resources`` everything that must be closed later. Raises SSDError."""
         from transformers.utils import logging as transformers_logging
 
         from ssd.text.codec import TextCodec
@@ -180,7 +180,7 @@ class EngineLoader:
         return engine
 
     def sharing_stats(self) -> Mapping[str, ReplicationStats]:
-        """Return the statistics of text sharing between replicas by namespace; empty without Redis."""
+        """Return, for each cache namespace, the statistics of sharing its text with replicas; empty without Redis."""
         return {} if self.log is None else {self._options.cache.namespace: self.log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheManager:
@@ -222,7 +222,7 @@ def _sampling_defaults(options: ModelOptions) -> dict[str, float]:
 def summary_of(
     engine: Engine, options: Options, settings: ServerSettings, num_tenants: int, noise: NoiseSecret | None
 ) -> dict[str, object]:
-    """Return model, device, slots, noise, cache, Redis and tenants, which the server logs when it has started."""
+    """Return the configuration for the log: model, device, slots, noise, cache, Redis and number of tenants."""
     target, draft, cache = engine.target, options.speculation, options.cache.config
     drafting: dict[str, object] = {"num_speculative_tokens": "none"}
     if engine.caches is not None and target.can_roll_back:
@@ -254,11 +254,11 @@ def summary_of(
 
 
 _CONNECTIONS_S = 3
-"""The seconds that connections have to send remaining data after all requests have ended at shutdown."""
+"""At shutdown, the seconds that connections get to send remaining data after all requests have ended."""
 _ACCEPTED_AT_ONCE = 64
-"""The number of new connections accepted before the event loop continues with existing connections."""
+"""The maximum number of new connections that are accepted before the event loop serves existing connections."""
 _CLOSE_S = 10.0
-"""The seconds that the engine's thread has at shutdown to write the text of all namespaces to disk."""
+"""At shutdown, the seconds that the engine's thread gets to write the cached text of all namespaces to disk."""
 
 _SWITCH_S = 0.0005
 """The interpreter's thread switch interval in seconds (``sys.setswitchinterval``).
@@ -366,7 +366,7 @@ def serve(
 
 
 def _log_failure(error: BaseException) -> int:
-    """Log one line that explains the error and its remedy (a traceback at level DEBUG), and return the exit status."""
+    """Log one line with the error and its remedy (and at level DEBUG a traceback), and return the exit status."""
     logging.getLogger(__name__).debug("could not start", exc_info=error)
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message.lower():

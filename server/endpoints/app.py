@@ -59,12 +59,12 @@ _STORED: dict[str, tuple[str, ...]] = {
     "/v1/chat/completions/{id}": ("GET", "POST", "DELETE"),
     "/v1/chat/completions/{id}/messages": ("GET",),
 }
-"""Paths and methods of OpenAI's endpoints for stored responses and completions, which return an error here."""
+"""Paths and methods of OpenAI's endpoints for stored responses and chat completions. Here they return error 404."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
-    """Add the endpoints that generate text, and those of OpenAI's stored responses, which only return errors."""
+    """Add the endpoints that generate text, and OpenAI's endpoints for stored responses, which answer 404 here."""
     for path, (name, schema) in _GENERATION.items():
         app.add_api_route(path, _generates(service, schema), methods=["POST"], name=name)
     options: dict[str, Any] = {"include_in_schema": False}
@@ -251,7 +251,7 @@ def create_app(
     sharing_stats: NamespaceStats,
     span: SpanSink | None = None,
 ) -> FastAPI:
-    """Create the FastAPI application for an engine's thread that the caller starts and stops.
+    """Create the FastAPI application. The caller starts and stops ``worker``, which runs the engine.
 
     /live is always answered immediately. /health and all paths under /v1 answer 503 until the engine accepts requests.
     ``sharing_stats`` returns the statistics of Redis replication, and ``span`` receives a trace span of each

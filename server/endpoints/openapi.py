@@ -105,7 +105,7 @@ _FIELDS = {
     "prompt": "The text.",
     "tokens": "Token ids.",
 }
-"""Descriptions of request fields in /openapi.json by field name. A field means the same in all APIs."""
+"""Descriptions of request fields in /openapi.json by field name. A field has the same description in all APIs."""
 _PLACE = "#/components/schemas/{model}"
 
 
@@ -133,7 +133,7 @@ class AnthropicError(BaseModel):
 
 
 def describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Add to /openapi.json the request bodies, which endpoints parse without FastAPI, the errors, and API keys."""
+    """Complete /openapi.json with request bodies, errors and API keys, which FastAPI cannot know from the endpoints."""
 
     def description() -> dict[str, Any]:
         if app.openapi_schema is None:

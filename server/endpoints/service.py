@@ -46,11 +46,13 @@ B = TypeVar("B", bound=Body)
 _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
 """Maps the request bodies of other APIs to the classes that serialize their responses."""
 _FEW_TOKENS = 1 << 14
-"""Requests with up to this many tokens over all choices are submitted on the event loop, within milliseconds."""
+"""Requests whose estimated cost is at most that of this number of tokens are submitted on the event loop, within
+milliseconds. Others are submitted on a thread pool.
+"""
 
 
 class Service:
-    """Functions that several endpoints use: read request bodies, tokenize on other threads, and start generations."""
+    """Functions that several endpoints share: read request bodies, tokenize on other threads, start generations."""
 
     def __init__(
         self, worker: Worker, settings: ServerSettings, tenants: Tenants, sharing_stats: NamespaceStats
@@ -66,7 +68,7 @@ class Service:
         self._token_texts: TokenTexts | None = None
 
     async def read(self, request: Request, parse: Callable[..., B]) -> B:
-        """Receive, parse and count a request.
+        """Count a request against its tenant's quota, then receive and parse its body.
 
         ``parse`` validates the decoded JSON, e.g. ``CompletionBody.parse``. Raises RequestError, ApiError, QueueFull,
         ServerNotReady or EngineFailed.
@@ -98,10 +100,10 @@ class Service:
         return {"prompt": await self._texts.detokenize(self._engine_for(body), body.tokens)}
 
     async def start(self, asked: Body, body: CompletionBody | ChatBody, account: Account) -> Answer:
-        """Tokenize a request's prompts, submit one engine request per choice, and return its response serializer.
+        """Tokenize the prompts of a request, submit its choices to the engine, and return the response's serializer.
 
-        ``body`` is the request as a completion or chat completion, ``asked`` the same request in the client's API. If
-        an exception is raised, no choice is running.
+        ``asked`` is the request body as the client sent it. ``body`` is the equivalent completion or chat completion.
+        If an exception is raised, no choice is running.
         """
         engine, texts = self._engine_for(body), body.prompts() if isinstance(body, CompletionBody) else [""]
         account.check_quota(body.n * len(texts), engine.target.num_slots)  # before any other work
@@ -135,7 +137,7 @@ class Service:
             await lane.run(engine.grammars.compile, output, account.payer)
 
     async def _submit(self, engine: Engine, plan: GenerationPlan, account: Account) -> Generation:
-        """Admit a request and submit its choices. If an exception is raised, everything is released."""
+        """Reserve budget and quotas for a request and submit its choices. An exception releases everything."""
         self.metrics.latencies.num_choices.observe(plan.body.n)
         reservation = self._queued.reserve(plan.num_queued_tokens)
         generation = Generation(self.worker, self.metrics.latencies, plan, self.lanes.answers, reservation)
@@ -157,7 +159,7 @@ class Service:
         return generation
 
     async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
-        """Return the arguments of `Answer` for token ids and log-probabilities in the response."""
+        """Return the arguments of `Answer` that put token ids and log-probabilities into the response."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}
         if names := [name for name, number in wanted.items() if number is not None]:

@@ -20,7 +20,7 @@ from server.observe.logs import Fields
 log = logging.getLogger(__name__)
 
 PROBES = frozenset({"/live", "/health", "/ping", "/metrics", "/ui/stats"})
-"""URL paths that health checks, Prometheus and the web UI request every few seconds; logged at level DEBUG only."""
+"""URL paths that health checks, Prometheus and the web UI request every few seconds. They are logged at level DEBUG."""
 
 _PROBED = frozenset({200, 503})
 """The status codes that health checks normally get: 200 if the server is ready, 503 if it is not."""
@@ -30,7 +30,8 @@ _ELSEWHERE = re.compile(
     r"/(?:v1/|api/)?(?:audio|batches|chat|classify|embed|embeddings|files|fine_tuning|generate|images|infill|invocations|"
     r"load|moderations|pooling|props|rerank|score|slots|tags|threads)(?=/|$)"
 )
-"""Matches URL paths in the APIs of other inference servers, which may be logged. Other paths may contain private text.
+"""Matches the beginnings of URL paths that other inference servers have. Only such a beginning of an unknown path is
+logged, because the rest may contain private text.
 """
 
 
@@ -43,14 +44,15 @@ class HttpCounts:
         response.
         """
         self.refused: Counter[str] = Counter()
-        """The number of rejected requests by reason (see `rejection_reason`). Server errors are not counted."""
+        """The number of rejected requests by reason (see `rejection_reason`). Internal errors (500) are not counted."""
         self.num_under_way = 0
 
 
 SpanSink = Callable[[RequestRecord, str, float], tuple[str, str]]
-"""A function that records the trace span of a finished request from its record, path and end time.
+"""A function that records the trace span of a finished request.
 
-It returns the hexadecimal ids of the trace and of the span.
+Its arguments are the request's record, the URL path and the end time (``time.perf_counter``). It returns the
+hexadecimal ids of the trace and of the span.
 """
 
 
@@ -118,7 +120,7 @@ class Access:
             log.log(level, Fields("request", **facts, **_remaining_fields(record, ended, ids)))
 
     def _path(self, scope: Scope) -> str:
-        """Return the URL path for logs and metrics; "other" if unknown, because it may contain private text."""
+        """Return the URL path for logs and metrics; "other" for an unknown path, which may contain private text."""
         if self._paths is None:
             self._paths = frozenset(getattr(route, "path", "other") for route in scope["app"].routes)
         path = path_below_root(scope)

@@ -20,7 +20,8 @@ from typing import Any, Literal, TextIO
 LogFormat = Literal["text", "json"]
 
 OURS = ("ssd", "server", "cache_builder")
-"""The names of our loggers, to which the configured level applies. Other libraries log warnings and errors only."""
+"""The names of this project's loggers, to which the configured level applies. Libraries log warnings and errors only.
+"""
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MOST_WAITING = 8192
@@ -35,7 +36,10 @@ _PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
 
 
 class Fields(dict[str, Any]):
-    """A log message of named values: ``key=value`` as text, separate keys in JSON. None values are left out."""
+    """A log message of named values, written as ``key=value`` in text logs and as separate keys in JSON logs.
+
+    Values that are None are left out.
+    """
 
     def __init__(self, event: str, **values: Any) -> None:
         super().__init__({name: value for name, value in values.items() if value is not None})
@@ -57,7 +61,7 @@ def _text(value: Any) -> str:
 
 
 class QueuedLogHandler(QueueHandler):
-    """A log handler that passes records to a writing thread. If too many records are queued, it drops new ones."""
+    """A log handler that queues records for a thread that writes them. If the queue is full, it drops new records."""
 
     def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
@@ -72,7 +76,7 @@ class QueuedLogHandler(QueueHandler):
         self._thread.start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Log "too many open files" errors at most once a second, because every new connection and file causes one."""
+        """Drop errors of too many open files if one was logged in the last second: every new connection causes one."""
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if record.created < self._no_files_s + 1:
@@ -145,7 +149,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def traceback_text(error: BaseException | None) -> str:
-    """Return a traceback with its causes but without error messages, which may quote a request's content."""
+    """Return a traceback with its causes, without messages that may quote the content of a request.
+
+    These are the messages of ValueError, LookupError and TypeError.
+    """
     lines: list[str] = []
     while error is not None:
         kind = type(error)
@@ -158,7 +165,7 @@ def traceback_text(error: BaseException | None) -> str:
 
 
 def set_up_logging(level: str, kind: LogFormat, stream: TextIO | None = None) -> QueuedLogHandler:
-    """Send log records to ``stream`` (default: standard error). ``level`` applies to our own loggers."""
+    """Send log records to ``stream`` (default: standard error). ``level`` applies only to this project's loggers."""
     logging.raiseExceptions = False  # an error of the log cannot be logged
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False  # these fields are not printed
     target = logging.StreamHandler(stream or sys.stderr)

@@ -34,7 +34,7 @@ COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 
 class Families:
-    """Creates Prometheus metric families whose samples have the labels of the served model."""
+    """Creates Prometheus metric families. All their samples have the labels ``model_name`` and ``engine``."""
 
     def __init__(self, labels: tuple[str, str]) -> None:
         self.labels = labels
@@ -47,7 +47,7 @@ class Families:
         names: str | tuple[str, ...],
         values: Mapping[Any, float],
     ) -> Metric:
-        """Create a metric family whose samples have additional labels. ``values`` maps label values to numbers."""
+        """Create a metric family with further labels (``names``). ``values`` maps the labels' values to numbers."""
         more = (names,) if isinstance(names, str) else names
         family = kind(name, text, labels=[*LABELS, *more])
         for each, value in values.items():
@@ -89,7 +89,7 @@ _SIZES = frozenset(
         "lag_seconds",
     }
 )
-"""The statistics of cache namespaces that may decrease and are exported as gauges; all others are counters."""
+"""The statistics of cache namespaces that may decrease, so they are exported as gauges. All others are counters."""
 
 
 class NamespaceFamilies:
@@ -131,11 +131,11 @@ class NamespaceFamilies:
 
 
 NamespaceStats = Callable[[], Mapping[str, Any]]
-"""A function that maps the name of each cache namespace to a dataclass with the namespace's statistics."""
+"""A function that returns statistics for each cache namespace: a mapping of namespace names to dataclasses."""
 
 LAG_INTERVAL_S = 0.25
 _REASONS = ("auth", "invalid", "not_found", "not_ready", "queue_full", "quota", "too_long", "too_slow")
-"""Reasons of rejections that are exported as 0 from the start, so that the first rejection shows as an increase."""
+"""Reasons for rejected requests that are exported as 0 from the start, so that Prometheus sees the first increase."""
 _FINISHED_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 """Maps the engine's finish reasons to the finish reasons in vLLM's metrics."""
 

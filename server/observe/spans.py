@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 OPTION = "--otlp-traces-endpoint"
 _TIMEOUT_S = 5.0
-"""The seconds after which an export to the collector, with its retries, is given up."""
+"""The seconds after which an attempt to send spans to the collector, with its retries, is given up."""
 _PATIENCE_S = 2.0
 """The seconds that the process waits at exit until queued spans are sent."""
 _DEFAULT_PATH = "/v1/traces"
@@ -87,7 +87,7 @@ class Spans:
 
 
 def make_spans(endpoint: str) -> Spans:
-    """Create the exporter of spans to a collector. Raises ConfigError if the URL is invalid or a library is missing."""
+    """Create `Spans` that are sent to a collector. Raises ConfigError if the URL is invalid or a library is missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{OPTION} must be like http://collector:4318{_DEFAULT_PATH}, got {endpoint!r:.200}")

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How a model's chat template writes tool calls and reasoning.
+    """How a model writes tool calls and reasoning in its messages, mostly detected from its chat template.
 
     Attributes:
         tool_call: The name of the tool call parser. None: the output is not searched for tool calls.
         reasoning: The name of the reasoning parser. None: the output is not searched for reasoning.
-        in_words: Whether the prompt describes tools in words, because the chat template ignores them.
+        in_words: Whether a text in the prompt describes the tools, because the chat template does not support tools.
         several: Whether a message may contain several tool calls.
     """
 
@@ -73,7 +73,8 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
 
 
 _TAIL_TOKENS = 32
-"""The number of tokens at the prompt's end that are decoded to see whether the prompt ends inside reasoning."""
+"""The number of tokens at the end of the prompt that are decoded to see whether the output will begin inside reasoning.
+"""
 _SCHEMAS = frozenset({"json_object", "json_schema"})
 
 
@@ -85,9 +86,9 @@ class AnswerPlan:
     """Parses tool calls and reasoning in the output. None: all text is content."""
     output: StructuredOutput | None
     shown_special_ids: tuple[int, ...] = ()
-    """The special tokens that stay in the decoded text because the parser needs them."""
+    """The ids of special tokens whose text stays in the decoded output, because the parser needs them as markers."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
-    """Counts the reasoning tokens of an output. None: the model does not reason."""
+    """A function that counts the reasoning tokens of an output. None: the model does not reason."""
 
 
 def plan_answer(
@@ -194,17 +195,18 @@ _CALL_IDS: Mapping[str | None, Callable[[list[dict[str, Any]]], list[dict[str, A
     "mistral": with_short_call_ids,
     "kimi_k2": with_numbered_call_ids,
 }
-"""Maps tool call formats to functions that convert tool call ids, if the chat template accepts only one form of ids."""
+"""For formats whose chat templates accept only one form of tool call ids: functions that convert the ids in messages.
+"""
 
 
 class ChatPreparer:
-    """Tokenizes conversations with their tools, and plans how the model's answer is parsed."""
+    """Tokenizes conversations with their tools, and plans how the output is constrained and parsed."""
 
     def __init__(self, texts: Tokenization, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._texts, self._lanes, self._settings = texts, lanes, settings
 
     async def prepare(self, engine: Engine, body: ChatBody) -> tuple[tuple[int, ...], AnswerPlan]:
-        """Return the token ids of a conversation, and how the answer is parsed. Raises RequestError."""
+        """Return the token ids of a conversation, and how the output is constrained and parsed. Raises RequestError."""
         body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()

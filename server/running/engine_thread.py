@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # importing the engine imports torch, which the thread does a
 log = logging.getLogger(__name__)
 
 _COMPILING_S = 5.0
-"""The seconds that the server waits at its start for the drafting kernels to compile before it serves without drafts.
+"""The maximum time in seconds for which the start of the server waits for the drafting kernels to be compiled. After
+this time it serves without drafts until they are compiled.
 """
 _IDLE_WAIT_S = 0.25
 """The interval in seconds at which the engine's thread, while it is idle, checks whether it has to stop."""
@@ -31,7 +32,10 @@ _SHUTTING_DOWN = "the server is shutting down"
 
 
 class WorkerState(Enum):
-    """The state of the engine's thread. It accepts requests if READY, and finishes running requests if STOPPING."""
+    """The state of the engine's thread.
+
+    In READY, requests are accepted. In STOPPING, running requests finish and new requests are rejected.
+    """
 
     LOADING = "loading"
     READY = "ready"
@@ -41,7 +45,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The numbers of requests that ended, or were cut off, while the server was shutting down."""
+    """The result of a shutdown: how many HTTP requests ended in time, how many were cut off, and how long it took."""
 
     num_ended: int
     num_cut: int
@@ -49,7 +53,7 @@ class Drained:
 
 
 class Inbox:
-    """A queue that passes the outputs of some requests from the engine's thread to one event loop, in order."""
+    """A queue for the outputs of some requests, from the engine's thread to one event loop. The order is kept."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -64,7 +68,7 @@ class Inbox:
         _wake(self._waiter)
 
     async def get(self, wait_s: float | None = None) -> tuple[str, RequestOutput | Exception] | None:
-        """Return the next output, or None after ``wait_s`` seconds."""
+        """Return the next output with its request id, or None after ``wait_s`` seconds."""
         if not self._arrived:
             self._waiter = self.loop.create_future()
             timer = None if wait_s is None else self.loop.call_later(wait_s, _wake, self._waiter)
@@ -88,9 +92,10 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class Worker:
-    """Loads an engine on its own thread and runs its steps there until it is stopped. Thread-safe.
+    """Runs the engine on a thread of its own, and passes requests and outputs to and from event loops. Thread-safe.
 
-    That thread calls ``load(stack)``, which returns the engine. What it adds to ``stack`` is closed after the engine.
+    The thread calls ``load(stack)``, which must return the loaded engine. Callbacks that ``load`` adds to ``stack`` run
+    at the end, after the engine was closed.
     """
 
     def __init__(self, load: Callable[[ExitStack], Engine]) -> None:
@@ -110,7 +115,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for requests that were admitted. Raises ServerNotReady or EngineFailed."""
+        """The engine, to which a request can be submitted. Raises ServerNotReady or EngineFailed."""
         if self.state is WorkerState.LOADING:
             raise ServerNotReady("the model is being loaded: try again in a moment")
         if self.hurries or (self.state is WorkerState.STOPPING and self.loaded_engine is None):
@@ -137,7 +142,7 @@ class Worker:
             raise
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request, which then produces no further output. Unknown and finished requests are ignored."""
+        """Cancel an engine request, so that it produces no further output. Unknown and ended requests are ignored."""
         if self._forget(request_id) and self.loaded_engine is not None:
             self.loaded_engine.cancel(request_id)
 
@@ -213,7 +218,7 @@ class Worker:
                 self._deliver([(request_id, failure) for request_id in list(self._inboxes)])
 
     def _deliver(self, deliveries: list[tuple[str, RequestOutput | Exception]]) -> None:
-        """Put outputs into the inboxes of their requests, waking each event loop only once."""
+        """Put outputs into the inboxes of their requests, with one thread-safe call per event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Inbox, str, RequestOutput | Exception]]] = {}
         for request_id, delivery in deliveries:
             inbox = self._inboxes.get(request_id)

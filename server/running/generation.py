@@ -53,7 +53,7 @@ class Latencies:
 
 
 _MOST_AT_ONCE = 32
-"""The maximum number of outputs that are processed before the event loop serves other tasks."""
+"""The maximum number of waiting outputs that are processed before the event loop gets a chance to run other tasks."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,8 @@ class Usage:
     """The token counts of an HTTP request for the field ``usage``. A prompt counts once for all of its choices.
 
     Attributes:
-        cached_tokens: Prompt tokens that were found in the prefix cache for every choice.
+        cached_tokens: Prompt tokens that were found in the prefix cache. If a prompt has several choices, the smallest
+            number counts.
         accepted_prediction_tokens: Tokens of the prediction that occur in the outputs, see `common_tokens`.
             None: the request had no prediction.
         reasoning_tokens: The reasoning tokens of all choices. None: the model does not reason.
@@ -111,7 +112,7 @@ class Generation:
     """Submits one engine request per choice of an HTTP request and collects the outputs.
 
     ``close`` must be called in any case; it also releases ``reservation``. If the client wants only the
-    log-probabilities of its prompts, the one generated token is dropped. ``aside`` is the thread pool for slow
+    log-probabilities of its prompts, one token is generated and dropped. ``aside`` is the thread pool for slow
     functions.
     """
 
@@ -150,7 +151,7 @@ class Generation:
         self._reservation.begin()
 
     def close(self) -> None:
-        """Cancel all running choices, so that their slots become free at the next engine step."""
+        """Cancel all running choices, so that their slots become free at the next step, and release the reservation."""
         self._note_counts()
         for request_id in self._running:
             self._worker.cancel(request_id)

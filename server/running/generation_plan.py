@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_LOGPROBS = 1 << 20
 """The maximum number of log-probabilities in a response, including those of alternative tokens."""
 _TOKENS_A_CHOICE = 256
-"""The estimated cost of submitting one choice in addition to its prompt, in tokens."""
+"""The estimated fixed cost of submitting one choice: as much as for this number of additional prompt tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class GenerationPlan:
 
     @property
     def num_queued_tokens(self) -> int:
-        """The number of prompt and prediction tokens, counted once per choice."""
+        """The number of prompt and prediction tokens. Those of a prompt with several choices count once per choice."""
         return self.body.n * self.num_prompt_tokens + self.num_choices * len(self.prediction or ())
 
     @property
     def cost(self) -> int:
-        """The estimated cost of building and submitting the engine requests, in tokens."""
+        """The estimated cost of building and submitting the engine requests, as a number of prompt tokens."""
         num_ruled = len(self.body.logit_bias) + len(self.body.allowed_token_ids or ()) + sum(map(len, self.bad_words))
         return self.num_queued_tokens + _TOKENS_A_CHOICE * self.num_choices + num_ruled
 
@@ -121,7 +121,7 @@ def _sampling_within(plan: GenerationPlan, settings: ServerSettings, context: in
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Limit the default of ``max_tokens`` so that the response has at most ``_MOST_LOGPROBS`` log-probabilities."""
+    """Lower a default ``max_tokens``, so that the response has at most ``_MOST_LOGPROBS`` log-probabilities."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)

@@ -23,18 +23,20 @@ _MAX_CHARACTERS_PER_TOKEN = 512
 """The maximum number of characters of a token in known tokenizers; the longest tokens are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
 _MOST_DETOKENIZED = 1 << 16
-"""The maximum number of token ids in a /detokenize request, because decoding them blocks all other threads."""
+"""The maximum number of token ids in a /detokenize request (or the context length, if larger), because decoding blocks
+all other threads.
+"""
 _PIECE_CHARACTERS = 1 << 14
 _TOKENS_CUT = 64
-"""If a text is split into chunks, its token count may increase by up to this number per chunk."""
+"""If a text is tokenized in chunks, its token count may increase by up to this number per chunk."""
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """Upper estimates of the peak memory of tokenization, in bytes per token and per UTF-8 byte (measured: 330 and 16)."""
 _CHARACTERS_A_TEXT = 64
-"""The estimated fixed cost of tokenizing a text, expressed as a number of additional characters."""
+"""The estimated fixed cost of tokenizing one text: as much as for this number of additional characters."""
 
 
 class Tokenization:
-    """Tokenizes and detokenizes texts for requests, and rejects too long texts before they are tokenized."""
+    """Tokenizes and detokenizes texts for requests on other threads, and rejects too long texts before tokenization."""
 
     def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
@@ -42,7 +44,10 @@ class Tokenization:
     async def prompts(
         self, engine: Engine, prompts: Sequence[str | list[int]], *, special: bool
     ) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts; ``special`` adds the tokenizer's special tokens to texts."""
+        """Return the token ids of prompts, which are texts or already token ids.
+
+        ``special`` adds the tokenizer's special tokens to texts.
+        """
         most = self._most_tokens(engine)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
@@ -175,7 +180,8 @@ def _encode(codec: TextCodec, text: str, *, most: int, param: str, special: bool
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
     """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenization is short.
 
-    A long text is tokenized in chunks first, because a tokenizer that runs out of memory aborts the process.
+    The tokens of a long text are counted chunk by chunk, because a tokenizer that runs out of memory aborts the
+    process.
     """
     if len(text) <= _PIECE_CHARACTERS:
         return
@@ -207,7 +213,7 @@ def _is_free(num_bytes: int) -> bool:
 
 
 def _parts(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Group consecutive texts so that a group of short texts is tokenized in one call."""
+    """Divide texts into groups of consecutive texts, each group short enough for one call on the thread pool."""
     first = num_characters = 0
     for place, text in enumerate(texts):
         num_characters += len(text) + _CHARACTERS_A_TEXT

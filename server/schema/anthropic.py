@@ -91,7 +91,7 @@ class _Result(_ContentBlock):
 
     @property
     def text(self) -> str:
-        """Return the text of a tool result. A failed call is noted if the text does not mention the failure."""
+        """Return the text of a tool result. If the call failed, it begins with "Error", which is added if missing."""
         text = joined(self.content)
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
@@ -149,7 +149,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
-"""Unsupported fields of a tool definition, with the values that are accepted because they have no effect."""
+"""Fields of a tool definition that are supported only with the given values, which have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
 """Fields of a tool definition that are ignored.
 
@@ -249,7 +249,7 @@ class ContextManagement(RequestObject):
     edits: Annotated[list[ClearThinking], Field(max_length=1)] = Field(default_factory=list)
 
     def edit(self, messages: list[dict[str, Any]]) -> None:
-        """Remove the reasoning of earlier turns from the messages, as the request's field ``edits`` demands."""
+        """Remove the reasoning of earlier turns from the messages, if the request's field ``edits`` demands it."""
         for keep in [edit.keep for edit in self.edits if edit.keep != "all"]:
             for message in [message for message in messages if "reasoning_content" in message][: -keep.value]:
                 del message["reasoning_content"]

@@ -68,10 +68,13 @@ ELSEWHERE = frozenset(
     options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms typical_p usage vllm_xargs
     """.split()
 )
-"""Names of request fields of other inference servers, which may appear in the log. This server rejects them."""
+"""Names of request fields that only other inference servers know. They are rejected, but may appear in the log."""
 
 UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Unsupported request fields that would change the output, with their accepted values and the reason."""
+"""The type of tables of unsupported request fields, which would change the output.
+
+A table maps a field to the values that are accepted because they change nothing, and to the reason.
+"""
 
 REFUSED: UnsupportedFields = {
     "suffix": (("",), "the server continues text, it does not fill in the middle"),
@@ -89,11 +92,12 @@ REFUSED: UnsupportedFields = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Unsupported fields of completions and chat completions. A body class that declares such a field supports it."""
+"""Unsupported fields of completions and chat completions. If a body class declares such a field, it supports the field.
+"""
 
 
 def require_counts(body: dict[str, Any], limits: Limits) -> None:
-    """Raise RequestError for the first field with too many elements, before the body is validated."""
+    """Raise RequestError if a field has too many elements or characters. It is called before the body is validated."""
     _require_choices(body, limits)
     for name, count, most, unit in (
         ("logit_bias", _length, 1024, "entries"),
@@ -145,7 +149,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """In this context, let errors name fields as in the client's API instead of as in chat completions."""
+    """Let a RequestError in this context name fields as the client's API does, not as chat completions do."""
     try:
         yield
     except RequestError as error:
@@ -153,7 +157,10 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """Return a copy of an error in which fields of chat completions have the names of the client's API."""
+    """Return a copy of an error that names fields as the client's API does, not as chat completions do.
+
+    ``names`` maps field names of chat completions to those of the client's API.
+    """
     here, said = error.param or "", str(error)
     if here in names and said.startswith(here):
         said = names[here] + said.removeprefix(here)
@@ -197,7 +204,10 @@ class Body(BaseModel):
 
     @classmethod
     def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Remove fields without effect. Raises RequestError for unsupported fields that would change the output."""
+        """Return the request's fields without those that are ignored.
+
+        Raises RequestError for unsupported fields that would change the output.
+        """
         honoured = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):
@@ -224,7 +234,10 @@ T = TypeVar("T")
 
 
 def validate_field(kind: TypeAdapter[T], value: Any, param: str, where: str | None = None) -> T:
-    """Validate a value with pydantic. Raises RequestError with the JSON path of the error, below ``where``."""
+    """Return a value validated by pydantic. Raises RequestError that names the invalid part by its JSON path.
+
+    ``where`` is the JSON path of the value itself (default: ``param``).
+    """
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -260,7 +273,7 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
 
 
 def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, int, bool, bool]:
-    """Return a sort key for pydantic's errors, the lowest for the most informative error.
+    """Return a sort key for pydantic's errors, by which the most informative error comes first.
 
     If a field may have several types, pydantic reports errors for each type.
     """
@@ -270,7 +283,7 @@ def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, in
 
 
 def _is_kind(complaint: ErrorDetails) -> bool:
-    """Return whether pydantic's error tells only which type is expected, although the field also allows other types."""
+    """Return whether pydantic's error only says which type is expected, although several types may be allowed."""
     return complaint["type"] == "literal_error" or complaint["type"].endswith("_type")
 
 

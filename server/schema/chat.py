@@ -258,7 +258,7 @@ def joined(texts: list[Any]) -> str:
 
 AssistantField = Literal["reasoning_content", "content", "tool_calls"]
 _ORDER: tuple[AssistantField, ...] = ("reasoning_content", "content", "tool_calls")
-"""The order of the parts of an assistant message. A part out of this order begins another message."""
+"""The order of the parts of an assistant message. A part that would break this order begins another message."""
 
 
 class Conversation:
@@ -277,14 +277,14 @@ class Conversation:
         self._said = -1
 
     def say(self, role: str, text: str) -> None:
-        """Append a text to the conversation. Text of the assistant continues the last assistant message if possible."""
+        """Add a text to the conversation. A text of the assistant is added to its last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the assistant message to which the part ``says`` is to be added: the last message, or a new one."""
+        """Return the message for the part ``says`` of an assistant message: the last one or, if needed, a new one."""
         rank = _ORDER.index(says)
         if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
             self.add("assistant", "")
@@ -341,7 +341,9 @@ class ChatForm(Body):
 
 
 _FORMED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "stream_options", "top_logprobs"}
-"""Names of chat completion fields that have another meaning or content in other APIs."""
+"""Names of chat completion fields that are not copied from requests of other APIs, because they mean something else
+there or must be converted.
+"""
 
 
 def function_choice(name: str) -> dict[str, Any]:

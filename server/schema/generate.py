@@ -159,7 +159,8 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     """The common request fields of completions and chat completions."""
 
     default_max_tokens: ClassVar[int | None] = None
-    """The maximum number of output tokens if neither the request nor the model's defaults set one."""
+    """The maximum number of output tokens of requests that set none. A smaller default of the model takes precedence.
+    """
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(default=None, description="Takes precedence over ``max_tokens``.")
@@ -176,7 +177,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
     skip_special_tokens: bool = Field(default=True, description="false: the output text contains special tokens.")
 
     def require_within(self, limits: Limits) -> None:
-        """Raise RequestError if the output has several constraints, or a constraint that takes too long to compile."""
+        """Raise RequestError if the output has several constraints, or one that is too long to be compiled quickly."""
         output = self.structured_output()
         if output is None:
             return

@@ -116,7 +116,7 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
 
 _OF_A_FUNCTION = ("name", "description", "parameters", "strict")
 _LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-"""Unsupported tools that are silently left out, because clients offer them by default and work without them."""
+"""Unsupported tools that are removed without an error, because clients offer them by default and work without them."""
 
 
 def _full_name(namespace: str | None, name: str) -> str:
@@ -255,12 +255,12 @@ class ResponsesBody(SamplingFields, ChatForm):
 
     @property
     def is_small(self) -> bool:
-        """Whether the request's fields that a response repeats are small enough to be serialized on the event loop."""
+        """Whether the fields that the response repeats are small, so that the event loop may serialize them."""
         return self._is_small
 
     @property
     def namespaces(self) -> dict[str, str]:
-        """Map functions' names, as the model sees them, to their tool namespaces in the request."""
+        """Map the names of functions, as the model sees them, to their tool namespaces in the request."""
         spread = [(namespace, tool.get("name")) for _, namespace, tool in _spread(self.tools) if namespace is not None]
         return {_full_name(namespace, name): namespace for namespace, name in spread}
 

@@ -24,10 +24,10 @@ AUTO, OFF = "auto", "none"
 """Option values for tool call and reasoning formats: detect the format from the chat template, or do not parse."""
 
 FORMAT_IN_WORDS = "hermes"
-"""The tool call format that is described to models whose chat template does not support tools."""
+"""If a model's chat template does not support tools, the prompt asks the model to write tool calls in this format."""
 
 JSON = "json"
-"""The format of forced tool calls if the model's own format is unknown or has no grammar."""
+"""The format in which tool calls are forced if the model's own format is unknown or has no grammar."""
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
@@ -38,7 +38,11 @@ def _listed(before: str, after: str, call: str = _OBJECT) -> CallTemplate:
 
 
 def _tags(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
-    """Return a format with tags: ``call`` begins a call, ``key`` begins a parameter, and ``sections`` enclose calls."""
+    """Return a tool call format with tags, as in XML.
+
+    ``call`` begins a tool call, ``key`` begins a parameter, and ``sections`` are tag names that enclose a list of
+    calls.
+    """
     call_tag, key_tag = (re.split(" name=|=", begin[1:])[0] for begin in (call, key))
     return CallFormat(
         arguments="tags",
@@ -396,10 +400,11 @@ _MARKER = re.compile(r"<[^<>\s]*(?:\||｜|tool_call|function_call|think)[^<>\s]*
 
 
 def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | None, str | None]:
-    """Return the names of the tool call format and the reasoning format of a chat template; None for an unknown format.
+    """Return the names of the tool call format and the reasoning format of a chat template; None if not recognized.
 
-    ``sample`` is a tool call as the template renders it. The first format that can parse ``sample`` is used; formats
-    that the template mentions are tried first. Without ``sample``, the first format that the template mentions is used.
+    The first reasoning format that the template mentions is used. For tool calls, ``sample`` is a call as the template
+    renders it, and the first format that can parse it is used; formats that the template mentions are tried first.
+    Without ``sample``, the first tool call format that the template mentions is used.
     """
     mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentioned_by, chat_template)]
     reasoning = next(
@@ -478,7 +483,7 @@ def make_parser(
 
     ``tool_call`` and ``reasoning`` are names of formats, None if the message has no such part. The schemas of
     ``functions`` determine the types of argument values, and in formats without markers only calls of these functions
-    are recognized. ``prompt`` are the last 64 or more characters of the prompt, which may have opened the reasoning.
+    are recognized. ``prompt`` is the end of the prompt, which shows whether the output begins inside reasoning.
     """
     functions = functions or {}
     form = None if tool_call is None else TOOL_FORMATS[tool_call]

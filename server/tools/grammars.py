@@ -27,7 +27,7 @@ _OF_AN_OBJECT = frozenset(
 """JSON schema keywords that a grammar can enforce for parameters in tags."""
 _ANYTHING = "/(?s:.*)/"
 _BEGINNING = 16
-"""The marker that begins reasoning is searched among this number of tokens at the beginning of the output."""
+"""The number of output tokens that are decoded to see whether the output begins with reasoning."""
 
 
 def call_grammar(
@@ -73,7 +73,7 @@ def _call(
     special: Mapping[str, int],
     rules: dict[str, str],
 ) -> str | None:
-    """Return the grammar rule for a call of one function, and add to ``rules`` the other rules that it needs."""
+    """Return the body of the grammar rule for a call of one function, and add the rules that it uses to ``rules``."""
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
@@ -97,7 +97,7 @@ def _parts(call: str, name: str, number: int, special: Mapping[str, int], rules:
 
 
 def _text(text: str, special: Mapping[str, int]) -> str:
-    """Write a text as grammar literals, in which markers that are special tokens become references to tokens."""
+    """Write a text as grammar literals. Markers in it that are special tokens become references to these tokens."""
     markers = [token for token in sorted(special, key=len, reverse=True) if token and token in text]
     pieces = re.split("(" + "|".join(map(re.escape, markers)) + ")", text) if markers else [text]
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
@@ -156,7 +156,10 @@ def _tagged(
 
 
 def reasoning_rule(name: str | None, prompt: str, added: Mapping[str, int]) -> str | None:
-    """Return grammar rules in which ``reasoning`` matches the reasoning before an answer; None if it cannot occur."""
+    """Return a grammar rule ``reasoning`` for the reasoning before an answer, with the rules that it refers to.
+
+    Returns None if the output cannot contain reasoning.
+    """
     form = REASONING_FORMATS[name] if name is not None else None
     inside = None if form is None else begins_inside(form, prompt)
     if form is None or inside is None:

@@ -42,7 +42,9 @@ Said = TextDelta | ToolCallDelta
 
 
 Delta = tuple[Said, ...]
-"""The content, reasoning and tool calls that new output contains, in order; empty while the output is ambiguous."""
+"""What new output contains, in order: content, reasoning and tool calls. It is empty while the parser needs more text
+to decide between them.
+"""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,7 @@ class DeltaBuffer:
         self._space.clear()
 
     def call(self, name: str, *, space_is_text: bool = False) -> None:
-        """Begin another tool call. ``space_is_text`` adds the white space before the call to the content."""
+        """Begin another tool call. If ``space_is_text`` is set, the white space before the call is content."""
         if space_is_text and self._any_content and not self._after_call:
             self._say("content", self._space)
         self._space.clear()
@@ -138,11 +140,13 @@ class DeltaBuffer:
 
 
 Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
-"""A function that parses a message, or its next part, from a scanner into a delta buffer."""
+"""A function that parses one part of a message, e.g. the reasoning. It reads text from the `Scanner`, and adds the
+parts that it finds to the `DeltaBuffer`.
+"""
 
 
 class MessageParser:
-    """Parses one message of a model incrementally, with one parser after another; the remaining text is content.
+    """Parses one message of a model, while its text arrives, with ``readers`` one after another; the rest is content.
 
     The result does not depend on the division of the text into chunks. Text that is not a well-formed tool call is
     content, unless it is the beginning of a call at the end of a truncated output. Never raises. O(characters).
@@ -165,7 +169,7 @@ class MessageParser:
         return self._pieces.take()
 
     def finish(self) -> Delta:
-        """End the message and return the text that was held back. Must be called once."""
+        """End the message and return its last deltas, of text that was held back until now. Must be called once."""
         self._scanner.end()
         next(self._steps, None)
         self._pieces.end()
@@ -250,7 +254,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Message:
-    """The parsed message of a choice so far, with texts as lists of chunks."""
+    """The message of a choice, parsed so far. Its content and reasoning are lists of chunks."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -267,8 +271,8 @@ class Message:
 class Messages:
     """Parses the outputs of all choices of a request into messages with tool calls and reasoning. Not thread-safe.
 
-    Without ``parallel``, tool calls after the first are dropped. With ``only_calls``, content is dropped, because a
-    grammar forces tool calls.
+    Without ``parallel``, tool calls after the first are dropped. With ``only_calls``, a grammar forces tool calls, and
+    any content is dropped.
     """
 
     make_parser: Callable[[], MessageParser]

@@ -32,9 +32,10 @@ class ReasoningFormat:
     Attributes:
         begin: The markers that begin reasoning.
         end: The markers that end reasoning.
-        also_ends: The markers that end reasoning and belong to the text after it.
+        also_ends: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
         inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt ended it.
-        header: The text after ``begin``, for models whose messages have headers.
+        header: For models that write reasoning as a message of its own: the text after ``end``, with which the next
+            message begins.
         mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
     """
 
@@ -47,7 +48,7 @@ class ReasoningFormat:
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
-    """Return whether the output begins inside reasoning; None if the prompt has already ended the reasoning."""
+    """Return whether the output begins inside reasoning; None if the prompt ends with the end of the reasoning."""
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
@@ -55,7 +56,7 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
 
 
 def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
-    """Return whether a message that the model will continue ends inside its reasoning."""
+    """Return whether a message that the model is to continue ends inside its reasoning."""
     return max(map(message.rfind, form.begin)) > max(map(message.rfind, form.end))
 
 
@@ -89,7 +90,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
 def channels(form: CallFormat | None, functions: Functions, ends: Collection[str]) -> Reader:
     """Return a parser of outputs that consist of several messages with headers, as gpt-oss writes them.
 
-    If ``form`` is None, messages to a function are content instead of tool calls.
+    ``form`` is the format of tool calls. If it is None, a message that calls a function is content.
     """
     return lambda scanner, pieces: _Channels(form, functions, ends, scanner, pieces).read()
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 Result = TypeVar("Result")
 Steps: TypeAlias = Generator[None, None, Result]
-"""A generator that returns a result, and pauses while the result depends on text that has not arrived yet."""
+"""The type of incremental parsers: a generator that returns a result. It pauses whenever it needs more text."""
 
 Sink: TypeAlias = Callable[[str], object]
 
@@ -30,7 +30,7 @@ PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Markers:
-    """Strings that are searched for together. Chunks may end within a marker."""
+    """Strings, e.g. tags, that are searched for together. They are found even if a chunk of the text ends in one."""
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
@@ -40,10 +40,11 @@ class Markers:
 
 
 class Scanner:
-    """Reads a text that arrives in chunks, for incremental parsers.
+    """Reads a text that arrives in chunks, for incremental parsers. O(characters).
 
-    Text that may be content or the beginning of a tool call is read without a sink. It is collected in the trail until
-    the following text shows which of the two it is. O(characters).
+    Text that was read goes to a function ``sink``. Without a sink it is added to the trail, because it may be content
+    or the beginning of a tool call. When the following text shows which it is, `trail` returns the collected text, or
+    `forget` discards it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class Scanner:
         return self._num_dropped + self._at
 
     def forget(self) -> None:
-        """Discard the trail (text that was read but not attributed yet), because it turned out to be markup."""
+        """Discard the trail, i.e. the text that was read without a sink, because it turned out to be markup."""
         self._trail = []
 
     def trail(self) -> str:
@@ -84,7 +85,7 @@ class Scanner:
         return text
 
     def run(self, pattern: re.Pattern[str], sink: Sink | None = None) -> Steps[bool]:
-        """Read all following characters that match a pattern, a repeated character class. Return whether any match."""
+        """Read all following characters that a pattern (a repeated character class) matches. Return whether any did."""
         found = False
         while True:
             if match := pattern.match(self._text, self._at):
@@ -97,7 +98,7 @@ class Scanner:
     def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
         """Read and return all following characters that a pattern (a repeated character class) matches.
 
-        Without ``kept``, the characters are not collected as possible content.
+        Without ``kept``, the characters are not added to the trail.
         """
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
@@ -137,10 +138,10 @@ class Scanner:
         return found
 
     def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
-        """Read text into ``sink`` up to the first marker, and return the marker; "" at the end of the text.
+        """Pass the text before the first marker to ``sink``, and read and return the marker; "" if none follows.
 
-        Without ``read_marker``, the marker itself is not read. ``last`` is a marker that counts only at the end of the
-        text.
+        Without ``read_marker``, the marker is returned but not read. ``last`` is an additional marker that counts only
+        if nothing but white space follows it.
         """
         while True:
             match = markers.pattern.search(self._text, self._at)
@@ -158,7 +159,7 @@ class Scanner:
             yield
 
     def _unsure_from(self, markers: Markers) -> int:
-        """Return the index from which the text may be an incomplete marker; without such an end, the text's length."""
+        """Return the smallest index from which the text may be an incomplete marker; if there is none, its length."""
         end = len(self._text)
         for begin in range(max(self._at, end - markers.longest + 1), end):
             if self._text[begin:] in markers.beginnings:
@@ -182,7 +183,7 @@ class Scanner:
         return str(decoded)
 
     def _rest_of_string(self, sink: Sink) -> Steps[bool]:
-        """Read the rest of a JSON string after its first quotation mark; return whether the string is complete."""
+        """Read a JSON string from after its opening quotation mark, and return whether the string is complete."""
         while True:
             yield from self.run(_INSIDE_STRING, sink)
             mark = yield from self.peek()
@@ -197,8 +198,8 @@ class Scanner:
         """Read a JSON value into ``sink``; return whether the value is complete.
 
         Common mistakes of models are corrected: control characters in strings, Python's constants, numbers beyond the
-        range of floats and trailing commas. With ``kept``, the original text is collected too, until it is known
-        whether it is content.
+        range of floats and trailing commas. With ``kept``, the original text is added to the trail too, because it may
+        turn out to be content.
         """
 
         def take(written: str, said: str) -> None:

@@ -44,17 +44,23 @@ _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 CALL_ID = "[CALL_ID]"
-"""A Mistral marker that is followed by the model's own id of the tool call, which is replaced."""
+"""In Mistral's format, the marker before the id that the model gives a tool call. The parser skips this id, and clients
+get an id made by the server.
+"""
 
 Sequence = tuple[tuple[str, ...], ...]
-"""Literals in order, each a tuple of alternatives (with "" if it is optional), with optional white space in between."""
+"""A sequence of texts that must follow each other, with optional white space in between.
+
+Each text is a tuple of alternatives; the alternative "" makes it optional.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTemplate:
-    """How a model writes a message with tool calls, as texts from which prompts and grammars are made.
+    """The texts of which a message with tool calls consists, to write calls into prompts and to force them by grammars.
 
-    No part may begin like an alternative at the same position, because the lexer of grammars never backtracks.
+    If two texts are possible at the same position, none may begin with the other, because the lexer of grammars never
+    backtracks.
 
     Attributes:
         call: A tool call, with the placeholders NAME, ARGUMENTS and NUMBER.
@@ -86,7 +92,8 @@ class CallFormat:
         arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
             such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
             literals; or an object "keyed" by the name, or a list of such objects.
-        message_ends: The markers that end a message, for models whose messages have headers that name a function.
+        message_ends: For models that write a tool call as a message whose header names the function, the markers that
+            end a message.
         section: The markers that begin a list of calls.
         closes: Whether text after ``section`` is never content.
         call: The markers that begin a call.
@@ -94,18 +101,19 @@ class CallFormat:
         head: The literals between the marker and the name.
         after_name: The literals between the name and the arguments.
         end: The markers after a call, which models often omit.
-        noise: Markers without a meaning, which are removed.
+        noise: Markers that have no meaning and are removed from the text.
         space_is_text: Whether white space before a call belongs to the content.
-        opened: The name that stands for content, in formats whose prompts end with the marker that begins a call.
-        key: The text before the name of a parameter.
+        opened: In formats whose prompts end with the marker that begins a call, the function name that the model writes
+            if content follows instead.
+        key: In formats with tags, the text before the name of a parameter; the next six attributes are for them too.
         after_key: The texts after the name of a parameter.
         value_end: The tag after a value.
         call_end: The tag after the last parameter.
         on_lines: Whether values stand on lines of their own, whose line ends do not belong to the value.
         value_end_before_tag: Whether ``value_end`` counts only if another tag follows.
         escaped: Whether names of parameters are escaped as in XML.
-        special: Markers that may be special tokens.
-        written: The same format for prompts and grammars.
+        special: Markers that are special tokens of some tokenizers and must stay in the decoded text.
+        written: The template of this format for prompts and grammars. None: no grammar can force its tool calls.
     """
 
     mentions: tuple[tuple[str, ...], ...] | None = None
@@ -149,7 +157,7 @@ class CallFormat:
 
     @cached_property
     def value_ends(self) -> Markers:
-        """The texts that end a parameter's value. If the closing tag is forgotten, the tags after it end the value."""
+        """The texts that end a parameter's value: its closing tag or, if that is forgotten, the tags after it."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
         if self.on_lines:
@@ -159,7 +167,7 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a parameter's value on lines of its own. A tag within a line belongs to the value."""
+        """The texts that end a parameter's value that begins on its own line. A tag within a line is part of it."""
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
@@ -167,7 +175,7 @@ class CallFormat:
 
     @cached_property
     def in_reasoning(self) -> tuple[str, ...]:
-        """The texts that begin a tool call, on a line of its own, in reasoning whose end marker the model forgot."""
+        """The texts that begin a tool call, on a line of its own, inside reasoning that the model forgot to end."""
         if self.arguments not in ("object", "tags"):
             return ()
         after = "" if self.arguments == "tags" and not self.section else "\n"
@@ -178,8 +186,8 @@ class ToolCallParser:
     """Parses the tool calls of one message incrementally.
 
     A call is reported from its first argument on, because its beginning may still turn out to be ordinary text. In
-    formats without markers only calls of ``functions`` are recognized. The schemas of ``functions`` determine the types
-    of values.
+    formats without markers only calls of ``functions`` are recognized. For values without quotes, the schemas of
+    ``functions`` determine the types.
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
@@ -276,7 +284,7 @@ class ToolCallParser:
         return True
 
     def _read_list(self, read_one: Callable[[], Steps[bool]], between: tuple[str, ...], ends: str) -> Steps[None]:
-        """Read tool calls in brackets, or a sequence of tool calls separated by one of the strings ``between``."""
+        """Read tool calls in square brackets, or tool calls that are separated by one of the strings ``between``."""
         scanner = self._scanner
         in_list = bool((yield from scanner.literal("[")))
         while True:

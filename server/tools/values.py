@@ -96,7 +96,7 @@ def json_characters(text: str) -> str:
 
 
 class Plain:
-    """Converts a tool-call argument that the model writes without quotes to JSON, while it is generated.
+    """Converts a tool call argument, which the model writes without quotes, to JSON while it is generated.
 
     If the schema declares a string, each chunk is passed on as it arrives. Other values are passed on when complete.
     """
@@ -124,10 +124,14 @@ class Plain:
 
 
 class Dialect(NamedTuple):
-    """The notation of literals in a language, for the conversion of tool call arguments to JSON.
+    """How a language such as Python writes lists, mappings, strings, numbers and constants, to convert them to JSON.
 
-    ``read_string`` returns None if no string comes next, else whether the string is complete. ``word`` matches a number
-    or a constant, and ``key`` a number or a constant before a colon.
+    Attributes:
+        brackets: Maps each opening bracket to JSON's opening bracket and to the language's closing bracket.
+        read_string: Reads a string, and returns whether it is complete; None if the next text is not a string.
+        word: Matches a number or a constant.
+        key: Matches the key of a mapping that is not a string.
+        json_of_word: Converts a number or a constant to JSON.
     """
 
     brackets: Mapping[str, tuple[str, str]]
@@ -138,7 +142,7 @@ class Dialect(NamedTuple):
 
 
 def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
-    """Read a literal of another language, e.g. Python, into ``sink`` as JSON; return whether it was read to its end."""
+    """Read a value in a notation such as Python's and pass it to ``sink`` as JSON; return whether it is complete."""
     closes: list[str] = []  # the closing brackets of open lists and mappings, the innermost last
     comma = after_item = is_key = False
     while True:
@@ -197,7 +201,7 @@ def _json_of_python(word: str) -> str:
 
 
 def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
-    """Read a Python string literal, in which line ends are accepted too, and write it to ``sink`` as JSON."""
+    """Read a Python string literal and pass it to ``sink`` as JSON. Line ends are accepted in any literal."""
     quote = yield from scanner.literal('"', "'", '"""', "'''", sink=discard)
     if not quote:
         return None

@@ -102,7 +102,7 @@ def ui_stats(worker: Worker, settings: ServerSettings, tenants: Tenants, account
 
 
 def add_files(app: FastAPI, files: Mapping[str, Path]) -> None:
-    """Serve static files without API key. Browsers check for a newer version at every use."""
+    """Serve static files without an API key. Browsers may cache them, but must ask whether they have changed."""
 
     def answers(path: Path) -> Callable[[Request], Awaitable[Response]]:
         content, (kind, _) = path.read_bytes(), guess_type(path.name)
