@@ -413,7 +413,13 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
     environment |= {"OMP_NUM_THREADS": "1"} if is_test else {}
     with log.open("wb") as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words], cwd=ROOT, env=environment, stdout=said, stderr=said, start_new_session=True
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=_heed_interrupts,
         )
     is_over = False
     try:
@@ -435,6 +441,11 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
     if is_test and not re.search(r"\b\d+ passed\b", text):
         return "failures", "no test passed, all were skipped"
     return None
+
+
+def _heed_interrupts() -> None:
+    """Undo that a shell lets programs in the background ignore SIGINT, by which tests are told to end and report."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

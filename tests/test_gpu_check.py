@@ -82,9 +82,9 @@ def test_tests_that_are_all_skipped_have_not_passed(monkeypatch: pytest.MonkeyPa
 def test_tests_whose_time_is_over_say_which_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "test_slow.py"
     path.write_text("import time\n\ndef test_wrong(): assert False\n\ndef test_endless(): time.sleep(99)\n")
-    monkeypatch.setattr(gpu_check, "_LAST_SECONDS", 40)
+    monkeypatch.setattr(gpu_check, "_LAST_SECONDS", 20)
     command = f"pytest -v -o addopts= -n 2 -p no:cacheprovider --noconftest {path}"
-    status, result = play(monkeypatch, tmp_path, {"right": (command,)}, seconds=80)
+    status, result = play(monkeypatch, tmp_path, {"right": (command,)}, seconds=50)
     assert status == 1 and "test_slow.py::test_wrong" in result["right"]["failures"][0]
 
 
