@@ -84,7 +84,7 @@ def test_tests_whose_time_is_over_say_which_failed(monkeypatch: pytest.MonkeyPat
     path.write_text("import time\n\ndef test_wrong(): assert False\n\ndef test_endless(): time.sleep(99)\n")
     monkeypatch.setattr(gpu_check, "_LAST_SECONDS", 20)
     command = f"pytest -v -o addopts= -n 2 -p no:cacheprovider --noconftest {path}"
-    status, result = play(monkeypatch, tmp_path, {"right": (command,)}, seconds=50)
+    status, result = play(monkeypatch, tmp_path, {"right": (command,)}, seconds=80)
     assert status == 1 and "test_slow.py::test_wrong" in result["right"]["failures"][0]
 
 
