@@ -254,9 +254,14 @@ def differs(
 
 @torch.inference_mode()
 def is_near_tie(
-    target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
+    target: Target,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    got: Sequence[int],
+    want: Sequence[int],
+    margin: float = TIE_MARGIN,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best scores are near.
+    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best two scores are near.
 
     What has no seed was sampled with the noise of `run`.
     """
@@ -273,7 +278,7 @@ def is_near_tie(
         drawn = gumbel_noise(torch.from_numpy(keys.view(np.int64)).to(logits.device), logits.shape[-1])
         scores = truncated_scores(logits, [params]).double() + drawn
     best = torch.topk(scores[0], 2).values
-    return float(best[0] - best[1]) < TIE_MARGIN
+    return float(best[0] - best[1]) < margin
 
 
 def _noise_of(params: SamplingParams) -> SequenceNoise:

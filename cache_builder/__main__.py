@@ -56,7 +56,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an ``ssd-cache`` command. Returns 0 for success, 1 if the command found a fault, 2 after an error message.
 
-    Without ``arguments`` it reads ``sys.argv``, and also installs signal handlers and hides torch from the process.
+    Without ``arguments`` it reads ``sys.argv``, installs signal handlers, and hides torch from the process unless the
+    command compares other draft methods, which need torch.
     """
     if arguments is None:
         signal.signal(signal.SIGTERM, _terminated)

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cache_builder.__main__ import main
-from cache_builder.evaluation.peers import PEERS, Peer, count_agreeing, replay_peer
+from cache_builder.evaluation.peers import PEERS, Peer, replay_peer
 from tests.test_evaluate_command import TOKENIZER, log_of, made_log, run_json, write_log
 
 ROOT = Path(__file__).resolve().parents[1]
-TOKENS = st.lists(st.integers(0, 2), max_size=8)
 
 
 class Known(Peer):
@@ -50,14 +47,6 @@ def test_a_step_emits_what_the_draft_and_the_output_agree_on_and_one_token_more(
     found = replay_peer(log, peer, told.append)
     assert found.num_steps.tolist() == [3, 1, 1] and found.num_accepted.tolist() == [4, 0, 2]
     assert found.drafted.tolist() == [3, 3, 2, 2, 3] and peer.finished == outputs and told == [7, 1, 3]
-
-
-@given(TOKENS, TOKENS)
-def test_agreeing_tokens_are_counted_up_to_the_first_that_differs(draft: list[int], text: list[int]) -> None:
-    number = 0
-    while number < min(len(draft), len(text)) and draft[number] == text[number]:
-        number += 1
-    assert count_agreeing(np.array(draft, np.int32), np.array(text, np.int32)) == number
 
 
 def test_the_report_compares_with_prompt_lookup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

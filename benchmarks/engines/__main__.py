@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.exactness import first_difference
+from benchmarks.exactness import TIE_MARGIN, is_near_tie
 from benchmarks.models import load, settle
 from benchmarks.run import ENGINE, SPREAD, Option, Run, describe, in_turn, spread
 from benchmarks.steps import weight_bytes
@@ -39,7 +38,7 @@ from ssd.text.codec import TextCodec
 
 _PREFILL = 512
 _WAIT_S = 0.5  # threads of OpenMP wait for work in a loop for 0.2 s
-_TIES = {"float32": 1e-3, "bfloat16": 2**-6}  # of scores from 8 on bfloat16 has 1/16, in a product of many 1/4 of it
+_TIES = {"float32": TIE_MARGIN, "bfloat16": 0.25}  # from 16 on, numbers in bfloat16 are 1/8 apart
 
 Prompts = Sequence[Sequence[int]]
 Complete = Callable[[Prompts, int], tuple[list[list[int]], float]]
@@ -185,22 +184,11 @@ def _report(
         num_ties = 0
         for prompt, got, want in zip(prompts, each.outputs["vllm"], wanted, strict=True):
             if got != want:
-                tie = _is_tie(target, prompt, got, want, _TIES[dtype])
+                tie = is_near_tie(target, prompt, SamplingParams(temperature=0.0), got, want, _TIES[dtype])
                 num_ties += tie
                 mismatches += not tie
         row = {"dtype": dtype, "batch": batch, "what": what, **each.row()}
         this.row({**row, "ties": num_ties, "mismatches": mismatches})
-
-
-def _is_tie(target: Target, prompt: Sequence[int], got: list[int], want: list[int], margin: float) -> bool:
-    """Return whether the scores of the first two tokens that differ are within ``margin`` of the larger one."""
-    place = first_difference(got, want)
-    if place is None or place >= min(len(got), len(want)):
-        return False
-    context = [*prompt, *want[:place]]
-    scores = target.forward([0], np.array([context], np.int64), [len(context)]).logits[0, -1].float()
-    target.rollback(0, 0)
-    return abs(float(scores[got[place]] - scores[want[place]])) <= margin * max(1.0, float(scores.abs().max()))
 
 
 def _prompts(codec: TextCodec, texts: Iterator[str], batch: int, args: Any) -> list[list[int]]:

@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
         result = evaluate(log, plan, costs, progress=bar.update)
     if options.against:
         with progress_bar(count_compared_tokens(log, options.against), " tokens") as bar:
-            result["against"] = compare(log, plan, costs, options.against, progress=bar.update)
+            result["against"] = compare(log, plan, costs, result, options.against, progress=bar.update)
     result["parameters"]["class_by"] = options.class_by
     result |= {
         "inputs": options.kv_events or [Path(name).name for name in options.inputs],

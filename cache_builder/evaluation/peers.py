@@ -19,6 +19,7 @@ import numpy as np
 from cache_builder.evaluation.costs import StepCosts
 from cache_builder.evaluation.evaluate import Outcome, Plan, figures_of, replay
 from cache_builder.evaluation.log import Log, TokenIds
+from ssd.drafting.protocol import Draft
 from ssd.errors import ConfigError
 
 _DEPTH: Final = 24  # vLLM's default
@@ -150,19 +151,23 @@ def compare(
     log: Log,
     plan: Plan,
     costs: StepCosts,
+    evaluation: Mapping[str, Any],
     names: Sequence[str],
     *,
     progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> list[dict[str, Any]]:
-    """Replay a log with SSD's drafter and with other draft methods, and return one row of figures for each.
+    """Replay a log with SSD's draft chains and with other draft methods, and return one row of figures for each.
 
+    The first row has the figures of SSD's draft trees, from the result ``evaluation`` of `evaluate` for the same log.
     A method other than SSD has two rows: its default setting, and the setting with the largest speed-up. O(settings *
     tokens).
     """
-    rows = list[dict[str, Any]]()
-    for way, tree in (("trees", True), ("chains", False)):
-        found = replay(log, replace(plan, tree=tree), costs.curve, plan.cache, progress)
-        rows.append({"method": "ssd", "setting": f"default, draft {way}", **figures_of(costs, None, found)})
+    chains = figures_of(costs, None, replay(log, replace(plan, tree=False), costs.curve, plan.cache, progress))
+    trees = {key: evaluation[key] for key in chains}
+    rows = [
+        {"method": "ssd", "setting": f"default, draft {way}", **of}
+        for way, of in (("trees", trees), ("chains", chains))
+    ]
     for name in names:
         some = [
             {"method": name, "setting": shown, **figures_of(costs, None, replay_peer(log, peer, progress))}
@@ -175,7 +180,7 @@ def compare(
 
 def count_compared_tokens(log: Log, names: Sequence[str]) -> int:
     """Return the number of output tokens that `compare` replays, for its progress bar."""
-    return int(log.output_lengths[log.replayable].sum()) * (2 + sum(len(PEERS[name][3]) for name in names))
+    return int(log.output_lengths[log.replayable].sum()) * (1 + sum(len(PEERS[name][3]) for name in names))
 
 
 def _peers(name: str, longest: int) -> Iterator[tuple[str, Peer]]:
@@ -196,7 +201,8 @@ def replay_peer(log: Log, peer: Peer, progress: Callable[[int], object]) -> Outc
             began = time.thread_time_ns()
             draft = np.asarray(peer.propose(text[:position]), np.int32)
             ns += time.thread_time_ns() - began
-            end = position + min(count_agreeing(draft, text[position:]) + 1, len(text) - position)
+            num_agreeing = len(Draft(draft).path_of(text[position:]))
+            end = position + min(num_agreeing + 1, len(text) - position)
             peer.extend(text[position:end])
             drafted.append(len(draft))
             position, num_steps = end, num_steps + 1
@@ -206,10 +212,3 @@ def replay_peer(log: Log, peer: Peer, progress: Callable[[int], object]) -> Outc
     requests, nums, accepted = np.array(steps, np.int64).reshape(-1, 3).T.copy()
     widths = np.array(drafted, np.int16)
     return Outcome(requests, log.output_lengths[requests], nums, accepted, widths, ns, {}, 0, 0, 0)
-
-
-def count_agreeing(draft: TokenIds, text: TokenIds) -> int:
-    """Return how many tokens of a draft chain the text begins with. O(draft)."""
-    some = min(len(draft), len(text))
-    wrong = np.flatnonzero(draft[:some] != text[:some])
-    return int(wrong[0]) if len(wrong) else some

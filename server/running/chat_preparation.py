@@ -86,7 +86,7 @@ class AnswerPlan:
     """Parses tool calls and reasoning in the output. None: all text is content."""
     output: StructuredOutput | None
     shown_special_ids: tuple[int, ...] = ()
-    """The ids of special tokens whose text stays in the decoded output, because the parser needs them as markers."""
+    """The ids of the special tokens that are decoded to text, because the output parser searches for them."""
     count_reasoning: Callable[[Sequence[int]], int] | None = None
     """A function that counts the reasoning tokens of an output. None: the model does not reason."""
 

@@ -57,7 +57,7 @@ Each text is a tuple of alternatives; the alternative "" makes it optional.
 
 @dataclass(frozen=True, kw_only=True)
 class CallTemplate:
-    """The texts of which a message with tool calls consists, to write calls into prompts and to force them by grammars.
+    """The template of a message with tool calls, from which calls in prompts and the grammar of forced calls are made.
 
     If two texts are possible at the same position, none may begin with the other, because the lexer of grammars never
     backtracks.
