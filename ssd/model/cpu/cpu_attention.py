@@ -33,10 +33,11 @@ Strided = tuple[int, int, int, int]  # an address, and the strides of three axes
 def cpu_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Compute attention over the KV cache slots on a CPU, for float32, bfloat16 and float16, with float32 sums.
+    """Compute attention over the KV cache on a CPU, without a mask and without copying the keys and values.
 
-    Implements `AttentionKernel`. The keys are contiguous along the last axis but one, as in `SlotKVCache` on a CPU.
-    O(visible keys) per query.
+    Implements `AttentionKernel` for float32, bfloat16 and float16, with float32 sums. The keys must be stored
+    contiguously along the positions and the values along the head dimension, as `SlotKVCache` does on a CPU. O(visible
+    keys) per query.
     """
     scale, window, chunk, softcap, sinks = rules
     batch, heads, width, dim = query.shape
@@ -70,10 +71,10 @@ def cpu_attention(
 def _add_product(  # pragma: no cover - compiled
     kind: int, rows: int, vectors: int, a: int, a_row: int, b: int, b_row: int, c: int, c_row: int, n: int
 ) -> None:
-    """Add a matrix product, ``c += a @ b``, where b has any supported dtype and a and c are float32.
+    """Add a matrix product, ``c += a @ b``; a and c are float32, and b has the dtype ``kind`` (see `KINDS`).
 
-    The shapes are a [rows, n] and b [n, 16 * vectors]. Each array is given by its address and the number of bytes
-    between two of its rows.
+    The shapes are a [rows, n], b [n, 16 * vectors] and c [rows, 16 * vectors]. Each matrix is given by its address and
+    the number of bytes from one row to the next.
     """
     step = 2 if kind else 4
     row = 0
@@ -100,10 +101,11 @@ def _add_product(  # pragma: no cover - compiled
 def _add_values(  # pragma: no cover - compiled
     kind: int, rows: int, scores: Rows, values: tuple[int, int], found: Rows, q: int, key: int, at: int, count: int
 ) -> None:
-    """Add ``count`` values, weighted by attention scores, to the attention output of ``rows`` queries from query q on.
+    """Add attention-weighted values from the KV cache to the attention outputs ``found`` of several queries.
 
-    The weights are the queries' ``scores`` from index ``key`` on; the values are those from position ``at`` on.
-    ``values`` has the address of the first value and the number of bytes between two positions.
+    The queries are ``rows`` queries from index ``q`` on, and the values are those of ``count`` positions from ``at``
+    on. The weights are in ``scores``, from column ``key`` on. ``values`` contains the address of the value at position
+    0 and the number of bytes from one position to the next.
     """
     weights, given = scores[q].ctypes.data + key * 4, values[0] + at * values[1]
     row, out, out_row = scores.strides[0], found[q].ctypes.data, found.strides[0]
@@ -122,10 +124,11 @@ def _attend(  # pragma: no cover - compiled
     first_task: int,
     step: int,
 ) -> None:
-    """Compute one thread's part of the attention of a forward pass: every ``step``-th task from ``first_task`` on.
+    """Compute one thread's share of the attention of a forward pass.
 
-    A task consists of up to 16 queries of one row and key head. Query q of a task is at position q // groups and
-    belongs to the (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
+    A task is the attention of up to 16 queries of one sequence with one key head. The thread computes every ``step``-th
+    task from ``first_task`` on. Each key head is shared by ``groups`` query heads: its query q is at position q //
+    groups and belongs to the (q % groups)-th of these heads. Arrays are given by addresses, and strides are in bytes.
     """
     query, query_row, query_head, query_position = queries
     keys, key_slot, key_head, key_number = stored_keys
@@ -232,7 +235,7 @@ def _attend(  # pragma: no cover - compiled
 
 @inlined
 def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
-    """Move the scores of the draft tree's nodes that a query sees to adjacent entries, in the order of their depth."""
+    """Move the scores of a query's draft-tree path to adjacent entries, so that they are summed as in a draft chain."""
     seen = uint8_array(sees, width)
     depth = 0
     for node in range(width):

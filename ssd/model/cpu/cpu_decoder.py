@@ -30,9 +30,10 @@ _MODEL_CLASSES: Final = frozenset(f"{kind}ForCausalLM" for kind in _KINDS)
 
 
 def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `CpuLayer`; yields a `Replaced` for each layer.
+    """Replace the ``forward`` of Llama-style decoder layers by that of `CpuLayer`, which saves Python overhead.
 
-    Call this after all other replacements. Layers whose parts have not been replaced by faster ones stay unchanged.
+    Call this after all other replacements, because only decoder layers whose linear layers, norms and activation are
+    already SSD's modules are replaced. Yields for each decoder layer a `Replaced` record, which can restore it.
     """
     for module in known_layers(model):
         flat = CpuLayer(module)
@@ -41,7 +42,7 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
 
 
 def known_layers(model: nn.Module) -> list[Any]:
-    """Return the Llama-style decoder layers of a model that still have transformers' ``forward``."""
+    """Return the decoder layers of a model that are Llama-style and still have transformers' ``forward``."""
     return [
         module
         for module in model.modules()
@@ -52,10 +53,11 @@ def known_layers(model: nn.Module) -> list[Any]:
 
 
 class FlatLayer(ABC):
-    """A Llama-style decoder layer that computes attention and feed-forward network without transformers' code.
+    """A Llama-style decoder layer that is computed without transformers' code, which saves Python overhead.
 
-    The attention and the gated feed-forward network each have a residual connection and a norm of their input, in
-    Gemma 2 and 3 also a norm of their output. ``norm`` is the class that replaces the layer's norms.
+    The attention and the gated feed-forward network each have a residual connection and a norm of their input, in Gemma
+    2 and 3 also a norm of their output. ``norm`` is SSD's class of RMS norms; layers with other norms cannot be
+    computed.
     """
 
     def __init__(self, layer: Any, norm: type[nn.Module]) -> None:
@@ -80,22 +82,22 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether all parts of the decoder layer are SSD's layers now; LoRA adapters may replace them later."""
+        """Return whether SSD can compute the decoder layer's modules; a LoRA adapter may replace modules later."""
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether this layer can compute a pass over these rows; if not, transformers' code computes it."""
+        """Return whether SSD can compute this forward pass of the layer; if not, transformers' code computes it."""
         return True
 
     @abstractmethod
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Compute the decoder layer's output from ``hidden_states``, [B, T, hidden size].
+        """Return the decoder layer's output for ``hidden_states``; both are [B, T, hidden size].
 
-        ``angles`` are cosines and sines of the rotary positions, [B, T, dim]; ``stored`` are the layer's keys and
-        values in all KV cache slots.
+        ``angles`` are the cosines and sines of the rotary position embeddings, [B, T, dim]. ``stored`` are the layer's
+        keys and values in all slots of the KV cache.
         """
 
     def forward(self, layer: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute the layer for new tokens, [B, T, hidden size], or call transformers' ``forward`` if it cannot."""
+        """Return the decoder layer's output, [B, T, hidden size]; transformers' code computes it if SSD cannot."""
         rows: SlotRows | None = kwargs.get("slot_rows")
         stored = None if rows is None else rows.kv_cache.layer_cache(self._index)
         if (
@@ -115,7 +117,10 @@ class FlatLayer(ABC):
 
 
 class FlatModel:
-    """Runs a model whose layers are `FlatLayer`s without transformers' code between the layers; requires `is_flat`."""
+    """Computes the logits of a model whose decoder layers are all `FlatLayer`s, without transformers' code.
+
+    Create it only for a model for which `is_flat` returns True.
+    """
 
     def __init__(self, model: Any) -> None:
         self._inner, self._output = model.model, model.lm_head
@@ -136,8 +141,8 @@ class FlatModel:
     ) -> torch.Tensor:
         """Compute the model's logits [B, T, V] for new tokens at ``positions``, both int64[B, T].
 
-        Only the last ``logits_to_keep`` tokens of a row get logits; 0 means all tokens. The hidden states of
-        ``layers``, numbered as in `FeatureSpec`, are appended to ``hidden``.
+        If ``logits_to_keep`` is not 0, only the last ``logits_to_keep`` tokens of each row get logits. If the list
+        ``hidden`` is given, the hidden states of ``layers``, numbered as in `FeatureSpec`, are appended to it.
         """
         inner, seen = self._inner, dict[int, torch.Tensor]()
         hidden_states = inner.embed_tokens(tokens)
@@ -166,7 +171,10 @@ def is_flat(model: Any) -> bool:
 
 
 class CpuLayer(FlatLayer):
-    """A Llama-style decoder layer on a CPU for few tokens, bit-identical to calling its parts through transformers."""
+    """A Llama-style decoder layer on a CPU that computes small forward passes without transformers' code.
+
+    The results are bit-identical to those of transformers' code with the same linear layers, norms and activation.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
@@ -181,7 +189,7 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the forward pass is small enough for one core and uses the default attention kernel."""
+        """Return whether the forward pass is small enough for one core and its attention kernel is `cpu_attention`."""
         return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
@@ -195,7 +203,7 @@ class CpuLayer(FlatLayer):
         return hidden_states + (added if self._output_norms is None else self._output_norms[1](added))
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
-        """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q, k and v_proj."""
+        """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q_, k_ and v_proj."""
         (cos, sin), (keys, values) = angles, stored
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
@@ -223,7 +231,7 @@ def _place(  # pragma: no cover - compiled
     key_array: tuple[int, int, int, int],
     value_array: tuple[int, int, int, int],
 ) -> None:
-    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
+    """Apply norms and rotary embeddings to queries and keys in place, and write the keys and values to the KV cache.
 
     Arrays are given by their addresses; strides are in array elements, not in bytes.
     """

@@ -33,7 +33,7 @@ _WORK = 20  # the cost of computing one number, in multiplications
 class Activation(nn.Module):
     """A batch-invariant activation function on a CPU for float32, bfloat16 or float16, computed in float32.
 
-    ``name`` is a key of `FUNCTIONS`.
+    ``name`` is a key of `FUNCTIONS`, for example "silu".
     """
 
     def __init__(self, name: str) -> None:
@@ -55,7 +55,10 @@ class Activation(nn.Module):
 
 
 def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
-    """Replace activation modules by an `Activation` with the same outputs on test inputs; yields `Replaced` records."""
+    """Replace activation modules by `Activation`s with the same outputs on test inputs, up to rounding.
+
+    Yields for each module a `Replaced` record, which can restore it.
+    """
     dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
     return swap(model, lambda module: _same(module, dtype))
 
@@ -79,7 +82,6 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 def _apply(  # pragma: no cover - compiled
     number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
 ) -> None:
-    """Apply an activation function to every ``step``-th row of an array; arrays are given by their addresses."""
     for row in range(first, num_rows, step):
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
 
@@ -90,9 +92,10 @@ _PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the las
 class FusedNorm(nn.Module):
     """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
-    Input and output have the dtype of the weight, [n]: float32, bfloat16 or float16; the norm is computed in float32.
-    The model adds the number ``offset`` to the weight. `row_rule` has three arguments of `normalise`: the weight's
-    address, whether x is rounded before the product with the weight, and eps.
+    The norm is computed in float32, for a weight [n] and inputs of the same dtype: float32, bfloat16 or float16.
+    ``offset`` is added to the weight: 1 in Gemma, whose checkpoints store the weight minus 1, and 0 in most models.
+    `row_rule` has three arguments of `normalise`: the address of the sum of weight and offset, ``rounds_first``, and
+    eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
@@ -117,7 +120,7 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def take(self, weight: torch.Tensor) -> None:
-        """Copy a new weight of the same size; the norm itself adds its offset to this weight."""
+        """Copy the values of another weight of the same size into the norm; pass it without the norm's offset."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 
@@ -131,9 +134,10 @@ def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
 
 
 def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
-    """Replace each RMS norm by the most accurate variant that ``make`` returns; yields a `Replaced` for each norm.
+    """Replace each RMS norm of a model by a faster norm with the same outputs on test inputs, up to rounding.
 
-    A norm stays unchanged if no variant computes the same on test inputs.
+    ``make`` returns candidates for a norm, and the candidate with the smallest error is used. If no candidate's error
+    is small enough, the norm stays unchanged. Yields for each replaced norm a `Replaced` record, which can restore it.
     """
     return swap(model, lambda norm: _nearest(norm, make))
 
@@ -179,9 +183,11 @@ def normalise(  # pragma: no cover - compiled
     first: int,
     step: int,
 ) -> None:
-    """Compute the RMS norm of every ``step``-th row from ``first`` on; arrays are given by their addresses.
+    """Compute the RMS norm of one thread's rows: every ``step``-th row from ``first`` on.
 
-    Input and output are [num_rows, size] of dtype ``kind``, and may be the same array; the weight is float32[size].
+    Arrays are given by their addresses. Input and output are [num_rows, size] of the dtype ``kind`` (see `KINDS`), and
+    may be the same array; the weight is float32[size]. If ``rounds_first``, the normalised input is rounded to this
+    dtype before it is multiplied by the weight.
     """
     row_bytes = size * (2 if kind else 4)
     for row in range(first, num_rows, step):
@@ -191,10 +197,11 @@ def normalise(  # pragma: no cover - compiled
 
 
 Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A function that applies rotary positions to queries and keys, [B, heads, T, dim], with cos and sin, [B, T, dim].
+"""A function that applies rotary position embeddings to queries and keys and returns the rotated queries and keys.
 
-Each pair of numbers ``dim / 2`` apart is rotated by its angle (Su et al. 2021, section 3.4.2). The two products and
-their sum are rounded as in torch.
+The arguments are queries and keys, [B, heads, T, dim], and the cosines and sines of the angles, [B, T, dim]. Elements i
+and i + dim / 2 of a head are a pair, which is rotated by an angle (Su et al. 2021, section 3.4.2). The two products
+and their sum are rounded as in torch.
 """
 
 _NAME = "apply_rotary_pos_emb"
@@ -208,9 +215,10 @@ def _turned_both(
 
 
 class FusedRotary:
-    """A faster version of transformers' function for rotary positions; it calls the original for unsupported inputs.
+    """A replacement of transformers' function ``apply_rotary_pos_emb``, which applies rotary position embeddings.
 
-    ``plain`` is the original. ``turn`` is faster, for queries or keys of at most ``most_numbers`` elements.
+    ``turn``, a faster function, computes queries and keys of at most ``most_numbers`` elements each. ``plain``, the
+    original function, computes larger inputs and those with another shape, dtype or memory layout.
     """
 
     def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
@@ -246,10 +254,11 @@ def fuse_rotary(
     most_error: float = 1e-6,
     most_numbers: int = MOST_NUMBERS,
 ) -> Iterator[Replaced]:
-    """Make layers call ``turn`` instead of transformers' function for rotary positions; yields a `Replaced` per layer.
+    """Make a model's attention modules apply rotary position embeddings by ``turn``, a faster function.
 
-    The functions are compared on test inputs of the given dtype and device; ``most_error`` is the maximum relative
-    error that is attributed to rounding. ``turn`` is called for queries or keys of at most ``most_numbers`` elements.
+    ``turn`` is used only if it agrees with transformers' function on test inputs of ``dtype`` on ``device``, up to a
+    relative error of ``most_error``, and only for queries and keys of at most ``most_numbers`` elements each. Yields
+    for each module a `Replaced` record, which can restore it.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -267,7 +276,7 @@ def fuse_rotary(
 
 
 def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
-    """Return a copy of a layer's ``forward`` that calls ``rotary`` instead of transformers' function."""
+    """Return a copy of ``forward`` in which the global name ``apply_rotary_pos_emb`` refers to ``rotary``."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -301,10 +310,11 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def turn_rows(  # pragma: no cover - compiled
     kind: int, given: tuple[int, int, int, int], sizes: tuple[int, int, int, int], cos: int, sin: int, out: int
 ) -> None:
-    """Apply rotary positions to queries or keys, [rows, heads, T, dim]; arrays are given by their addresses.
+    """Apply rotary position embeddings to queries or keys, [rows, heads, T, dim].
 
-    ``given`` has the address of the input, and the bytes between its rows, heads and positions; the other arrays are
-    contiguous. ``out`` may be the input if the input is contiguous.
+    Arrays are given by their addresses. ``given`` contains the address of the input and the number of bytes between its
+    rows, heads and positions. The other arrays are contiguous. If the input is contiguous, ``out`` may be the same
+    array.
     """
     x, row_bytes, head_bytes, position_bytes = given
     num_rows, num_heads, width, dim = sizes

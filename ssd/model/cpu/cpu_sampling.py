@@ -32,10 +32,10 @@ LOWEST_TEMPERATURE = 1e-4
 1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from greedy decoding.
 """
 MASS_OF_ONE = 2.0**40
-"""The integer that stands for the probability of the most probable token when probabilities are summed for top-p.
+"""The integer that stands for the probability of the most probable token when top-p adds up probabilities.
 
-The integers of other tokens are proportional to their probabilities, rounded down. An int64 holds a sum of 2^22 of
-them.
+Probabilities are added up as integers, because the sum of integers does not depend on the order. The integer of another
+token is proportional to its probability and rounded down. An int64 can hold the sum of 2^22 such integers.
 """
 
 _BLOCK = 128
@@ -52,10 +52,11 @@ _NO_WEIGHT = np.float32(-80.0)
 def choose_rows(
     logits: Float32s, rows: Int64s, counts: Int64s, temperatures: Float32s, cuts: Float64s, keys: UInt64
 ) -> Int64s:
-    """Sample a token at each position, the one with the largest sum of score and Gumbel noise: int64[sum(counts)].
+    """Sample one token at each position and return the token ids, int64[sum(counts)].
 
-    Only tokens that top-k, top-p and min-p keep are candidates; NaN is never selected. The first of several tokens with
-    the same sum is selected, and token 0 if there is no candidate. Usually O(V) per position.
+    The sampled token is the one with the largest sum of score and Gumbel noise among the tokens that top-k, top-p and
+    min-p keep; of several such tokens, it is the one with the lowest id. NaN is never sampled. If no token is possible,
+    the result is token 0. Usually O(V) per position.
 
     Args:
         logits: [B, T, V], -inf for tokens that are ruled out.
@@ -90,7 +91,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """Return each token's probability as an integer, for top-p; the most probable token has `MASS_OF_ONE`."""
+    """Return each token's probability as an integer, int64[rows, V], as top-p uses it; the maximum is `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):
@@ -103,7 +104,7 @@ def masses_of(scores: Float32s) -> Int64s:
 
 @inlined
 def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
-    """Write the logits divided by the temperature to ``scores``; return the highest score (-inf if there is none)."""
+    """Write ``logits / temperature`` to ``scores``, and return the highest score; NaN is ignored."""
     highest = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block, divided = logits[start : start + _BLOCK], scores[start : start + _BLOCK]
@@ -120,9 +121,9 @@ def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
 
 @inlined
 def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
-    """Write exp(score - highest) for each token to ``weights``; return the sum of the integer probabilities for top-p.
+    """Write exp(score - highest) of each token to ``weights``, and return the sum of their integers for top-p.
 
-    A weight below 2^-115 becomes 0, because no noise of 53 bits can make its token the argmax.
+    A weight below 2^-115 becomes 0, because Gumbel noise of 53 random bits is too small for its token to be sampled.
     """
     mass = 0
     for token in range(len(scores)):
@@ -153,7 +154,7 @@ def _first_of(scores: Float32s, value: Float) -> int:
 
 @inlined
 def _noisy(score: Float, bits: UInt) -> float:
-    """Return a score plus the Gumbel noise that `gumbel_noise` computes from the same 53 random bits."""
+    """Return a token's score plus the Gumbel noise that `gumbel_noise` computes from the same 53 random ``bits``."""
     return np.float64(score) - np.log(-np.log((np.float64(bits) + 0.5) * 1.1102230246251565e-16))  # type: ignore[no-any-return]
 
 
@@ -167,7 +168,7 @@ def _left(z: UInt) -> Float:
 
 @inlined
 def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt) -> int:
-    """Return the token with the largest score plus Gumbel noise; blocks that cannot contain this token are skipped."""
+    """Return the argmax of score plus Gumbel noise over all tokens; blocks that cannot contain it are skipped."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for start in range(0, len(weights), _BLOCK):
         block = weights[start : start + _BLOCK]
@@ -237,7 +238,7 @@ def _best_kept(
 
 @inlined
 def _find(scores: Float32s, least: Float, found: TokenIds) -> int:
-    """Write the ids of all tokens with a score of at least ``least`` to ``found``, in order; return their number."""
+    """Write the ids of all tokens with a score of at least ``least`` to ``found``, ascending; return their number."""
     num_found = 0
     for start in range(0, len(scores), _BLOCK):
         block = scores[start : start + _BLOCK]
@@ -263,7 +264,7 @@ def _mass_of_found(weights: Float32s, found: TokenIds, num_found: int) -> int:
 
 @inlined
 def _mass_of_best(scores: Float32s, weights: Float32s, found: TokenIds, num_found: int, top_k: int) -> int:
-    """Return the sum of the integer probabilities of the ``top_k`` best candidate tokens. O(candidates)."""
+    """Return the sum of the integers that stand for the probabilities of the ``top_k`` best tokens. O(num_found)."""
     if num_found <= top_k:
         return _mass_of_found(weights, found, num_found)
     among = np.empty(num_found, np.float32)
@@ -292,7 +293,7 @@ def _best_found(
     above: float,
     floor: Float,
 ) -> int:
-    """Return the token with the largest score plus noise among candidates with score > ``above`` and >= ``floor``."""
+    """Return the argmax of score plus Gumbel noise over tokens in ``found`` with score > ``above`` and >= ``floor``."""
     best, chosen, bar = -np.inf, 0, np.float32(0.0)
     for i in range(num_found):
         token = int(found[i])
@@ -322,9 +323,9 @@ class DeviceRules:
 
     @classmethod
     def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
-        """Return a request's bias and allowed tokens as tensors on a device, which are built once per request.
+        """Return a request's logit bias and allowed tokens as tensors on ``device``; they are built once per request.
 
-        Ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
+        Token ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
         key = (cls, vocab_size, device)
         if key not in rules.kept:
@@ -354,9 +355,9 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 def rule_out(scores: torch.Tensor, by_grammar: Mask | None, allowed: Mask | None, forbidden: Collection[int]) -> None:
     """Set the scores of tokens that the grammar, the allowed tokens or the forbidden tokens exclude to -inf, in place.
 
-    The rules are applied in this order, and a rule that would leave no token is not applied. So the grammar always
-    holds, and a token can always be sampled. ``scores`` is [V]; the masks ``by_grammar`` and ``allowed``, bool[V], are
-    True for accepted tokens, and None accepts all tokens.
+    The three rules are applied in this order. A rule that would exclude all tokens left by the previous rules is
+    skipped, so that a token can still be sampled. ``scores`` is [V]. ``by_grammar`` and ``allowed`` are masks, bool[V],
+    that are True for accepted tokens; None accepts all tokens.
     """
     rules = [mask for mask in (by_grammar, allowed) if mask is not None]
     if forbidden:

@@ -26,10 +26,14 @@ _plain = nn.functional.linear
 
 
 def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
-    """Make matrix products in routers, experts and similar modules batch-invariant; yields `Replaced` records."""
+    """Make matrix products batch-invariant in modules with their own weight matrices, such as routers and experts.
+
+    Experts are then computed one after another. Yields for each module a `Replaced` record, which can restore it.
+    """
     if isinstance(model, PreTrainedModel):
         model.set_experts_implementation("eager")  # one call per expert, so that rows can be planned
     for module in model.modules():
+        # The parent of a stack of experts combines their outputs.
         if _has_matrices(module) or any(_is_expert_stack(child) for child in module.children()):
             yield swap_forward(module, _forward)
 
@@ -45,7 +49,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_expert_stack(module: nn.Module) -> bool:
-    """Return whether a module has one tensor for all experts; its parent module then mixes the experts' outputs."""
+    # The weights of all experts are one tensor of three dimensions.
     return _has_matrices(module) and any(each is not None and each.dim() == 3 for each in module._parameters.values())
 
 

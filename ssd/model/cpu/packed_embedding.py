@@ -30,9 +30,10 @@ class PackedLayout(NamedTuple):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding, ``weight[ids] * factor``, that reads oneDNN's packed weights; bit-identical to the original.
+    """An embedding that reads rows of a weight in oneDNN's packed layout; bit-identical to the original embedding.
 
-    ``factor`` is a tensor of one number; None if the model does not scale embeddings.
+    So an embedding that is tied to the output layer needs no weight of its own. Rows are multiplied by ``factor``, a
+    tensor of one number, or not at all if ``factor`` is None.
     """
 
     def __init__(
@@ -54,19 +55,19 @@ class PackedEmbedding(nn.Module):
 
 
 def packed_numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the memory of a weight packed by oneDNN as one row of numbers: a view, valid as long as ``packed``."""
+    """Return the memory of a weight packed by oneDNN as a flat tensor, which is valid only while ``packed`` exists."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
 
 
 def read_rows(numbers: torch.Tensor, order: PackedLayout, ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows ``ids`` of a matrix packed by oneDNN; raises IndexError if there is no such row."""
+    """Return the rows ``ids`` of a matrix packed by oneDNN; raises IndexError if a row does not exist."""
     starts = order.rows.index_select(0, ids.reshape(-1).long())
     return numbers.take(starts[:, None] + order.columns).view(*ids.shape, len(order.columns))
 
 
 def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | None:
-    """Return the memory layout of a weight packed by oneDNN; None if `PackedLayout` cannot express it. O(size)."""
+    """Return the memory layout of a weight packed by oneDNN; None if `PackedLayout` cannot describe it. O(size)."""
     num_rows, num_columns = weight.shape
     places = _packed_indices(min(num_rows, 2 * _PERIOD), num_columns, weight.dtype)
     if places is None:
@@ -113,7 +114,7 @@ def _factors(embedding: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor 
 
 
 def _packed_indices(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the memory index of each element of a matrix packed by oneDNN; None if it has too many elements."""
+    """Return the memory index of each element of a matrix packed by oneDNN; None for 2^28 elements or more."""
     size = num_rows * num_columns
     if size >= 1 << _DIGITS * _DIGIT_BITS:
         return None

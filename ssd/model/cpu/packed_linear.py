@@ -27,7 +27,7 @@ ModulePlaces = list[tuple[nn.Module, str]]  # The parents of modules in a model,
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights are stored only in oneDNN's packed layout; it cannot be trained."""
+    """A linear layer whose weight is stored only in oneDNN's packed layout, which is faster but cannot be trained."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the layer's output [..., out] for x [..., in] in one matrix product, without padding the rows."""
+        """Compute the layer's output [..., out] for x [..., in] by one matrix product, without adding padding rows."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
         return out
 
@@ -61,14 +61,17 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense(), self._bias
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Replace weight and bias by new ones of the same shapes and dtype; ``weight`` may be stored without a copy."""
+        """Replace weight and bias by new tensors of the same shapes and dtype.
+
+        The layer may keep ``weight`` itself instead of a copy, so do not change it afterwards.
+        """
         self.packed = pack_weight(weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight [out, in] in oneDNN's packed layout, which depends only on shape and dtype. O(size)."""
+    """Convert a weight [out, in] to oneDNN's packed layout, which is determined by its shape and dtype. O(size)."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return packed
 
@@ -89,7 +92,7 @@ class PackedGroup(Joint):
 
 
 class PackedMember(nn.Module):
-    """A linear layer that returns its part of the output of a `PackedGroup`, which computes it with other layers."""
+    """One of the linear layers of a `PackedGroup`; it returns its part of the output that the group computes."""
 
     def __init__(self, group: PackedGroup, member: int) -> None:
         super().__init__()
@@ -117,10 +120,12 @@ def _pack_groups(model: nn.Module, dtypes: Sequence[torch.dtype]) -> Iterator[Re
 
 
 def pack_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace plain linear layers by packed layers, and layers with the same input by one; yields `Replaced` records.
+    """Replace the plain linear layers of a model by layers with weights in oneDNN's packed layout.
 
-    Weights are stored once: a layer's own weight is freed when it is packed, and a tied embedding reads rows of the
-    packed weight, see `PackedEmbedding`; if it cannot, neither is packed. O(weights), and memory for one more layer.
+    Layers with the same input, such as q_proj, k_proj and v_proj, are computed as one product. Each weight is stored
+    only once: the original is freed when it is packed, and an embedding tied to a linear layer reads the packed weight
+    (see `PackedEmbedding`). If it cannot, neither is packed. Yields for each layer a `Replaced` record, which can
+    restore it. O(weights), with memory for one more layer.
     """
     if not (dtypes := packable_dtypes()):
         return
@@ -137,7 +142,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
-    """Replace the linear layer and the embedding at ``places``, which share a weight; both are packed or neither."""
+    """Replace all modules that share the weight of ``linear``; if one of them cannot be packed, none is replaced."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(_restore_linear, packed))
     replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
@@ -167,7 +172,7 @@ def _restore_linear(layer: Any) -> nn.Linear:
 
 
 def _tied(model: nn.Module) -> dict[int, ModulePlaces]:
-    """Return the places of all modules that share a weight with another module, grouped by the weight's ``id``."""
+    """Return the modules that share a weight with another module, grouped by the weight's ``id``."""
     places: dict[int, ModulePlaces] = {}
     for parent in parents(model):
         for name, child in parent.named_children():

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
-"""The numbers ("kinds") of the dtypes that SIMD kernels read and write. The keys are torch's names of the dtypes."""
+"""The dtypes that SIMD kernels read and write, by torch's names, with the number that kernels take as ``kind``."""
 _BFLOAT16, _FLOAT16 = 1, 2
 ITEMSIZES: Final = (4, 2, 2)
 
@@ -44,7 +44,7 @@ def _number(value: Any) -> Any:
 
 
 def offset_address(builder: Any, base: Any, *steps: tuple[Any, Any]) -> Any:
-    """Generate code that adds ``count * size`` of all pairs in ``steps`` to the address ``base``."""
+    """Generate code that adds ``count * size`` to the address ``base`` for each pair (count, size) in ``steps``."""
     for count, size in steps:
         base = builder.add(base, builder.mul(_number(count), _number(size)))
     return base
@@ -106,7 +106,10 @@ def _narrowed(builder: Any, x: Any, kind: int) -> Any:
 
 
 def reduce_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """Generate code that combines the lanes of a SIMD vector: lane i with i + 8, then with i + 4, i + 2 and i + 1."""
+    """Generate code that combines the 16 lanes of a SIMD vector into one number, for example into their sum.
+
+    The order is fixed: ``combine`` joins lane i with lane i + 8, then with i + 4, i + 2 and i + 1.
+    """
     size = LANES
     while size > 1:
         size //= 2
@@ -204,10 +207,11 @@ def _copy(builder: Any, source: Any, target: Any, count: Any, itemsize: int) -> 
 
 
 def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a numba function from a generator of SIMD code, with a variant for each dtype.
+    """Return a decorator that turns a generator of SIMD code into a numba function with variants for all dtypes.
 
-    The decorated ``generate(builder, kind, *arguments)`` is called once for each kind in `KINDS`. The resulting numba
-    function takes the kind as its first argument at run time. ``arguments`` and ``result`` are numba types.
+    The decorated ``generate(builder, kind, *arguments)`` is called once for each dtype in `KINDS`, to generate its
+    variant. The numba function takes the kind as its first argument and runs the variant for it. ``arguments`` and
+    ``result`` are numba types.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -243,11 +247,12 @@ def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[.
 
 
 def tile(rows: int, vectors: int) -> Any:
-    """Return a numba function that adds a matrix product to a small block, ``c += a @ b``, which stays in registers.
+    """Return a numba function that adds a matrix product to a small block of a matrix, ``c += a @ b``.
 
-    Each element is summed in the order of the inner index, so results are bit-identical. The function takes (kind, a,
-    a_row, b, b_row, c, c_row, n): the addresses of a, float32[rows, n], of b, [n, 16 * vectors] of ``kind``, and of c,
-    float32[rows, 16 * vectors], each followed by the number of bytes between its rows; and n.
+    The block, [rows, 16 * vectors], stays in registers. Each element is summed in the order of the inner index, so
+    blocks of all sizes give identical bits. The function takes (kind, a, a_row, b, b_row, c, c_row, n): the addresses
+    of a, float32[rows, n], of b, [n, 16 * vectors] of the dtype ``kind``, and of c, float32, each followed by the
+    number of bytes from one row to the next; and n.
     """
 
     @for_kinds(*[types.int64] * 7)

@@ -97,7 +97,7 @@ _ERF_BELOW = (
     -7.37332916720468e-03,
     -1.42647390514189e-02,
 )
-"""The coefficients of the Eigen library's rational approximation of erf on -4 ... 4."""
+"""The denominator of the Eigen library's rational approximation of erf on -4 ... 4; ``_ERF`` is the numerator."""
 
 
 def _erf(builder: Any, x: Any) -> Any:
@@ -141,12 +141,12 @@ FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "sigmoid": _sigmoid,
     "tanh": _tanh,
 }
-"""The activation functions that `apply_function` can apply, each as a generator of SIMD code."""
+"""The activation functions that `apply_function` supports. Each generates SIMD code for one vector of numbers."""
 
 
 @for_kinds(*[types.int64] * 4)
 def apply_function(builder: Any, kind: int, number: Any, source: Any, target: Any, count: Any) -> None:
-    """Set ``target[i] = f(source[i])`` for ``count`` elements; ``number`` is the index of activation f in FUNCTIONS."""
+    """Set ``target[i] = f(source[i])`` for ``count`` elements, where f is function number ``number`` in `FUNCTIONS`."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
     for index, of in enumerate(FUNCTIONS.values()):
@@ -168,16 +168,16 @@ def _scaled(source_kind: int | None, target_kind: int | None) -> Any:
 
 
 to_float32, from_float32 = _scaled(None, 0), _scaled(0, None)
-"""Functions that multiply ``count`` elements by ``factor`` while converting them from a dtype to float32, or back."""
+"""Functions that convert ``count`` numbers from the dtype ``kind`` to float32, or back, and multiply by ``factor``."""
 
 
 @for_kinds(types.boolean, *[types.int64] * 4, types.float32)
 def scale_by_weights(
     builder: Any, kind: int, rounds_first: Any, source: Any, weight: Any, target: Any, count: Any, factor: Any
 ) -> None:
-    """Compute ``target[i] = weight[i] * (source[i] * factor)`` for ``count`` elements.
+    """Compute the last step of an RMS norm: ``target[i] = weight[i] * (source[i] * factor)`` for ``count`` elements.
 
-    ``weight`` is float32. If ``rounds_first``, ``source[i] * factor`` is rounded to the dtype of ``kind`` first.
+    ``weight`` is float32. If ``rounds_first``, ``source[i] * factor`` is first rounded to the dtype ``kind``.
     """
     by = splat(builder, factor)
 
@@ -199,9 +199,9 @@ def sum_of_squares(builder: Any, kind: int, source: Any, count: Any) -> Any:
 
 @for_kinds(*[types.int64] * 5)
 def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: Any, half: Any) -> None:
-    """Apply rotary position embeddings to the ``2 * half`` numbers at address ``x``, with the rounding of transformers.
+    """Apply rotary position embeddings to the ``2 * half`` numbers of one head, with the same rounding as transformers.
 
-    Pair i consists of elements i and ``half + i``.
+    Elements i and ``half + i`` are a pair, which is rotated by an angle.
     """
     second = (half, ITEMSIZES[kind])
     sources = [
@@ -221,9 +221,10 @@ def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: An
 
 
 def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a numba function from a generator of SIMD code.
+    """Return a decorator that turns a generator of SIMD code into a numba function for float32 arrays.
 
-    The decorated ``generate(builder, address, vectors, number)`` processes ``vectors`` float32 vectors at an address.
+    The decorated ``generate(builder, address, vectors, number)`` processes ``vectors`` vectors of 16 numbers at an
+    address.
     """
 
     def make(generate: Callable[..., Any]) -> Any:
@@ -242,7 +243,7 @@ def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @_over_vectors(types.float32)
 def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
-    """Return the maximum of ``least`` and all numbers of an array; NaN if one of them is NaN."""
+    """Return the maximum of ``least`` and all numbers of a float32 array; NaN if one of the numbers is NaN."""
 
     def higher(x: Any, y: Any) -> Any:
         is_y = builder.or_(builder.fcmp_ordered("olt", x, y), builder.fcmp_unordered("uno", y, y))
@@ -257,7 +258,7 @@ def highest_of(builder: Any, address: Any, vectors: Any, least: Any) -> Any:
 
 @_over_vectors(types.float32)
 def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
-    """Replace every number x of an array by ``e ** (x - highest)``, and return the sum of the results."""
+    """Replace every number x of a float32 array by ``e ** (x - highest)``, as in a softmax, and return the sum."""
     subtracted = splat(builder, highest)
 
     def body(index: Any, total: Sequence[Any]) -> Sequence[Any]:
@@ -272,7 +273,7 @@ def exp_and_sum(builder: Any, address: Any, vectors: Any, highest: Any) -> Any:
 
 @_over_vectors(types.none)
 def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
-    """Replace every number x of an array by ``limit * tanh(x / limit)``."""
+    """Replace every number x of a float32 array by ``limit * tanh(x / limit)``, which is between -limit and limit."""
     limits = splat(builder, limit)
 
     def body(index: Any, _carried: Sequence[Any]) -> Sequence[Any]:
@@ -285,16 +286,17 @@ def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
 
 
 _WORTH_A_THREAD = 1 << 21
-"""The minimum number of multiply-adds per thread. Waking a thread takes about as long as a tenth of this number."""
+"""The minimum number of multiply-adds per thread. Waking a thread takes as long as about 200,000 of them."""
 
 
 def run_parallel(
     kernel: Callable[..., None], arguments: tuple[Any, ...], tasks: int, work: int, threads: Callable[[], int]
 ) -> None:
-    """Divide ``tasks`` tasks among several threads, each of which calls ``kernel(*arguments, first, step)``.
+    """Divide tasks among threads: each thread calls ``kernel(*arguments, first, step)`` once.
 
-    Each call processes every step-th task from ``first`` on. ``work`` is the number of multiply-adds of all tasks;
-    if it is small, the calling thread processes all tasks alone. ``threads`` returns the maximum number of threads.
+    A call processes every ``step``-th of the ``tasks`` tasks, from task ``first`` on. ``work`` is the number of
+    multiply-adds of all tasks; if it is small, the calling thread processes all tasks alone. ``threads`` is a function
+    that returns the maximum number of threads.
     """
     if work < _WORTH_A_THREAD or (num_threads := min(threads(), tasks, 1 + work // _WORTH_A_THREAD)) <= 1:
         kernel(*arguments, 0, 1)
