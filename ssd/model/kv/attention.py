@@ -40,8 +40,8 @@ def slot_attention(
     ``value`` are those of the new positions, [B, num_kv_heads, T, ...]. The default of ``scaling`` is head_dim ** -0.5.
     With ``softcap``, scores become softcap * tanh(scores / softcap). ``s_aux`` are attention sinks, [num_heads]: logits
     that add to the softmax's denominator but have no value. Returns the output, [B, T, num_heads, value_dim], and None
-    in place of the attention weights. Raises TypeError if a layer does not pass ``slot_rows`` on, or has a mask that
-    position and window do not determine.
+    in place of the attention weights. Raises TypeError if a layer does not pass on ``slot_rows``, or passes an
+    attention mask, because masks are derived only from position, window and chunk.
     """
     if slot_rows is None:
         raise TypeError("this model's layers do not pass slot_rows to the attention function")
@@ -58,7 +58,11 @@ def slot_attention(
 
 
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
-    """Return attention of queries [B, num_heads, T, head_dim] over a layer's KV cache: [B, T, num_heads, value_dim]."""
+    """Return the attention output, [B, T, num_heads, value_dim], of ``query`` over a layer's KV cache.
+
+    ``query`` is [B, num_heads, T, head_dim]. Calls the attention kernel of the cache, of the forward pass or of the
+    type of device, in this order of preference, or else torch.
+    """
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:
         return kernel(query, *stored, rows, rules)
@@ -117,11 +121,12 @@ def chunk_size(module: torch.nn.Module) -> int | None:
 
 
 def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the factor that corrects the attention temperature of queries, float32[B, 1, T, 1]; None if it is 1.
+    """Return the factor that corrects a layer's attention temperature, float32[B, 1, T, 1]; None for most layers.
 
-    A layer with attention temperature counts positions from the length of transformers' cache. This cache is not used
-    here, so the layer has scaled the queries as if their ``positions``, int64[B, T], were 0..T-1. The scale is 1 +
-    attn_scale * log(1 + floor((position + 1) / floor_scale)), after Nakanishi 2025 (Scalable-Softmax).
+    A Llama 4 layer without rotary embeddings scales its queries by 1 + attn_scale * log(1 + floor((position + 1) /
+    floor_scale)), after Nakanishi 2025 (Scalable-Softmax). It counts positions from the length of transformers' KV
+    cache, which is not used here, so it has applied the scale of 0 ... T - 1 instead of that of ``positions``, int64[B,
+    T].
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return None

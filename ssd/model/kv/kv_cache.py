@@ -13,7 +13,7 @@ import torch
 from ssd.model.kv.tree import TreeShape
 
 KEY_ALIGNMENT: Final = 16
-"""On a CPU, the positions per slot and the value size are padded to multiples of this number of SIMD lanes."""
+"""The number of SIMD lanes to whose multiples the positions per slot and the value size are padded on a CPU."""
 
 
 class SlotKVCache:
@@ -38,15 +38,16 @@ class SlotKVCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def allocate_features(self, size: int, dtype: torch.dtype) -> None:
-        """Allocate memory for a draft head's input, ``size`` values per token; call this before any other method."""
+        """Allocate memory for a draft head's input, ``size`` numbers per token; call this before any forward pass."""
         self.features = torch.zeros(self.num_slots, 1, self.max_length, size, dtype=dtype, device=self.device)
 
     def store(
         self, layer: int, rows: SlotRows, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values, [B, num_kv_heads, T, head_dim], to a layer's KV cache and return the whole cache.
+        """Write the keys and values of new tokens to a layer's KV cache, and return the whole cache of the layer.
 
-        The positions written are ``rows.places``. The results are [num_slots, num_kv_heads, max_length, dim].
+        The new keys and values are [B, num_kv_heads, T, head_dim], and are written to the positions ``rows.places`` of
+        the slots ``rows.slots``. The returned keys and values are [num_slots, num_kv_heads, max_length, head_dim].
         """
         if layer not in self._layers:
             layout = LAYOUTS.get(self.device.type, _torch_layout)
@@ -65,7 +66,7 @@ class SlotKVCache:
         return self._layers.get(layer) if layer in self.reach else None
 
     def move(self, moves: torch.Tensor) -> None:
-        """Copy single positions within KV cache slots, in every layer, reading all positions before writing any.
+        """Copy single positions within KV cache slots, in every layer; all positions are read before any is written.
 
         ``moves`` is int64[3, n] on the device: the slot, source and target position of each copy. Copies to the same
         slot and target must have the same source.
@@ -81,7 +82,7 @@ class SlotKVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes per token in a slot, over all layers that have been written so far."""
+        """The number of bytes that a token occupies in a slot, over all layers that have been allocated so far."""
         return sum(
             t.shape[1] * (t.stride(2) if t.stride(3) == 1 else t.shape[3]) * t.element_size() for t in self.tensors()
         )
@@ -108,7 +109,7 @@ def _torch_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, leng
 
 
 def _cpu_layout(keys: torch.Tensor, values: torch.Tensor, num_slots: int, length: int) -> Pair:
-    """Allocate zeros for a layer's KV cache as `cpu_attention` needs it: keys contiguous by position, padded values."""
+    """Allocate a layer's KV cache for `cpu_attention`: keys contiguous along positions, padded values, all zeros."""
     room, size = -(-length // KEY_ALIGNMENT) * KEY_ALIGNMENT, values.shape[3]
     if room % 1024 == 0:  # lines at power-of-two strides map to few sets of a processor's cache
         room += KEY_ALIGNMENT
@@ -135,11 +136,11 @@ class AttentionRules(NamedTuple):
 
 
 AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "SlotRows", AttentionRules], torch.Tensor]
-"""A function that computes attention over a layer's KV cache slots in place, without copies and masks.
+"""A function that computes attention over a layer's KV cache in place, without copies of the cache and without a mask.
 
-The arguments are new queries, [B, num_heads, T, head_dim], the keys and values that `SlotKVCache.store` returns (also
-of the new positions), the rows of the pass and the layer's parameters. The result is [B, T, num_heads, value_dim],
-contiguous.
+The arguments are the queries of new tokens, [B, num_heads, T, head_dim]; the layer's keys and values as returned by
+`SlotKVCache.store`, which include those of the new tokens; the sequences of the forward pass; and the layer's attention
+parameters. The result is [B, T, num_heads, value_dim], contiguous.
 """
 
 
@@ -192,7 +193,7 @@ class SlotRows:
         )
 
     def put(self, new: torch.Tensor, stored: torch.Tensor) -> None:
-        """Write keys, values or features of new tokens, [B, heads, T, dim], into a tensor of the KV cache."""
+        """Write keys, values or features of the new tokens, [B, heads, T, dim], to ``stored``, a KV cache tensor."""
         if self.only_place is not None:  # a copy instead of a scatter
             slot, place = self.only_place
             stored[slot, :, place] = new[0]
@@ -200,7 +201,10 @@ class SlotRows:
             stored[self.slots[:, None], :, self.places] = new.transpose(1, 2)
 
     def seen_of(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the part of a KV cache tensor that the rows can see, [B, heads, num_keys, dim]; a view if possible."""
+        """Return the first ``num_keys`` positions of the rows' slots in a KV cache tensor, [B, heads, num_keys, dim].
+
+        The result is a view if the slots are consecutive, and a copy otherwise.
+        """
         if self.first_slot is not None:
             return stored[self.first_slot : self.first_slot + len(self.slots), :, : self.num_keys]
         return stored[:, :, : self.num_keys].index_select(0, self.slots)
@@ -208,10 +212,10 @@ class SlotRows:
     def mask(self, window: int | None, chunk: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the additive attention mask, 0 or -inf, [B, 1, groups * T, num_keys]; None if all keys are visible.
 
-        A query at position p sees keys j with j <= p, with a sliding ``window`` only j > p - window, and with chunked
-        attention only keys of p's own ``chunk``. A node of a tree sees the text before the tree and the path to itself;
-        window and chunk apply to the keys' positions in the text. The mask is built once per pass for each kind of
-        layer, and repeated for the query heads that share a key head.
+        A query at position p sees keys at positions j <= p: with a sliding ``window`` only those with j > p - window,
+        and with chunked attention only those in p's own ``chunk``. A node of a draft tree sees the text before the tree
+        and the path from the root to itself; window and chunk apply to positions in the text. ``groups`` query heads
+        share each key head. The mask is built once per forward pass for each kind of layer.
         """
         if self.is_full and all(reach is None or self.num_keys <= reach for reach in (window, chunk)):
             return None

@@ -16,17 +16,17 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether ``parents`` is a draft tree of ``num_tokens``: a parent is -1 (the root) or an earlier index."""
+    """Return whether ``parents`` is a draft tree of ``num_tokens`` tokens: parents are -1 (the root) or lower indices."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
 def leading_chain(parents: Parents) -> int:
-    """Return how many tokens at the beginning of a draft tree form a chain."""
+    """Return the number of tokens at the beginning of a draft tree that form a chain, each the parent of the next."""
     return next((i for i, parent in enumerate(parents.tolist()) if parent != i - 1), len(parents))
 
 
 def path_to(parents: Parents, node: int) -> list[int]:
-    """Return the indices of a draft tree's tokens on the path from the root to ``node``. O(depth)."""
+    """Return the indices of the draft tokens on the path from the root of a draft tree to ``node``. O(depth)."""
     path = []
     token = node - 1
     while token >= 0:
@@ -37,14 +37,14 @@ def path_to(parents: Parents, node: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
-    """The shapes of the draft trees in one forward pass."""
+    """For the draft trees in one forward pass, the depth of each node and the nodes to which it attends."""
 
     depths: Ints  # the depth of each node, int64[B, T]
     sees: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
-        """Return the shapes of draft trees from the parent of each node, int64[B, T], -1 for the root. O(B T^2)."""
+        """Build the `TreeShape` of draft trees from the parent of each node, int64[B, T], -1 for the root. O(B T^2)."""
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()
