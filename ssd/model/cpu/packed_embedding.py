@@ -84,7 +84,7 @@ def find_layout(packed: torch.Tensor, weight: torch.Tensor) -> PackedLayout | No
 
 
 def pack_embedding(embedding: nn.Module, packed: torch.Tensor) -> PackedEmbedding | None:
-    """Return an embedding that reads packed weights; None if ``embedding`` does more than look up and scale rows."""
+    """Return an embedding that reads ``packed`` weights; None if it cannot reproduce the outputs of ``embedding``."""
     weight = getattr(embedding, "weight", None)
     if (
         not isinstance(embedding, nn.Embedding)

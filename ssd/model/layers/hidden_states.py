@@ -18,14 +18,18 @@ from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.replace import agrees, probe_texts
 
 FINAL: Final = -1
-"""The layer number that selects the hidden state after the final norm, which the output layer reads."""
+"""The layer number that stands for the hidden state after the final norm, which the output layer reads."""
 
 _MOST_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The layers whose hidden states a target model stores for a draft head, and how they are combined to features."""
+    """The hidden states of a target model that a draft head reads, and the function that combines them to its input.
+
+    Layer number k stands for the output of the first k decoder layers, 0 for the embeddings, and `FINAL` for the hidden
+    state after the final norm.
+    """
 
     layers: tuple[int, ...]  # see `Head.feature_layers`
     combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]  # see `Head.combine`
@@ -34,9 +38,10 @@ class FeatureSpec:
 
 
 class HiddenStateTap:
-    """Forward hooks on a model that collect the hidden states of selected layers inside `recording`.
+    """Forward hooks on a model that collect the hidden states of selected layers in the context `recording`.
 
-    Raises ModelError if the model has no such layers or its layers are not found. Call `remove` to remove the hooks.
+    Raises ModelError if the model has no layer of one of these numbers, or if its list of layers is not found. Call
+    `remove` to remove the hooks.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -63,9 +68,9 @@ class HiddenStateTap:
 
     @contextmanager
     def recording(self) -> Iterator[list[torch.Tensor]]:
-        """Collect the hidden states, [B, T, hidden size], of one forward pass in a list in the order of the layers.
+        """Collect the hidden states of one forward pass, [B, T, hidden size] for each layer, in the yielded list.
 
-        The list is filled when the context ends.
+        The list is filled when the context ends, in the order of the layers that were given to the constructor.
         """
         hidden: list[torch.Tensor] = []
         self._is_recording = True
@@ -86,7 +91,7 @@ class HiddenStateTap:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """Return a model's decoder and the list of its layers; raises ModelError if they are not found."""
+    """Return a model's decoder and the list of the decoder's layers; raises ModelError if they are not found."""
     count = model.config.get_text_config().num_hidden_layers
     for decoder in (model.get_decoder(), *model.modules()):
         lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]
@@ -97,9 +102,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
 
 @torch.inference_mode()
 def check_hidden_states(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Raise ModelError if `HiddenStateTap` collects other hidden states than those that the model itself returns.
+    """Raise ModelError unless `HiddenStateTap` collects the same hidden states as the model itself returns.
 
-    Runs two forward passes over 13 tokens.
+    A draft head would get wrong input from a model that changes a layer's output before the next layer reads it. Runs
+    one forward pass over 13 tokens.
     """
     tap = HiddenStateTap(model, layers)
     read: list[torch.Tensor] = []

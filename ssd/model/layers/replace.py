@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PROBE_LENGTH = 14
-"""The length in tokens of a KV cache slot in the startup test, enough for one test text and one more token."""
+"""The length in tokens of the KV cache slots in a model's startup test: a test text of 13 tokens and one more token."""
 
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return the unmodified model's logits, float32[T, V], for each text of `probe_texts`, without batching."""
+    """Return a model's logits, float32[T, V], for each text of `probe_texts`, each in a forward pass of its own."""
     return [
         model(input_ids=torch.from_numpy(row[None]).to(model.device), use_cache=False).logits[0].float()
         for row in probe_texts(model)
@@ -33,7 +33,7 @@ def reference_logits(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def probe_texts(model: PreTrainedModel) -> npt.NDArray[np.int64]:
-    """Return two texts of random token ids, int64[2, T], for tests of a model; all calls return the same texts."""
+    """Return two texts of random token ids, int64[2, T], for tests of a model; the texts are the same in every call."""
     vocab_size = model.config.get_text_config().vocab_size
     random: Any = np.random.default_rng(0)
     return np.asarray(random.integers(3, max(vocab_size, 5), (2, PROBE_LENGTH - 1)).clip(max=vocab_size - 1), np.int64)
@@ -44,23 +44,25 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""The maximum number of input elements for a compiled loop on one core; for more, torch uses several cores."""
+"""The maximum number of input elements that SSD computes on one CPU core; for larger inputs torch, on several cores, is
+faster.
+"""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""The maximum relative error of a replaced layer's output, by dtype: the error if one or two roundings differ."""
+"""The maximum relative error of the output of a layer's replacement, by dtype; one or two other roundings cause it."""
 
 
 MOST_CHANGE = 1e-3
 MOST_CHANGE_LOW_PRECISION = 0.2
-"""The maximum relative error of a model's logits in bfloat16 or float16 after its layers have been replaced.
+"""The maximum relative change of a model's logits by the replacement of its layers, in bfloat16 or float16.
 
-A wrong mask, position or state causes an error of about 1; two ways to round to bfloat16 differ by up to 0.1.
+Two ways to round to bfloat16 change the logits by up to 0.1. A wrong mask, position or state changes them by about 1.
 """
 
 
 class Replaced(NamedTuple):
-    """A layer, or a layer's ``forward`` method, that was replaced by a faster one and can be restored."""
+    """The record of a layer or ``forward`` method that was replaced by a faster one, from which it can be restored."""
 
     parent: Any  # the module that contains it
     name: str
@@ -68,7 +70,7 @@ class Replaced(NamedTuple):
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
-"""A function that replaces a model's layers of one kind in place and yields a `Replaced` record for each layer."""
+"""A function that replaces all layers of one kind in a model, and yields for each a `Replaced` record to restore it."""
 
 
 def replace_layers(
@@ -79,11 +81,11 @@ def replace_layers(
     tolerance: float,
     compute: Callable[[Any], Sequence[torch.Tensor]] = reference_logits,
 ) -> bool:
-    """Replace layers of a model by faster layers, and restore all layers if the output changes by more than rounding.
+    """Replace layers of a model or draft head by faster layers, and restore them if its output changes too much.
 
-    The model, or draft head, is changed in place; ``expected`` is its output before, and ``compute`` computes its
-    output. ``tolerance`` is the maximum relative error that is attributed to rounding. Returns whether layers were
-    replaced; a second call does nothing. O(weights).
+    Each function in ``kinds`` replaces the layers of one kind in place. Then ``compute`` computes the output of the
+    model, which may differ from ``expected``, the output before, by a relative error below ``tolerance``. Returns
+    whether layers were replaced; a second call replaces nothing. O(weights).
     """
     replaced: list[Replaced] = []
     try:
@@ -109,7 +111,10 @@ def replace_layers(
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Replace each module of a model for which ``make`` returns a replacement; yields a `Replaced` for each module."""
+    """Replace each module of a model for which ``make`` returns a new module.
+
+    Yields for each module a `Replaced` record, which can restore it.
+    """
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:
@@ -118,19 +123,19 @@ def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Ite
 
 
 def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Replaced:
-    """Replace a module's ``forward`` by a function, whose first argument is the module."""
+    """Replace a module's ``forward`` method by a function that gets the module as its first argument."""
     module.forward = MethodType(forward, module)
     return Replaced(module, "forward", lambda: MethodType(type(module).forward, module))
 
 
 def is_function(module: nn.Module) -> bool:
-    """Return whether a module maps one tensor to one tensor by the ``forward`` of its class, without hooks."""
+    """Return whether a module's ``forward`` has one argument, is that of the module's class, and has no hooks."""
     parameters = inspect.signature(module.forward).parameters
     return "forward" not in vars(module) and not has_hooks(module) and len(parameters) == 1
 
 
 def parents(model: nn.Module) -> list[nn.Module]:
-    """List all modules that contain other modules; the contained modules may then be replaced during the iteration."""
+    """Return the modules that contain other modules, as a list, so that a loop over it may replace modules."""
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
@@ -146,7 +151,7 @@ def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool
 
 
 def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]:
-    """Return whether a module is exactly ``nn.Linear``, of one of ``dtypes``, without quantisation or hooks."""
+    """Return whether a module is an ``nn.Linear`` of one of ``dtypes``: no subclass, not quantised, without hooks."""
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
@@ -156,9 +161,9 @@ def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks other than those with which transformers collects outputs.
+    """Return whether a module has forward hooks, except those by which transformers collects hidden states.
 
-    transformers does not remove its hooks after a forward pass has returned hidden states.
+    transformers leaves its hooks on the modules after a forward pass has returned hidden states.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", None) != _COLLECTOR for hook in hooks)
@@ -169,10 +174,11 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w
 
 
 def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, dict[str, nn.Linear]]]:
-    """Yield each module that has linear layers with the same input, such as q, k and v, with these layers by name.
+    """Yield each module that contains linear layers with the same input, and these layers by name.
 
-    The layers have the same number of inputs, and all or none have a bias, so that they can be computed as one layer.
-    ``is_one`` decides whether a single layer is eligible.
+    An example is an attention module with q_proj, k_proj and v_proj. The layers can be joined to one layer: they have
+    the same input size, dtype and device, and all or none have a bias. ``is_one`` returns whether a layer may be
+    joined.
     """
     for parent in parents(model):
         for names in SIBLINGS:
@@ -185,7 +191,7 @@ def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[
 
 
 class Joint(ABC):
-    """Linear layers with the same input, such as q, k and v, computed together when the first of them is called."""
+    """Linear layers with the same input, such as q_proj, k_proj and v_proj, of which the first call computes all."""
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
@@ -194,10 +200,13 @@ class Joint(ABC):
 
     @abstractmethod
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute all joined layers on ``x``, [..., in]; returns their outputs concatenated, [..., outputs of all]."""
+        """Compute all layers on ``x``, [..., in], and return their concatenated outputs, [..., sum of output sizes]."""
 
     def output(self, x: torch.Tensor, member: int) -> torch.Tensor:
-        """Return the output of the joined layer with index ``member`` for ``x``; call it once per layer and input."""
+        """Return the output of layer number ``member`` for ``x``; the first call for an input computes all layers.
+
+        Call it once per layer and input, because a call releases the layer's output.
+        """
         if len(self.sizes) == 1:
             return self.compute(x)
         found = self._outputs[member] if x is self._input else None
