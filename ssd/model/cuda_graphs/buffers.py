@@ -29,12 +29,12 @@ _AHEAD = np.arange(1 << 12)[None]  # the offset of each token of a draft chain f
 def _fill(
     ints: Ints, rows: int, width: int, slots: Ints, starts: Ints, tokens: Ints, depths: Ints, scratch: int
 ) -> None:
-    """Write the padded inputs of a fixed-shape forward pass into ``ints``, a zeroed int64 buffer.
+    """Write the inputs of a forward pass, padded to ``rows`` sequences of ``width`` tokens, into a zeroed int64 buffer.
 
-    The buffer begins with ``rows * width`` tokens, as many positions in the text and as many positions in the KV cache
-    slot. It ends with the slot and the start of each row. ``starts`` are the lengths of the slots. ``depths``, int64[B
-    or 1, T], are the offsets of the tokens from the start of their row. ``scratch`` is the first position of a slot
-    that never holds text; padding rows are written from there on.
+    The buffer ``ints`` begins with the tokens, their positions in the text and their positions in the slot, ``rows *
+    width`` numbers each. It ends with each row's slot and the slot's length. ``depths``, int64[B or 1, T], are the
+    distances of tokens from the start of their row. Padding rows are written from position ``scratch`` of a slot on,
+    the first position that never holds text.
     """
     num_rows, num_tokens = tokens.shape
     count, last = rows * width, len(ints) - 2 * rows
@@ -52,9 +52,9 @@ def _fill(
 
 
 class PassShape(NamedTuple):
-    """The padded shape of a captured forward pass: batch size, tokens per sequence and number of visible KV positions.
+    """The padded sizes for which a forward pass is captured: sequences, tokens per sequence, and KV cache positions.
 
-    The new tokens of a sequence are a draft tree or chain; they attend to the first ``num_keys`` positions of its slot.
+    The new tokens of a sequence, a draft chain or draft tree, attend to the first ``num_keys`` positions of its slot.
     """
 
     rows: int
@@ -68,7 +68,7 @@ class PassShape(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """Views of the input buffers for a captured forward pass of one shape."""
+    """The inputs of a captured forward pass of one shape, as views of the buffers that all shapes share."""
 
     tokens: torch.Tensor  # int64[B, T]
     rows: SlotRows
@@ -79,9 +79,9 @@ class PassInputs(NamedTuple):
 class PassBuffers:
     """The input and output tensors that all captured forward passes share, because only one pass runs at a time.
 
-    The outputs are valid until the next pass. ``max_positions`` is the maximum of batch size times tokens per sequence.
-    Without a ``sampler``, passes choose the most probable token at each position. With ``keeps_top``, passes also
-    return the most probable tokens of every position.
+    The outputs are valid until the next pass. ``max_positions`` is the maximum product of sequences and tokens per
+    sequence. Without a ``sampler``, the most probable token is stored at each position. With ``keeps_top``, passes also
+    store the ids and logits of the most probable tokens at each position.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PassBuffers:
         self._views: dict[tuple[int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def inputs(self, shape: PassShape, kv_cache: SlotKVCache, kernel: AttentionKernel | None) -> PassInputs:
-        """Return views of the input buffers for a forward pass of this shape; `fill` writes their content."""
+        """Return the parts of the input buffers that a forward pass of this shape reads; `fill` writes them."""
         n, b = shape.num_positions, shape.rows
         sizes = [n] * _GRIDS + [b, b]
         tokens, positions, places, keys, temperatures, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
@@ -125,12 +125,12 @@ class PassBuffers:
         scratch: int,
         noise: Noise | None = None,
     ) -> None:
-        """Copy the inputs of a forward pass to the GPU, in one copy for draft chains and two copies for draft trees.
+        """Copy the inputs of a forward pass to the GPU, padded to ``shape``: in one copy, or in two for draft trees.
 
-        Padding rows have the first row's slot and write from position ``scratch`` on, where no slot has text, so they
-        change nothing. Padding positions continue their row as a chain, after its valid positions. ``shape`` must be at
-        least as large as the pass, and ``starts`` are the lengths of the slots. Without ``noise`` the most probable
-        tokens are chosen; ``noise`` requires a sampler.
+        Rows of padding use the first row's slot and write to its positions from ``scratch`` on, where no slot holds
+        text, so they change nothing. Tokens of padding continue their row as a chain after its valid tokens. ``starts``
+        are the lengths of the slots. ``noise`` requires a sampler; without it the pass selects the most probable
+        tokens. ``shape`` must not be smaller than the pass.
         """
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree
@@ -157,13 +157,13 @@ class PassBuffers:
         self._ints[:size].copy_(sent, non_blocking=True)
 
     def feed_sampled(self, num_rows: int) -> None:
-        """Make the tokens that the last forward pass sampled the inputs of the next pass, one token per sequence."""
+        """Copy the tokens that the last forward pass sampled, one per sequence, to the inputs of the next pass."""
         self._ints[:num_rows].copy_(self._sampled[:num_rows])
 
     def store(self, logits: torch.Tensor, inputs: PassInputs) -> None:
-        """Store the logits of a forward pass, [rows, width, V], and sample a token at each position.
+        """Store the logits of a forward pass, [rows, width, V], and a token sampled from them at each position.
 
-        Without a sampler the most probable token is stored instead of a sampled token.
+        Without a sampler, the most probable token is stored instead.
         """
         flat = logits.flatten(0, 1)
         if self._logits is None:  # the first pass, which is not captured, shows the size and dtype of the logits
@@ -180,8 +180,8 @@ class PassBuffers:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the logits, sampled tokens and most probable tokens of the last forward pass, without the padding.
 
-        The tensors are views of the first ``num_rows`` sequences and ``width`` positions; the most probable tokens are
-        in the format of `packed_top`.
+        These are views of the first ``width`` positions of the first ``num_rows`` sequences. The most probable tokens
+        have the format of `packed_top`, and are None if the buffers do not keep them.
         """
         assert self._logits is not None
         place = shape.rows, shape.width, num_rows, width

@@ -28,7 +28,7 @@ from ssd.model.sampling.sampler import Noise, PassOutput, Sampler
 
 PassFunction = Callable[[], None]
 CaptureFunction = Callable[[PassFunction], PassFunction]
-"""A function that converts a forward-pass function to an equivalent one, which usually launches a CUDA graph."""
+"""A function that captures a forward pass: it takes the function that runs the pass and returns one that replays it."""
 
 _WARM_UPS = 2
 
@@ -38,12 +38,12 @@ _CAPTURING = threading.Lock()
 
 
 def run_eagerly(run_pass: PassFunction) -> PassFunction:
-    """Return a forward-pass function unchanged; used in place of CUDA graph capture, to run passes eagerly."""
+    """Return the function ``run_pass`` unchanged. Used in place of `CudaGraphCapture` to run forward passes eagerly."""
     return run_pass
 
 
 class CudaGraphCapture:
-    """Captures forward passes as CUDA graphs that share one memory pool, because they never run concurrently.
+    """Captures forward passes as CUDA graphs. The graphs share one memory pool, because they never run concurrently.
 
     All graphs of a process are captured on one CUDA stream, because libraries keep tens of megabytes for each stream.
     If a pass cannot be captured, its error is raised: RuntimeError if it synchronises with the device (for example a
@@ -56,9 +56,9 @@ class CudaGraphCapture:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def __call__(self, run_pass: PassFunction) -> PassFunction:
-        """Capture a forward-pass function as a CUDA graph and return a function that replays it with one launch.
+        """Capture the forward pass that ``run_pass`` runs, and return a function that replays it as a CUDA graph.
 
-        Memory that the forward-pass function allocates belongs to the graph; keep no reference to it.
+        The graph reuses the memory that ``run_pass`` allocates, so keep no reference to these tensors.
         """
         with _CAPTURING, no_garbage_collection(), torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
@@ -81,7 +81,7 @@ class CudaGraphCapture:
         return graph.replay
 
     def _end_aborted_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until it has ended."""
+        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until then."""
         _ABORTED.append(graph)
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # torch has already ended the capture
@@ -90,7 +90,7 @@ class CudaGraphCapture:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _capture_nothing(self) -> None:
-        """Capture an empty CUDA graph after an aborted one, so that torch's random generator leaves capture mode."""
+        """Capture an empty CUDA graph after an aborted one, which makes torch's random generator leave capture mode."""
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)
 
@@ -114,7 +114,7 @@ def _capture_stream(device: torch.device) -> Any:
 
 @contextmanager
 def _forbid_synchronisation() -> Iterator[None]:
-    """Raise an error in this context if a forward pass waits for the GPU, because such a pass cannot be captured."""
+    """Make operations that wait for the GPU raise an error in this context, because they cannot be captured."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that it does not detect every wait; the capture does
@@ -146,19 +146,20 @@ class ScoringTarget(Protocol):
 
 
 class CudaGraphRunner:
-    """Runs forward passes of a target model as CUDA graphs; their shapes are rounded up, so that few graphs are needed.
+    """Runs forward passes of a target model as CUDA graphs of a few shapes, to which the passes are padded.
 
-    The number of rows, the width and the number of keys are each rounded up to a power of two or to their maximum. With
-    a ``kernel``, which reads only the keys of each row, the number of keys is always the maximum. A shape is captured
-    when it is first needed, and its logits are compared with those of an eager pass. The first failure or difference is
-    logged and disables graphs: `run` then returns None and the caller runs an eager pass.
+    The number of rows, the width (tokens per row) and the number of keys are each rounded up to a power of two or to
+    their maximum. With an attention ``kernel``, which reads only each row's own keys, the number of keys is always the
+    maximum. A shape is captured when it is first needed, and its logits are compared with those of an eager pass. If a
+    capture fails, or its logits differ by a relative error above ``tolerance``, this is logged and all graphs are
+    disabled: `run` then returns None and the caller runs an eager pass.
 
-    ``tolerance`` is the maximum relative error of the logits of a captured pass. Without a ``kernel``, torch's
-    attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``, passes also return the most
-    probable tokens. The positions of the target's slots from ``max_length`` on never hold text.
+    Without a ``kernel``, torch's attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``,
+    passes also return the most probable tokens. The positions of the target's slots from ``max_length`` on must never
+    hold text, because padding is written there.
 
     Attributes:
-        moves: Replays copies of positions in the KV cache, for the accepted paths of draft trees.
+        moves: Copies positions in the KV cache by a CUDA graph, for the accepted paths of draft trees.
         failure: Why graphs are disabled; None while they are enabled.
     """
 
@@ -196,13 +197,13 @@ class CudaGraphRunner:
 
     @property
     def supports_noise(self) -> bool:
-        """Whether captured forward passes can sample tokens with Gumbel noise on the GPU."""
+        """Whether CUDA graphs are enabled and can sample tokens with Gumbel noise on the GPU."""
         return self._supports_noise and self.failure is None
 
     def shape_of(self, num_rows: int, width: int, longest: int, *, is_tree: bool) -> PassShape | None:
-        """Return the smallest fixed shape that a forward pass fits into; None if no graph is large enough for the pass.
+        """Return the smallest shape of a CUDA graph into which a forward pass fits; None if the pass is too large.
 
-        ``longest`` is the number of tokens in the longest KV cache slot.
+        ``longest`` is the number of tokens in the longest KV cache slot of the pass.
         """
         if num_rows > self._rows[-1] or width > self._widths[-1]:
             return None
@@ -212,10 +213,10 @@ class CudaGraphRunner:
         return PassShape(rows, wide, _round_up(longest + wide, self._keys), is_tree)
 
     def run(self, slots: Ints, tokens: Ints, trees: TreeShape | None, noise: Noise | None = None) -> PassOutput | None:
-        """Append ``tokens``, int64[B, T], to KV cache slots and compute their logits by replaying a CUDA graph.
+        """Run a forward pass that appends ``tokens``, int64[B, T], to KV cache slots, by replaying a CUDA graph.
 
-        The stored lengths of the slots stay unchanged. Pass ``noise`` only if the runner `supports_noise`. Returns None
-        if there is no graph for this pass and it cannot be captured; the caller then runs an eager pass.
+        The lengths of the slots stay unchanged. Pass ``noise`` only if `supports_noise` is True. Returns None if there
+        is no graph for this pass and it cannot be captured; the caller then runs an eager pass.
         """
         starts = self._kv_cache.lengths[slots]
         num_rows, width = tokens.shape
@@ -238,13 +239,14 @@ class CudaGraphRunner:
         return self.shape_of(len(slots), 1, int(self._kv_cache.lengths[slots].max()), is_tree=False)
 
     def can_run_ahead(self, slots: Ints) -> bool:
-        """Return whether the CUDA graph that `run_ahead` needs, for one more token of each slot, has been captured."""
+        """Return whether `run_ahead` can be called for ``slots``: the CUDA graph that it needs has been captured."""
         return self.failure is None and self._next_shape(slots) in self._graphs
 
     def run_ahead(self, slots: Ints, noise: Noise | None = None) -> PassOutput:
-        """Launch the next decoding step on the tokens that the last forward pass sampled, before the host reads them.
+        """Launch the next decoding step before the host has read the tokens that the last forward pass sampled.
 
-        ``slots`` must be the slots of the last pass.
+        The sampled tokens are copied to the inputs on the GPU, so the GPU does not wait for the host. ``slots`` must be
+        the slots of the last pass.
         """
         shape = self._next_shape(slots)
         assert shape is not None
@@ -257,7 +259,7 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def warm_up(self, *, with_trees: bool) -> None:
-        """Capture CUDA graphs of the most frequent shapes: draft chains for all batch sizes, and single draft trees.
+        """Capture CUDA graphs of the most frequent shapes: draft chains for all batch sizes, and one row's draft trees.
 
         The largest shapes, which need the most memory, are captured first.
         """
@@ -272,7 +274,7 @@ class CudaGraphRunner:
             self.run(np.arange(rows), tokens, TreeShape.build(chain) if is_tree else None)
 
     def _capture(self, shape: PassShape, num_rows: int) -> bool:
-        """Capture a CUDA graph of this shape and return whether its logits match an eager forward pass."""
+        """Capture a CUDA graph for this shape, and return whether its logits match those of an eager forward pass."""
 
         def run_pass() -> None:
             inputs = self._buffers.inputs(shape, self._kv_cache, self._kernel)
@@ -310,10 +312,10 @@ _MAX_MOVES = 256
 
 
 class CapturedMoves:
-    """A CUDA graph of `SlotKVCache.move`, which copies up to 256 positions within KV cache slots.
+    """Copies up to 256 positions within KV cache slots by one CUDA graph, which replaces `SlotKVCache.move`.
 
-    The capture and its test use positions that hold no text, because copying text twice would give a wrong result.
-    ``scratch`` is the first of at least two positions of every slot that never hold text.
+    The graph is captured and tested on positions that hold no text, because repeated copies could corrupt text.
+    ``scratch`` is the first of at least two positions at the end of every slot that never hold text.
     """
 
     def __init__(self, kv_cache: SlotKVCache, *, scratch: int, capture: CaptureFunction) -> None:
@@ -323,7 +325,7 @@ class CapturedMoves:
         self._has_failed = scratch + 2 > kv_cache.max_length
 
     def run(self, moves: torch.Tensor) -> bool:
-        """Copy positions within KV cache slots by replaying the CUDA graph; ``moves`` is on the host.
+        """Copy positions within KV cache slots by replaying the CUDA graph; ``moves`` is as in `move`, but on the host.
 
         Returns False without copying if the graph cannot be used; the caller then uses `SlotKVCache.move`.
         """
