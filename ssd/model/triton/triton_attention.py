@@ -31,16 +31,16 @@ _FEWEST_SPLIT_KEYS = 64
 # The maximum number of values in the splits' results of one exact launch, 64 MiB; wider passes are launched in parts.
 _MOST_PARTIAL = 1 << 24
 NUM_STAGES = 2
-"""The number of key tiles in the software pipeline of a Triton program, including the tile that is being computed."""
+"""The number of blocks of keys in the software pipeline of a Triton program, including the block being computed."""
 
 
 def triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Compute attention over the KV cache slots with Triton, for float32, bfloat16 and float16, with float32 sums.
+    """Compute attention over the KV cache on a GPU with Triton kernels, without a mask and without copying the cache.
 
-    Implements `AttentionKernel`. The result equals torch's attention up to rounding. O(visible keys) per row: keys
-    before a window or chunk are not read.
+    Implements `AttentionKernel` for float32, bfloat16 and float16, with float32 sums. The result equals that of torch's
+    attention up to rounding. O(visible keys) per row, because keys that a sliding window or chunk hides are not read.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
@@ -58,10 +58,10 @@ def triton_attention(
 def exact_triton_attention(
     query: torch.Tensor, stored_keys: torch.Tensor, stored_values: torch.Tensor, rows: SlotRows, rules: AttentionRules
 ) -> torch.Tensor:
-    """Compute attention like `triton_attention`, but batch-invariant for draft chains.
+    """Compute attention like `triton_attention`, but batch-invariant, except for draft trees.
 
-    For a draft chain, the bits of the result depend only on the row's own text and on the maximum length of slots.
-    Nodes of draft trees read keys with gaps between them, so their results equal those of chains only up to rounding.
+    The bits of a result depend only on the row's own text and on the maximum length of slots. In a draft tree, the keys
+    of a node's path are not adjacent, so the results equal those of a draft chain only up to rounding.
     """
     heads, width, dim = query.shape[1:]
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
@@ -110,10 +110,10 @@ def _launched(
     all_splits: int,
     split_keys: int = 0,
 ) -> torch.Tensor:
-    """Launch the attention kernel and, if programs share the keys of a query, the kernel that combines their results.
+    """Launch the attention kernel and, if there are several splits of the keys or sinks, the kernel that combines them.
 
-    ``all_splits`` is the number of splits of the keys including empty splits, a power of two. ``split_keys`` is the
-    number of keys of each split; 0 distributes the keys evenly.
+    ``splits`` is the number of splits that are computed. ``all_splits``, a power of two, is the number that is
+    combined, including empty splits. ``split_keys`` is the number of keys per split; 0 distributes the keys evenly.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
@@ -190,7 +190,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return the tile sizes for ``num_queries`` queries per key head that suit the registers of Hopper GPUs."""
+    """Return the tile sizes of the attention kernel for ``num_queries`` queries per key head, for Hopper GPUs."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -200,7 +200,10 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return into how many splits to divide the keys to keep the GPU busy, a power of two below 2 * ``most_splits``."""
+    """Return the number of splits for each of ``num_programs`` tasks that keeps all processors of a GPU busy.
+
+    The result is a power of two, at most ``most_splits`` rounded up to a power of two.
+    """
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
     while splits < min(wanted, most_splits):
@@ -258,10 +261,10 @@ def _attend_split(  # type: ignore[no-untyped-def]
     """Compute the attention of one tile of queries, of one row and key head, over one split of the keys.
 
     Writes the weighted mean of the values to ``found``, float32[B, H, T, splits, VALUE_DIM], and the logarithm of the
-    sum of the weights to ``weights``, float32[B, H, T, splits]: -inf if no key of the split is visible. With IS_WHOLE
-    there is one split, and ``found`` is the output, [B, T, H, VALUE_DIM]. With SPLIT_KEYS split s has the SPLIT_KEYS
-    keys from s * SPLIT_KEYS on, in blocks that start at multiples of their size. The grid is (tiles, B * KV_HEADS,
-    splits).
+    sum of the weights to ``weights``, float32[B, H, T, splits], -inf if no key of the split is visible. If IS_WHOLE,
+    there is only one split, and ``found`` is the output, [B, T, H, VALUE_DIM]. If SPLIT_KEYS is not 0, split s consists
+    of SPLIT_KEYS keys from s * SPLIT_KEYS on, and blocks of keys start at multiples of their size. The grid is (tiles,
+    B * KV_HEADS, splits).
     """
     take_turn(IS_EARLY)
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
@@ -367,8 +370,8 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 ):
     """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
 
-    ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits that exist;
-    SPLITS, a power of two, may be greater and includes empty splits. The grid is (B * H * T,).
+    ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits in ``partial``;
+    SPLITS, a power of two, may be greater, and the splits from ``splits`` on are empty. The grid is (B * H * T,).
     """
     take_turn(IS_EARLY)
     query = tl.program_id(0)

@@ -24,9 +24,10 @@ from ssd.model.triton.triton_linear import Product
 
 
 def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of Llama-style decoder layers by `DeviceLayer`; yields a `Replaced` for each layer.
+    """Replace the ``forward`` of Llama-style decoder layers by that of `DeviceLayer`, which saves Python overhead.
 
-    Call this after all other replacements.
+    Call this after all other replacements, because only decoder layers whose parts are already SSD's are replaced.
+    Yields for each decoder layer a `Replaced` record, which can restore it.
     """
     layers = known_layers(model)
     norms = [layer.input_layernorm for layer in layers[1:]]
@@ -38,7 +39,10 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
 
 
 class DeviceLayer(FlatLayer):
-    """A Llama-style decoder layer on a GPU, for any number of tokens; ``following`` is the norm after the layer."""
+    """A Llama-style decoder layer on a GPU that is computed by SSD's kernels, without transformers' code.
+
+    ``following`` is the norm that reads the layer's output; the last residual sum is computed in its kernel launch.
+    """
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:
         super().__init__(layer, TritonNorm)
@@ -86,10 +90,11 @@ def _product_of(module: Any) -> Product | None:
 def place_by_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
 ) -> None:
-    """Apply rotary positions to queries and keys, and write keys and values to the KV cache, in one Triton launch.
+    """Apply rotary embeddings to queries and keys, and write the keys and values to the KV cache, in one Triton launch.
 
     The queries, [B, T, heads, dim], are changed in place; keys and values are [B, T, key heads, dim]. The last axes are
-    contiguous. ``angles`` are cosines and sines, [B, T, dim], and ``stored`` is the result of `SlotKVCache.store`.
+    contiguous. ``angles`` are cosines and sines, [B, T, dim]. ``stored`` are the keys and values that
+    `SlotKVCache.store` returned.
     """
     (batch, width, query_heads, dim), key_heads = query.shape, key.shape[2]
     (cos, sin), (keys, values) = angles, stored
@@ -162,7 +167,7 @@ def _place(  # type: ignore[no-untyped-def]
     BLOCK_HALF: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """Rotate some heads of one new token, or write its keys or values to the KV cache.
+    """Apply rotary embeddings to a block of heads of one new token, or write its keys or values to the KV cache.
 
     The grid is (B * T, blocks of query heads + blocks of key heads + blocks of value heads).
     """

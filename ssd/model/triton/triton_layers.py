@@ -21,7 +21,10 @@ _BLOCK = 1024
 
 
 def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``silu(gate) * up`` in one launch, rounding silu(gate) first; both may be slices of wider rows."""
+    """Compute ``silu(gate) * up``, the activation of a gated feed-forward layer, in one kernel launch.
+
+    silu(gate) is rounded before the product, as in transformers. Both arguments may be slices of one tensor.
+    """
     gate_rows, up_rows = (each.reshape(-1, each.shape[-1]) for each in (gate, up))
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, size = gate_rows.shape
@@ -33,7 +36,10 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_gates_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Fuse gated feed-forward layers, ``down_proj(silu(gate_proj(x)) * up_proj(x))``; yields `Replaced` records."""
+    """Make gated feed-forward layers compute the product ``silu(gate_proj(x)) * up_proj(x)`` in one kernel launch.
+
+    Yields for each feed-forward layer a `Replaced` record, which can restore it.
+    """
     for module in model.modules():
         if _is_gated(module):
             yield swap_forward(module, _forward)
@@ -46,7 +52,7 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _is_gated(module: nn.Module) -> bool:
-    """Return whether a module has the parts of a gated feed-forward layer and computes the same on a test input."""
+    """Return whether a module computes ``down_proj(silu(gate_proj(x)) * up_proj(x))``, checked on a test input."""
     weight = getattr(getattr(module, "gate_proj", None), "weight", None)
     if (
         not isinstance(weight, torch.Tensor)
@@ -80,8 +86,9 @@ def _gate(  # type: ignore[no-untyped-def]
 class TritonNorm(nn.Module):
     """An RMS norm on a GPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019, section 3).
 
-    It is computed in float32; input and output have the model's dtype. The model adds the number ``offset`` to the
-    weight, [n]. With ``rounds_first``, x is also rounded before the product with the weight.
+    The norm is computed in float32 and rounded to the dtype of the input. ``offset`` is added to the weight, [n]: 1 in
+    Gemma, whose checkpoints store the weight minus 1, and 0 in most models. If ``rounds_first``, the normalised input
+    is also rounded before it is multiplied by the weight.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, offset: float, rounds_first: bool) -> None:
@@ -99,7 +106,10 @@ class TritonNorm(nn.Module):
         return out
 
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """Return ``x + more`` and compute the norm of the sum in the same launch, for the next call of `forward`."""
+        """Return the residual sum ``x + more``, and compute the norm of the sum in the same kernel launch.
+
+        If the next call of `forward` gets the returned tensor, it returns this norm without a launch.
+        """
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         self._launch(x, out, more, total)
@@ -134,7 +144,10 @@ class TritonNorm(nn.Module):
 
 
 def fuse_norms_by_triton(model: nn.Module) -> Iterator[Replaced]:
-    """Replace RMS norms by a `TritonNorm` that computes the same on test inputs; yields a `Replaced` for each norm."""
+    """Replace each RMS norm of a model by a `TritonNorm` with the same outputs on test inputs, up to rounding.
+
+    Yields for each norm a `Replaced` record, which can restore it.
+    """
     return fuse_norms(
         model,
         lambda weight, eps: (
@@ -164,7 +177,7 @@ def _normalise(  # type: ignore[no-untyped-def]
 ):
     """Compute the RMS norm of one row of x, [rows, size]; ``out`` is contiguous. The grid is (rows,).
 
-    With IS_SUM the norm is that of x + more, which is also written to ``total``, a contiguous tensor.
+    If IS_SUM, compute the norm of x + more instead, and write this sum to ``total``, a contiguous tensor.
     """
     take_turn(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -187,9 +200,9 @@ BLOCK_HEADS = 8
 def turn_by_triton(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply rotary positions to queries and keys in one Triton launch.
+    """Apply rotary position embeddings to queries and keys in one Triton launch, and return both.
 
-    Implements `cpu_layers.Turn`; both results are contiguous as [B, T, heads, dim].
+    Implements `cpu_layers.Turn`. The memory of both results is contiguous as [B, T, heads, dim].
     """
     (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
     query_out, key_out = (
@@ -241,7 +254,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Rotate some heads of one token. The grid is (B * T, blocks of query heads + blocks of key heads)."""
+    """Apply rotary embeddings to a block of heads of one token. The grid is (B * T, blocks of query and key heads)."""
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
@@ -288,7 +301,7 @@ def turn_heads(  # type: ignore[no-untyped-def]
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):
-    """Apply rotary positions to a block of heads of one token; ``cos`` and ``sin`` are [2 * HALF]."""
+    """Apply rotary position embeddings to a block of heads of one token; ``cos`` and ``sin`` are [2 * HALF]."""
     head, pair = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     is_pair = pair < HALF
     inside = (head < HEADS) & is_pair

@@ -27,7 +27,7 @@ from ssd.model.triton.triton_launch import early, take_turn
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
-"""The number of rows up to which SSD's matrix product is at least as fast as cuBLAS, because it reads weights once."""
+"""The maximum number of rows for which SSD's matrix product, which reads weights only once, is preferred to cuBLAS."""
 _MOST_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
 # The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all.
 _SMALL, _LARGE = 4224, 8192
@@ -46,7 +46,10 @@ class MatmulTiles(NamedTuple):
 
 
 def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
-    """Return the fastest tile sizes measured on an H200, with less than 100 KB of shared memory unless ``is_roomy``."""
+    """Return the tile sizes of the matrix-product kernel that were fastest on an H200.
+
+    Unless ``is_roomy``, only tiles that need less than 100 KB of shared memory are used.
+    """
     if dtype == torch.float32:
         return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
@@ -62,7 +65,7 @@ def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: b
 
 @cache
 def _is_roomy(device: torch.device) -> bool:
-    """Return whether a GPU has the shared memory for larger tiles, as A100 and H100 have; True for the interpreter."""
+    """Return whether a GPU has the shared memory for larger tiles, as A100 and H100 have; True without a GPU."""
     if device.type != "cuda":
         return True
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
@@ -72,8 +75,8 @@ def _is_roomy(device: torch.device) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a linear layer, ``x @ weight.T + bias``, with a batch-invariant Triton kernel.
 
-    The shapes are x [..., in], weight [out, in], bias [out] and the result [..., out]. A row is summed over its inputs
-    in order, in float32, independently of the other rows.
+    The shapes are x [..., in], weight [out, in], bias [out] and the result [..., out]. Each row is summed in float32,
+    in the order of its inputs, so its bits do not depend on the other rows.
     """
     num_outputs, size = weight.shape
     assert x.shape[-1] == size and x.dtype == weight.dtype and weight.stride(1) == 1
@@ -107,14 +110,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
-    """Return the bytes of weights that each thread of a program prefetches; 0 if weight rows are short or unaligned."""
+    """Return the number of bytes of weights that each thread prefetches, 0 if weight rows are short or unaligned."""
     row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
     return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
 
 
 class Product(Joint):
-    """Computes one linear layer on a GPU, or one matrix product for several linear layers that read the same input."""
+    """A linear layer on a GPU, or several linear layers with the same input that are computed as one matrix product."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__(linears)
@@ -134,7 +137,7 @@ class Product(Joint):
         return self._joined or (self._linears[0].weight, self._linears[0].bias)
 
     def be_exact(self, wanted: bool) -> None:
-        """Switch batch invariance on or off; if it is on, the bits of a row do not depend on the other rows."""
+        """Switch batch invariance on or off. If it is on, the bits of a row do not depend on the other rows."""
         self.is_exact = wanted
         if wanted:
             self._is_library_exact = _is_library_exact(*self._weights)
@@ -156,7 +159,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLASLt, inside `sums_whole`, computes the same bits for large batches as SSD's kernel."""
+    """Return whether cuBLASLt in the context `sums_whole` gives the same bits as SSD's kernel for large batches."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -178,7 +181,8 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 def sums_whole() -> Iterator[None]:
     """Prevent matrix products in this context from splitting sums among processors and from rounding partial sums.
 
-    Only cuBLASLt supports this, so torch uses it here. The settings affect the whole process, and are restored.
+    A row's bits then do not depend on the number of rows. Only cuBLASLt supports this, so torch uses cuBLASLt in the
+    context. The settings affect the whole process, and are restored when the context ends.
     """
     cuda: Any = torch.backends.cuda
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
@@ -196,7 +200,10 @@ def sums_whole() -> Iterator[None]:
 
 
 def own_linears(model: nn.Module) -> Iterator[Replaced]:
-    """Replace the ``forward`` of plain linear layers by SSD's matrix product; yields a `Replaced` for each layer."""
+    """Replace the ``forward`` of plain linear layers by a `Product`, SSD's matrix product.
+
+    Layers with the same input share one `Product`. Yields for each layer a `Replaced` record, which can restore it.
+    """
     for _parent, linears in siblings(model, _is_own):
         yield from _computed_by(list(linears.values()))
     for module in model.modules():
@@ -253,8 +260,9 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
-    With IS_TURNED the product is transposed, because tensor cores compute 64 rows at a time. ASKED is the number of
-    bytes that each thread prefetches. The grid is (tiles of rows, tiles of outputs).
+    If IS_TURNED, the transposed product is computed, so that the tile's outputs fill the 64 rows that tensor cores
+    compute at a time. ASKED is the number of bytes that each thread prefetches. The grid is (tiles of rows, tiles of
+    outputs).
     """
     if IS_EARLY and ASKED > 0:
         thread = tl.arange(0, _THREADS)

@@ -26,10 +26,11 @@ _NO_TOKEN = tl.constexpr(2**31 - 1)
 
 
 def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Sample tokens on a GPU, the argmax of `noisy_scores`, from float32, bfloat16 or float16 logits.
+    """Sample one token per row on a GPU: the argmax of logits / temperature plus Gumbel noise, as in `noisy_scores`.
 
-    Implements `Sampler`. The first of several tokens with the largest score is chosen, and token 0 if no token is
-    possible; NaN is never chosen. O(V) per row, with logarithms in float64 unless the temperature is 0.
+    Implements `Sampler` for float32, bfloat16 or float16 logits. Of several tokens with the largest score, the one with
+    the lowest id is sampled, and token 0 if no token is possible; NaN is never sampled. O(V) per row, with logarithms
+    in float64 unless the temperature is 0.
     """
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -59,10 +60,10 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
 def _sample_split(  # type: ignore[no-untyped-def]
     logits, keys, temperatures, scores, tokens, row_stride, vocab_size, length, BLOCK: tl.constexpr
 ):
-    """Sample a token of one row from one split of ``length`` tokens of the vocabulary. The grid is (N, splits).
+    """Sample a token of one row from one of the splits of ``length`` tokens into which the vocabulary is divided.
 
     Writes the largest score to ``scores``, float64[N, splits], and the first token with this score to ``tokens``,
-    int32[N, splits]. If no token is possible, the score is -inf and the token _NO_TOKEN.
+    int32[N, splits]. If no token is possible, the score is -inf and the token _NO_TOKEN. The grid is (N, splits).
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64, bitcast=True)
@@ -111,10 +112,9 @@ _LOW = tl.constexpr((1 << 31) - 1)
 
 
 def triton_top(logits: torch.Tensor) -> torch.Tensor:
-    """Return the most probable tokens on a GPU in the format of `packed_top`, in two launches. O(V) per row.
+    """Return the ids and logits of the most probable tokens on a GPU, in the format of `packed_top`. O(V) per row.
 
-    Tokens with equal logits are in order of their ids. If V is 0, as in the copied output of a pass that did not search
-    for the most probable tokens, no tokens are returned.
+    Tokens with equal logits are in ascending order of their ids. If V is 0, all ids are -1.
     """
     rows = logits.flatten(0, -2)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -134,8 +134,9 @@ def _top_split(  # type: ignore[no-untyped-def]
 ):
     """Write the most probable tokens of one row in one block of the vocabulary to ``found``, int64[N, splits, COUNT].
 
-    The upper half of each number is the rank of the logit among all float32 values, the lower half the token's distance
-    from the largest id; _LEAST if there is no token. The grid is (N, splits).
+    Each token is one number, so that the maximum is the most probable token: the upper half is the rank of the logit
+    among all float32 values, and the lower half is greater for lower token ids. _LEAST stands for no token. The grid is
+    (N, splits).
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
@@ -152,7 +153,7 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Select a row's most probable tokens among those of all blocks of the vocabulary; writes ids and logit bits.
+    """Write the ids and logit bits of a row's most probable tokens, from those of all blocks, to ``out``.
 
     The grid is (N,).
     """
