@@ -60,8 +60,8 @@ def slot_attention(
 def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
     """Return the attention output, [B, T, num_heads, value_dim], of ``query`` over a layer's KV cache.
 
-    ``query`` is [B, num_heads, T, head_dim]. Calls the attention kernel of the cache, of the forward pass or of the
-    type of device, in this order of preference, or else torch.
+    ``query`` is [B, num_heads, T, head_dim]. Uses the attention kernel that is set for the cache, for the forward pass
+    or for the type of device, in this order, or else torch's attention.
     """
     kernel = rows.kv_cache.kernel or rows.kernel or KERNELS.get(query.device.type)
     if kernel is not None:

@@ -13,7 +13,7 @@ import torch
 from ssd.model.kv.tree import TreeShape
 
 KEY_ALIGNMENT: Final = 16
-"""The number of SIMD lanes to whose multiples the positions per slot and the value size are padded on a CPU."""
+"""The number of SIMD lanes of CPU kernels. Positions per slot and the value size are padded to multiples of it."""
 
 
 class SlotKVCache:
@@ -174,7 +174,7 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Return the rows of a forward pass that appends ``num_tokens`` tokens, as chains or trees, to each slot."""
+        """Return the `SlotRows` of a forward pass that appends ``num_tokens`` tokens to each slot as a chain or tree."""
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)

@@ -16,7 +16,7 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether ``parents`` is a draft tree of ``num_tokens`` tokens: parents are -1 (the root) or lower indices."""
+    """Return whether ``parents`` describes a draft tree of ``num_tokens``; -1 is the root, others are lower indices."""
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 
@@ -37,7 +37,7 @@ def path_to(parents: Parents, node: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeShape:
-    """For the draft trees in one forward pass, the depth of each node and the nodes to which it attends."""
+    """The depths of all nodes of the draft trees in one forward pass, and the nodes to which each node attends."""
 
     depths: Ints  # the depth of each node, int64[B, T]
     sees: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor

@@ -25,7 +25,7 @@ _MOST_ERROR = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states of a target model that a draft head reads, and the function that combines them to its input.
+    """The hidden states of a target model that a draft head reads, and the function that combines them into its input.
 
     Layer number k stands for the output of the first k decoder layers, 0 for the embeddings, and `FINAL` for the hidden
     state after the final norm.

@@ -44,13 +44,11 @@ log = logging.getLogger(__name__)
 _COLLECTOR = "transformers.utils.output_capturing"
 
 MOST_NUMBERS = 1 << 16
-"""The maximum number of input elements that SSD computes on one CPU core; for larger inputs torch, on several cores, is
-faster.
-"""
+"""The maximum number of input elements for SSD's loops on one CPU core; torch computes larger inputs on all cores."""
 
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""The maximum relative error of the output of a layer's replacement, by dtype; one or two other roundings cause it."""
+"""The maximum relative error of a replaced layer's output, by dtype, if only one or two roundings differ."""
 
 
 MOST_CHANGE = 1e-3
@@ -111,10 +109,7 @@ def replace_layers(
 
 
 def swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> Iterator[Replaced]:
-    """Replace each module of a model for which ``make`` returns a new module.
-
-    Yields for each module a `Replaced` record, which can restore it.
-    """
+    """Replace each module of a model for which ``make`` returns a new module; yields a `Replaced` record for each."""
     for parent in parents(model):
         for name, child in list(parent.named_children()):
             if (made := make(child)) is not None:
@@ -191,7 +186,7 @@ def siblings(model: nn.Module, is_one: Callable[[Any], bool]) -> Iterator[tuple[
 
 
 class Joint(ABC):
-    """Linear layers with the same input, such as q_proj, k_proj and v_proj, of which the first call computes all."""
+    """Linear layers with the same input, such as q_proj, k_proj and v_proj; the first call computes all of them."""
 
     def __init__(self, linears: Iterable[nn.Linear]) -> None:
         self.sizes = [linear.out_features for linear in linears]
