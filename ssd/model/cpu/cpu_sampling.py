@@ -29,7 +29,7 @@ Float = Any  # Numba's float32, for which Python has no type
 LOWEST_TEMPERATURE = 1e-4
 """The lowest sampling temperature above 0 that is applied; lower temperatures are raised to this value.
 
-1e-6 would overflow float32; below 1e-4 sampling is indistinguishable from greedy decoding.
+Below 1e-4 sampling is indistinguishable from greedy decoding, and division by 1e-40, for example, overflows float32.
 """
 MASS_OF_ONE = 2.0**40
 """The integer that stands for the probability of the most probable token when top-p adds up probabilities.
@@ -91,7 +91,7 @@ def choose_rows(
 
 @kernel
 def masses_of(scores: Float32s) -> Int64s:
-    """Return each token's probability as an integer, int64[rows, V], as top-p uses it; the maximum is `MASS_OF_ONE`."""
+    """Return integers proportional to token probabilities, int64[rows, V], for top-p; the largest is `MASS_OF_ONE`."""
     num_rows, vocab_size = scores.shape
     masses, weights = np.empty((num_rows, vocab_size), np.int64), np.empty(vocab_size, np.float32)
     for row in range(num_rows):

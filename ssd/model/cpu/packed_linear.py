@@ -92,7 +92,7 @@ class PackedGroup(Joint):
 
 
 class PackedMember(nn.Module):
-    """One of the linear layers of a `PackedGroup`; it returns its part of the output that the group computes."""
+    """One linear layer of a `PackedGroup`; it returns its part of the output that the group computes for all layers."""
 
     def __init__(self, group: PackedGroup, member: int) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.66
 def _exp(builder: Any, x: Any) -> Any:
     """Generate code for e ** x of a SIMD vector with x <= 88; the result is 0 for x < -87.
 
-    The code splits ``x = n * ln(2) + rest``, with ln(2) as the sum of two numbers (Cody and Waite 1980).
+    The code splits ``x = n * ln(2) + rest``, with ln(2) as the sum of two numbers for accuracy (Cody and Waite 1980).
     """
     lowest, magic = constant(-87.0), constant(12582912.0)  # 1.5 * 2 ** 23; adding it rounds to an integer
     below = builder.fcmp_ordered("olt", x, lowest)

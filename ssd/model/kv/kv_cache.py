@@ -174,7 +174,7 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Return the `SlotRows` of a forward pass that appends ``num_tokens`` tokens to each slot as a chain or tree."""
+        """Return the `SlotRows` of a forward pass that appends ``num_tokens`` tokens to each slot, a chain or tree."""
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)

@@ -90,7 +90,7 @@ def exact_triton_attention(
 
 
 def split_keys_of(length: int) -> int:
-    """Return the number of keys per split in batch-invariant attention over slots of ``length`` positions."""
+    """Return the number of keys per Triton program in batch-invariant attention over slots of ``length`` positions."""
     return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
 
 
@@ -112,8 +112,9 @@ def _launched(
 ) -> torch.Tensor:
     """Launch the attention kernel and, if there are several splits of the keys or sinks, the kernel that combines them.
 
-    ``splits`` is the number of splits that are computed. ``all_splits``, a power of two, is the number that is
-    combined, including empty splits. ``split_keys`` is the number of keys per split; 0 distributes the keys evenly.
+    A split is the part of the keys that one program processes: ``split_keys`` keys, or an equal share if this is 0.
+    ``splits`` is the number of splits that are computed, and ``all_splits``, a power of two, the number with empty
+    splits.
     """
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
