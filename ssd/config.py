@@ -22,13 +22,13 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
-"""The maximum number of alternative tokens for which a request may ask log-probabilities, per output token."""
+"""The maximum of ``SamplingParams.logprobs``, the number of alternative tokens whose log-probabilities are reported."""
 
 MAX_SPECULATIVE_TOKENS = 128
 """The maximum number of draft tokens per decoding step of a request."""
 
 MAX_COUPLED_STREAMS = 1 << 20
-"""The maximum of ``EngineConfig.coupled_streams``."""
+"""The maximum of ``EngineConfig.coupled_streams``, the number of noise streams for coupled sampling."""
 
 MAX_INTERVAL_S = 86_400
 """The maximum of ``IndexConfig.rebuild_interval_s``: one day, in seconds."""
@@ -65,7 +65,8 @@ class IndexConfig:
     """
 
     merge_fanout: int = 4
-    """The number of neighbouring segments of similar size that are merged into one segment."""
+    """The number of neighbouring segments of similar size that are merged into one, as in a log-structured merge tree.
+    """
 
     dedup_block_tokens: int = 64
     """The block size in tokens for deduplicating prompts, as in a prefix cache: leading blocks of a prompt that are
@@ -118,9 +119,9 @@ class DraftConfig:
     """
 
     retrieval: bool = True
-    """Whether drafts continue matches of the end of the context in the context itself, in the client's prediction and
-    in the namespace's cache. With False, only token recycling, draft heads and draft models make drafts, e.g. to
-    measure them.
+    """Whether drafts are retrieved: the end of the context is searched in the context itself, the client's prediction
+    and the namespace's cache, and the text after a match is drafted. With False, only token recycling, draft heads and
+    draft models make drafts, e.g. to measure them.
     """
 
     def __post_init__(self) -> None:
@@ -184,15 +185,13 @@ class EngineConfig:
     """
 
     coupled_streams: int = 0
-    """The number of streams of sampling noise from which each sampled request without a seed uses one; 0 gives each
-    request noise of its own. Requests with the same stream and the same prompt generate the same answer, so that
-    earlier answers can be drafted (docs/concepts/coupled-sampling.md).
+    """The number of noise streams for coupled sampling (docs/concepts/coupled-sampling.md); 0 disables it. Each sampled
+    request without a seed uses one of the streams. Requests with the same stream and the same prompt generate the same
+    answer, so that earlier answers can be drafted.
     """
 
     coupled_window: int = 8
-    """The number of preceding tokens that determine the noise of the next token in coupled sampling
-    (``coupled_streams``).
-    """
+    """The number of preceding tokens that determine the noise of the next token in coupled sampling."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")

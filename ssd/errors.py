@@ -76,7 +76,7 @@ class CacheError(SSDError):
 
 
 class SegmentCorrupt(CacheError):
-    """A cache file is torn, truncated, or was changed after it was written."""
+    """A cache file was written only in part, truncated, or changed after it was written."""
 
 
 class FormatVersion(CacheError):

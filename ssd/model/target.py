@@ -66,7 +66,7 @@ class Target(ABC):
 
     @property
     def supports_noise(self) -> bool:
-        """Whether forward passes can sample tokens on the device with Gumbel noise. If not, ``noise`` must be None."""
+        """Whether forward passes can sample tokens on the device with Gumbel noise; else `forward` accepts no noise."""
         return False
 
     def length(self, slot: int) -> int:
@@ -116,10 +116,9 @@ class Target(ABC):
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Run a forward pass over the first ``counts[b]`` tokens of each row.
+        """Run a forward pass over the first ``counts[b]`` tokens of each row, for `forward` and `prefill`.
 
-        Returns the logits of all T or at least of the first max(counts) positions, or of the last position only if that
-        was requested.
+        Returns logits [B, T, V]; positions after max(counts) may be left out.
         """
 
     @torch.inference_mode()

@@ -44,7 +44,7 @@ class StreamOffset(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One earlier opening of a namespace's cache by this replica, with the replica id that its entries have."""
+    """One earlier opening of a namespace's cache by this replica. Its entries have a replica id of their own."""
 
     replica_id: bytes
     position: int  # its text before this ring position is in files, or was evicted

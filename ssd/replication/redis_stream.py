@@ -25,7 +25,7 @@ FIELD = b"e"
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append values to a Redis stream; return None for each written value, and the server's error for each other one.
+    """Append values to a Redis stream; return None for each written value and the error for each rejected one.
 
     The stream is trimmed to about ``max_entries`` entries. If the connection fails, an error is raised, and any of the
     values may have been written.
@@ -41,7 +41,7 @@ def append_entries(
 
 
 def is_cluster(client: redis.Redis) -> bool:
-    """Return whether a client is connected to a Redis cluster, in which a single node may fail."""
+    """Return whether a client is connected to a Redis cluster, which may fail for some keys only."""
     from redis.cluster import RedisCluster
 
     return isinstance(client, RedisCluster)
@@ -83,7 +83,7 @@ def _is_full(answer: Exception | None) -> bool:
 def _delete_full(client: redis.Redis, key: str) -> None:
     """Delete a Redis stream that has reached the largest possible id and therefore accepts no more entries.
 
-    If another client has changed the stream since, it is kept.
+    The stream is kept if another client has changed it meanwhile.
     """
     from redis.exceptions import ResponseError, WatchError
 

@@ -259,8 +259,8 @@ class ReplicationLog:
     """Replicates the text of caches between all replicas with the same Redis URL and tokenizer.
 
     One thread writes to Redis and another thread reads, each with a connection of its own, so callers never wait for
-    Redis. Its failures are visible in ``stats`` and in at most one log line per minute. ``attach`` and ``detach`` can
-    be used as ``on_open`` and ``on_close`` of a ``CacheManager``::
+    Redis. Failures of Redis are visible in ``stats`` and in at most one log line per minute. ``attach`` and ``detach``
+    can be used as ``on_open`` and ``on_close`` of a ``CacheManager``::
 
         append -> listener -> queue (bounded) -> publisher -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
         append_replicated <- verification <- subscriber <- XREAD

@@ -160,7 +160,7 @@ class Subscriber:
         self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
     def subscribe(self, key: str, cache: NamespaceCache, offset: ReplicaOffset) -> None:
-        """Add the text of the Redis stream ``key`` to a cache from now on, as long as the cache object exists.
+        """Add the text of the Redis stream ``key`` to a cache, as long as the cache object exists.
 
         ``offset``, the position in the stream, is advanced and stored with the cache.
         """

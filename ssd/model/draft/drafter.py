@@ -43,7 +43,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 @dataclass(slots=True, eq=False)
 class _GrowingDraft:
-    """The draft of one request while `NetworkDrafter.propose` extends the draft token by token."""
+    """The state of one request's draft while `NetworkDrafter.propose` appends tokens to the draft."""
 
     index: int
     request: DraftRequest
@@ -94,7 +94,7 @@ class NetworkDrafter:
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the measured seconds to add a token to the drafts of ``num_rows`` requests; 0 before a measurement."""
+        """Return the seconds to add one token to each of ``num_rows`` drafts; 0 before the first measurement."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
@@ -133,7 +133,7 @@ class NetworkDrafter:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Measure forward passes for one request and for a batch, before the first request; clears all slots."""
+        """Time forward passes of the draft network before the first request; clears all of its KV cache slots."""
         target = self._slots.target
         context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
@@ -231,7 +231,10 @@ class HeadDrafter(NetworkDrafter):
 
 
 def feature_spec(head: Head, device: torch.device, dtype: torch.dtype) -> FeatureSpec:
-    """Return the hidden states that the target must store for a draft head, and the KV cache bytes of the head."""
+    """Return a description of the hidden states that the target must store for a draft head.
+
+    It includes the bytes per token of the head's own KV cache.
+    """
     return FeatureSpec(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
 
 

@@ -20,8 +20,8 @@ from ssd.model.target import Target, pad_rows
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
-"""The maximum number of tokens per request in a forward pass of the draft network that reads several contexts. If a
-request has more unread tokens, all but the last of them are read in a forward pass of their own.
+"""The maximum number of unread tokens per request in a forward pass of the draft network over several requests. Earlier
+unread tokens of a long context are read first, in a forward pass over this request alone.
 """
 
 _DECAY = 0.9  # the decay of a measurement's weight with each later measurement
@@ -89,7 +89,7 @@ class TextSlots(ABC):
         return state
 
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
-        """Read the new tokens of requests' contexts into their slots; the next calls continue with long contexts.
+        """Read the new tokens of the requests' contexts into their slots; a long context takes several calls.
 
         Returns the indices of the requests whose contexts have been read completely, and for these requests the logits
         of the first draft token and the state that `append_drafted` continues from; None if there are no such requests.
@@ -171,7 +171,7 @@ class TextSlots(ABC):
 
 
 class ModelSlots(TextSlots):
-    """The KV cache slots of a draft model, truncated to the target's accepted text after each verification."""
+    """The KV cache slots of a draft model, which are truncated to the accepted text after each verification."""
 
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor

@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return all matches of ``known_by[0]`` with the tensor names; none if the checkpoint has another format."""
+        """Return the tensor names, as regex matches, that identify this format; empty for another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -66,9 +66,10 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Assign tensors to a draft head: ``more`` by their names in the head, and the other ones from the checkpoint.
+    """Assign the tensors of a checkpoint to a draft head.
 
-    ``names`` has the prefix of tensor names in the checkpoint for each prefix in the head.
+    ``names`` maps prefixes of tensor names in the head to prefixes in the checkpoint. ``more`` are tensors that the
+    checkpoint does not contain, by their names in the head.
     """
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 

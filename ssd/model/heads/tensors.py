@@ -111,7 +111,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Return each expert's stored tensors (their names) that form the stacked tensor ``name``, if there are any."""
+        """Return, for each expert, the stored tensor names that make up the stacked tensor ``name``; may be empty."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)

@@ -185,7 +185,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of the error with which loading a model failed; an unknown RoPE type gets a sentence."""
+    """Return in one line why a model could not be loaded; an unknown RoPE type is explained in a sentence."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -221,12 +221,12 @@ def open_target(
 ) -> Target:
     """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    The KV cache gets ``kv_cache_memory_bytes``. If they are None, it gets the memory that the share
-    ``gpu_memory_utilization`` of all memory leaves. If both are None, it gets half of the free memory. If memory is
-    short, there are fewer than ``num_slots`` slots, see `fit_slots`. A slot holds ``max_length`` tokens; by default as
-    many as the model supports, or fewer if memory is short. ``tapped`` describes the hidden states that are stored for
-    a draft head. With ``keeps_top``, forward passes in CUDA graphs also return the most probable tokens. For
-    ``batch_invariant`` see `verify_batch_invariance`.
+    The KV cache gets ``kv_cache_memory_bytes``. If this is None, it gets the share ``gpu_memory_utilization`` of all
+    memory minus the memory already in use; if both are None, half of the free memory. If memory is short, there are
+    fewer than ``num_slots`` slots, see `fit_slots`. A slot holds ``max_length`` tokens; by default as many as the model
+    supports, or fewer if memory is short. ``tapped`` describes the hidden states that are stored for a draft head. With
+    ``keeps_top``, forward passes in CUDA graphs also return the most probable tokens. For ``batch_invariant`` see
+    `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.

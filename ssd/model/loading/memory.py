@@ -43,9 +43,9 @@ def fit_slots(
 ) -> FittingSlots:
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    A slot holds ``max_length`` tokens (if None: ``limit`` tokens) and ``extra`` positions for draft tokens. If not all
-    slots fit and ``max_length`` is None, the slots are shortened first, to 2,048 tokens at most. Then their number is
-    reduced.
+    A slot holds ``max_length`` tokens (if None: ``limit`` tokens) and ``extra`` more positions, e.g. for draft tokens.
+    If not all slots fit and ``max_length`` is None, the slots are shortened first, but not below 2,048 tokens. Then
+    their number is reduced.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit

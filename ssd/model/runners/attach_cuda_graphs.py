@@ -27,7 +27,7 @@ _WIDTHS = (1, 5, 9, 3)
 
 
 class GraphVariant(NamedTuple):
-    """A way to run fixed-shape forward passes: with or without CUDA graphs, an attention and a sampling kernel."""
+    """A way to run fixed-shape forward passes: CUDA graphs or eager, torch's or SSD's attention, and a sampler."""
 
     name: str
     make_capture: Callable[[], CaptureFunction]  # may raise if the device does not support it

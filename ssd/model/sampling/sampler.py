@@ -66,8 +66,8 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that samples one token per row, int64[N], from logits, noise keys and temperatures. The token has the
-highest of `noisy_scores`.
+"""A function that samples one token per row from logits, noise keys and temperatures: the token with the highest of
+`noisy_scores`, int64[N].
 """
 
 _MOST_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
@@ -195,7 +195,7 @@ _BLOCK = 128
 
 
 def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
-    """Return the `TOP_K` most probable tokens and their logits at the first ``counts[b]`` positions of each row b.
+    """Return the 8 (`TOP_K`) most probable tokens and their logits at the first ``counts[b]`` positions of each row b.
 
     ``logits`` is [B, T, V]. Tokens with logits of NaN or -inf are left out. On a CPU, a kernel that is faster than
     torch's argmax returns tokens with equal logits in order of their ids. On other devices their order is arbitrary.
@@ -314,7 +314,7 @@ def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """The logits of a forward pass and the tokens that it sampled; both are overwritten by the target's next pass."""
+    """The logits of a forward pass and the tokens that it sampled, valid only until the target's next forward pass."""
 
     logits: torch.Tensor  # [B, T, V], any float dtype; [b, t] predicts the token after the t-th input token of row b
     sampled: torch.Tensor | None = None  # int64[B, T]: by ``noise``, else the most probable tokens

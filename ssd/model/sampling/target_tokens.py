@@ -26,9 +26,9 @@ _FIRST_TOP = 256
 def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.NDArray[np.int64]:
     """Sample the target's token at each position of a verification pass, int64[B, T].
 
-    ``output`` is the output of a forward pass over the last token and the draft tokens of each of ``rows``. Rows that
-    the pass has sampled on the device are used as they are. Row b has ``rows[b].width`` positions; later values are
-    undefined.
+    ``output`` is the output of a forward pass over the last token and the draft tokens of each of ``rows``. Tokens that
+    the pass has already sampled on the device are returned unchanged. Row b has ``rows[b].width`` positions; later
+    values are undefined.
     """
     known = [] if output.sampled is None else [b for b, row in enumerate(rows) if _is_sampled(row, b, output.noise)]
     if output.sampled is not None and len(known) == len(rows):
