@@ -84,10 +84,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield each weight of a model once, in groups of weights that are replaced together.
-
-    A group contains the weights of layers that were joined into one product.
-    """
+    """Yield each weight of a model once, grouped with the weights of layers that were joined into one product."""
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -193,9 +193,9 @@ _NOTHING_READ = _Checkpoint(0, None)
 class CheckpointRunner(RecurrentRunner):
     """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
-    Each pass over several tokens, which may be a draft, first copies the slot's state. A rollback restores this copy,
-    which has not read the accepted tokens. So the next pass also computes the accepted tokens; if there are more than
-    16, they get a pass of their own. After a rollback to a length before the copy, the slot's whole text is computed
+    Each scored pass over several tokens, which may contain a draft, first copies the slot's state. A rollback restores
+    this copy, which has not read the accepted tokens. So the next pass also computes the accepted tokens; if there are
+    more than 16, they get a pass of their own. After a rollback to a length before the copy, the whole text is computed
     again.
     """
 
