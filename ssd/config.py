@@ -22,20 +22,20 @@ SCHEDULING_POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "parts"]
 
 MAX_LOGPROBS = 20
-"""The maximum number of alternative tokens per output token whose log-probabilities a request may ask for."""
+"""The maximum of ``SamplingParams.logprobs``, the number of alternative tokens whose log-probabilities are reported."""
 
 MAX_SPECULATIVE_TOKENS = 128
 """The maximum number of draft tokens per decoding step of a request."""
 
 MAX_COUPLED_STREAMS = 1 << 20
-"""The maximum of ``EngineConfig.coupled_streams``, the number of noise streams that sampled requests share."""
+"""The maximum of ``EngineConfig.coupled_streams``, the number of noise streams for coupled sampling."""
 
 MAX_INTERVAL_S = 86_400
-"""The maximum of ``IndexConfig.rebuild_interval_s`` in seconds."""
+"""The maximum of ``IndexConfig.rebuild_interval_s``: one day, in seconds."""
 
 
 _MOST = (1 << 31) - 1
-"""The maximum value of every option that counts tokens, because token counts are stored in 32 bits."""
+"""The maximum of options and token ids that are stored as 32-bit integers."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -49,30 +49,33 @@ def _require_one_of(choices: tuple[str, ...], name: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
-    """The options of a cache index, i.e. of the suffix arrays in which drafts for one namespace are searched."""
+    """The options of a namespace's index: suffix arrays over earlier text, in which drafts are searched."""
 
     capacity_tokens: int = 1 << 22
-    """The maximum number of tokens in the index. If it is full, the oldest segment is evicted, at most an eighth of the
-    capacity. Text that a later output repeated is kept when its segment is evicted, up to half of the capacity.
+    """The maximum number of tokens in the index. If it is full, the oldest segment, at most an eighth of the capacity,
+    is evicted. Text of this segment that a later output repeated is kept; such text takes up to half of the capacity.
     """
 
     flush_tokens: int = 4096
-    """The number of tokens in the memtable (the newest part of the index) at which it is flushed to a segment."""
+    """The number of tokens at which the memtable, the newest part of the index, is written to a segment."""
 
     rebuild_interval_s: float = 1.0
-    """The maximum time in seconds before new text is flushed to a segment. Segments are merged at the same interval."""
+    """The interval in seconds at which the memtable is written to a segment even if it is not full, and segments are
+    merged.
+    """
 
     merge_fanout: int = 4
-    """The number of neighbouring segments of similar size that are merged into one segment."""
+    """The number of neighbouring segments of similar size that are merged into one, as in a log-structured merge tree.
+    """
 
     dedup_block_tokens: int = 64
-    """The block size in tokens for deduplicating prompt prefixes, as in a prefix cache. With 0, every prompt is stored
-    completely.
+    """The block size in tokens for deduplicating prompts, as in a prefix cache: leading blocks of a prompt that are
+    already stored are not stored again. With 0, every prompt is stored completely.
     """
 
     lead_in_tokens: int = 32
-    """The number of tokens of overlap: if a prompt begins with a prefix that is already stored, the last tokens of the
-    prefix are stored again before the rest of the prompt, so that a search across the border finds a match.
+    """The number of tokens before new text that are stored with it again, if a prompt begins with blocks that are
+    already stored. Without these tokens, a search for a context across the border would find no match.
     """
 
     def __post_init__(self) -> None:
@@ -94,12 +97,12 @@ class DraftConfig:
     num_speculative_tokens: int = 64
     """The maximum number of draft tokens per decoding step of a request. 0 disables drafting.
 
-    A draft ends before the first token whose expected gain is less than its cost. The maximum bounds the memory for
-    draft positions in the KV cache and the number of tokens in a verification pass.
+    Most drafts are shorter, because a draft ends before the first token whose expected gain is less than its cost. The
+    maximum determines the memory for draft positions in the KV cache.
     """
 
     max_match_length: int = 32
-    """The maximum number of tokens at the end of the context that are searched in the cache."""
+    """The maximum number of tokens at the end of the context that are searched in earlier text."""
 
     min_match_length: int = 1
     """The minimum length in tokens of a match; shorter matches of the end of the context give no draft."""
@@ -111,13 +114,14 @@ class DraftConfig:
     """
 
     recycling: bool = True
-    """Whether token recycling also makes drafts, from the tokens that were most probable to the target after an earlier
-    occurrence of the last one or two tokens. This helps for new text.
+    """Whether token recycling also makes drafts: it proposes the tokens that the target found most probable when the
+    last one or two tokens occurred before. So text can be drafted that was never generated before.
     """
 
     retrieval: bool = True
-    """Whether drafts come from matches of the end of the context: in the context, in the client's prediction and in the
-    namespace's cache. False leaves only the other sources of drafts, e.g. to measure their contribution.
+    """Whether drafts are retrieved: the end of the context is searched in the context itself, the client's prediction
+    and the namespace's cache, and the text after a match is drafted. With False, only token recycling, draft heads and
+    draft models make drafts, e.g. to measure them.
     """
 
     def __post_init__(self) -> None:
@@ -166,8 +170,8 @@ class EngineConfig:
 
     batch_invariant: BatchInvariant = "auto"
     """Whether the logits of a position must be bit-identical in every forward pass (batch invariance), so that outputs
-    do not depend on drafts or on other sequences. "auto": yes, if the model allows it. "on": yes, and a model that does
-    not allow it is refused. "off": no, the fastest kernels are used.
+    do not depend on drafts or on other sequences. "auto": if the model allows it. "on": always; a model that does not
+    allow it is refused. "off": no, so that the fastest kernels are used.
     """
 
     enable_prefix_caching: bool = True
@@ -181,13 +185,13 @@ class EngineConfig:
     """
 
     coupled_streams: int = 0
-    """The number of noise streams that sampled requests without a seed share (docs/concepts/coupled-sampling.md).
-    Requests with the same noise stream and the same prompt generate the same answer, so earlier answers can be drafted.
-    With 0, each request has its own noise.
+    """The number of noise streams for coupled sampling (docs/concepts/coupled-sampling.md); 0 disables it. Each sampled
+    request without a seed uses one of the streams. Requests with the same stream and the same prompt generate the same
+    answer, so that earlier answers can be drafted.
     """
 
     coupled_window: int = 8
-    """The number of preceding tokens on which a token's shared noise depends if ``coupled_streams`` is set."""
+    """The number of preceding tokens that determine the noise of the next token in coupled sampling."""
 
     def __post_init__(self) -> None:
         _require(self.max_num_seqs >= 1, f"max_num_seqs must be >= 1, got {self.max_num_seqs}")
@@ -230,16 +234,16 @@ class StructuredOutput:
 
     kind: GrammarKind
     source: str = ""
-    """The source of the constraint. "json_schema": a JSON schema. "regex": a regular expression in Rust's syntax.
-    "choice": a JSON list of texts. "grammar": a Lark grammar. "json_object": empty. "parts": see
-    `StructuredOutput.parts`.
+    """The constraint, in a format that depends on ``kind``. "json_schema": a JSON schema. "regex": a regular expression
+    in Rust's syntax. "choice": a JSON list of texts. "grammar": a Lark grammar. "json_object": empty. "parts": the
+    result of `StructuredOutput.parts`.
     """
     param: str = field(default="structured_outputs", compare=False)
     """The name of the request field in which the client sent the constraint; it is used in error messages."""
 
     @classmethod
     def parts(cls, lark: str, parts: Mapping[str, StructuredOutput], param: str) -> StructuredOutput:
-        """Combine several constraints in a Lark grammar, whose rules refer to a constraint in ``parts`` as ``@name``.
+        """Combine several constraints in one constraint: a Lark grammar that refers to them as ``@name``.
 
         Args:
             lark: The Lark grammar. None of its own rules may have the name of a constraint in ``parts``.
@@ -261,7 +265,7 @@ class SamplingParams:
     """The parameters for sampling one output and for its log-probabilities, with OpenAI's and vLLM's names."""
 
     n: int = 1
-    """The number of outputs per prompt. `ssd.LLM` accepts any number; an engine's request must have 1."""
+    """The number of outputs per prompt. `ssd.LLM` accepts any number; a request to the engine itself must have 1."""
     max_tokens: int | None = None
     """The maximum number of tokens to generate. None allows as many as fit into the model's context."""
     temperature: float = 1.0
@@ -280,8 +284,8 @@ class SamplingParams:
     parameters and seed give the same output, independently of drafts and of other sequences in the batch.
     """
     coupled: bool = True
-    """Whether the request may use the sampling noise that requests share if ``EngineConfig.coupled_streams`` is set. A
-    request with a ``seed`` never uses shared noise.
+    """Whether a request without a ``seed`` may use noise that requests share, if ``EngineConfig.coupled_streams`` is
+    set.
     """
     stop: tuple[str, ...] = ()
     """Strings that end the text. A single string may be given without a tuple."""
@@ -293,12 +297,12 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """The ids of the only tokens that may be sampled. None allows all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output never contains: the last token of a sequence is not sampled directly after the
-    other tokens of the sequence.
+    """Sequences of token ids that the output never contains: after all other tokens of a sequence, its last token is
+    not sampled.
     """
     structured_output: StructuredOutput | None = None
-    """The constraint that the whole text must satisfy. It takes precedence over ``allowed_token_ids``, which takes
-    precedence over ``bad_words`` and ``min_tokens``: a rule of lower precedence is ignored if it would leave no token.
+    """The constraint that the whole text must satisfy. If other rules would then leave no token, they are ignored at
+    this position: first ``allowed_token_ids`` if it contradicts the constraint, then ``bad_words`` and ``min_tokens``.
     """
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text. The final end-of-text token is always left out."""
@@ -307,8 +311,8 @@ class SamplingParams:
     reasoning parser needs them.
     """
     continues_prompt: bool = False
-    """Whether the output continues the prompt's text, so that a space at the beginning of the output is kept. Some
-    tokenizers drop a space at the beginning of a text.
+    """Whether the output continues the text of the prompt. Then a space at the beginning of the output is kept, which
+    some tokenizers drop at the beginning of a text.
     """
     logprobs: int | None = None
     """The number of most probable tokens per output token whose log-probabilities are reported, in addition to that of
@@ -320,8 +324,8 @@ class SamplingParams:
     the prompt token. The first prompt token has no log-probabilities.
     """
     drawn_logprobs: bool = False
-    """Whether log-probabilities of output tokens are computed after all rules, temperature and truncation, like vLLM's
-    ``processed_logprobs``. For greedy requests a temperature of 1 is used.
+    """Whether log-probabilities of output tokens are computed after penalties, temperature, truncation and all other
+    rules, like vLLM's ``processed_logprobs``. For greedy requests no temperature and truncation are applied.
     """
     _rules: TokenRules | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -378,7 +382,10 @@ class SamplingParams:
 
     @property
     def rules(self) -> TokenRules:
-        """The logit bias, allowed tokens and bad words as arrays; the first access may take milliseconds."""
+        """The logit bias, allowed tokens and bad words as arrays for the sampler.
+
+        They are built at the first access, which may take milliseconds.
+        """
         if not self.logit_bias and self.allowed_token_ids is None and not self.bad_words:
             return NO_RULES
         rules = self._rules

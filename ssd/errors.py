@@ -76,7 +76,7 @@ class CacheError(SSDError):
 
 
 class SegmentCorrupt(CacheError):
-    """A cache file is torn, truncated, or was changed after it was written."""
+    """A cache file was written only in part, truncated, or changed after it was written."""
 
 
 class FormatVersion(CacheError):
@@ -105,16 +105,19 @@ def first_line(error: BaseException) -> str:
 
 
 def reraise_exits(error: BaseException) -> None:
-    """Raise ``error`` again if it is meant to end the program, e.g. KeyboardInterrupt; otherwise return.
+    """Raise ``error`` again if it is meant to end the program, e.g. KeyboardInterrupt; otherwise do nothing.
 
-    Callers catch BaseException, because the exception for a panic in a Rust library is not derived from Exception.
+    This is for code that catches BaseException, because panics of Rust libraries do not derive from Exception.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
         raise error
 
 
 def quote_value(value: object) -> str:
-    """Return the ``repr`` of any value, cut to 80 characters, for an error message. O(1); never raises an exception."""
+    """Return a short description of any value for an error message: its ``repr``, or its type and size if it is large.
+
+    O(1); never raises an exception.
+    """
     if isinstance(value, str):
         text = repr(value[:80])
         return text if len(value) <= 72 and len(text) <= 80 else f"{text[:60]}... ({len(value)} characters)"

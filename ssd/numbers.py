@@ -13,9 +13,10 @@ for _power, _letter in enumerate(_LETTERS, 1):
 
 
 def parse_number(text: str) -> int:
-    """Parse an integer with an optional suffix of vLLM: ``k m g t`` are powers of 1,000, ``K M G T`` powers of 1,024.
+    """Parse an integer with an optional suffix as in vLLM, e.g. 32k (32,000), 32K (32,768) or 4GiB.
 
-    Raises ValueError if the text is not such a number.
+    Lower-case k, m, g, t are powers of 1,000, upper-case letters powers of 1,024. With a B, kB, MB ... are powers of
+    1,000 and KiB, MiB ... powers of 1,024. Raises ValueError for any other text and for results that are not integers.
     """
     found = _NUMBER.fullmatch(text.strip())
     if found is not None and found[3] in _UNITS:

@@ -13,12 +13,11 @@ Ids = npt.NDArray[np.int64]
 
 
 class BadWords:
-    """Finds the tokens that must not come next because they would complete one of many forbidden token sequences.
+    """Finds the tokens that must not come next because they would complete a forbidden token sequence.
 
-    This is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3) for the forbidden
-    sequences without their last tokens. A state is the longest suffix of the text with which a forbidden sequence
-    begins. The automaton is built in O(tokens of all sequences), moves in O(1) amortized, and takes about 200 bytes per
-    token.
+    This is the automaton of Aho and Corasick (1975, "Efficient string matching", sections 2 and 3). Its state stands
+    for the longest end of the text with which a forbidden sequence begins. The automaton is built in O(tokens of all
+    sequences), reads a token in O(1) amortized, and takes about 200 bytes per token of the sequences.
     """
 
     START = 0  # the state before a text
@@ -45,7 +44,7 @@ class BadWords:
                 waiting.append(deeper)
 
     def after(self, text: npt.NDArray[np.int32]) -> int:
-        """Return the automaton's state after reading a text, int32[n]. O(length of the longest forbidden sequence)."""
+        """Return the automaton's state after a text, int32[n]. O(length of the longest forbidden sequence)."""
         state = self.START
         for token in text[max(0, len(text) - self._longest) :].tolist():
             state = self.move(state, token)
@@ -57,7 +56,10 @@ class BadWords:
         return self._next[state].get(token, self.START)
 
     def ends(self, state: int) -> set[int]:
-        """Return the tokens that would complete a forbidden sequence if they came next. O(sequences begun)."""
+        """Return the tokens that would complete a forbidden sequence if they came next.
+
+        O(number of forbidden sequences that the text ends within).
+        """
         found = set(self._own_ends[self.START])
         while state != self.START:
             found |= self._own_ends[state]
@@ -73,7 +75,7 @@ class TokenRules:
         bias: float64[n], the number that is added to the logit of each token in ``bias_ids``.
         allowed_ids: int64[m], distinct token ids; None allows all tokens.
         bad_words: The automaton that finds forbidden tokens; None if there are no bad words.
-        kept: A cache for the sampler, which stores the rules here as tensors for each vocabulary and device.
+        kept: The sampler's cache of these arrays as tensors, for each vocabulary size and device.
     """
 
     __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
@@ -84,7 +86,7 @@ class TokenRules:
         allowed_token_ids: Sequence[int] | None,
         bad_words: Sequence[Sequence[int]],
     ) -> None:
-        """Build the arrays; the arguments are those of ``SamplingParams``. Several biases of one token are added."""
+        """Build the arrays from the fields of ``SamplingParams``; several biases of one token are added."""
         ids = np.array([token for token, _ in logit_bias], np.int64)
         self.bias_ids: Ids
         self.bias_ids, at = np.unique(ids, return_inverse=True)
@@ -95,7 +97,10 @@ class TokenRules:
         self.kept: dict[Any, Any] = {}
 
     def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (field name, (greatest token id,)) for each non-empty field, to check the ids against a vocabulary."""
+        """Return pairs of a field name and a tuple with the greatest token id of this field.
+
+        The caller compares the ids with the size of the vocabulary. Fields without token ids are left out.
+        """
         found = [
             ("logit_bias", int(self.bias_ids[-1]) if len(self.bias_ids) else -1),
             ("allowed_token_ids", -1 if self.allowed_ids is None else int(self.allowed_ids[-1])),

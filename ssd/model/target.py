@@ -26,7 +26,7 @@ Integers = Sequence[int] | Int64s
 
 @dataclass(frozen=True, slots=True)
 class BatchInvariance:
-    """The result of `verify_batch_invariance`: whether a position's logits are bit-identical in every forward pass."""
+    """Whether a position's logits are bit-identical in every forward pass, and the reason if they are not."""
 
     holds: bool = False
     reason: str = "not tried"  # why the logits are not bit-identical
@@ -66,7 +66,7 @@ class Target(ABC):
 
     @property
     def supports_noise(self) -> bool:
-        """Whether forward passes can sample tokens on the device with Gumbel noise; if not, pass them no noise."""
+        """Whether forward passes can sample tokens on the device with Gumbel noise; else `forward` accepts no noise."""
         return False
 
     def length(self, slot: int) -> int:
@@ -81,7 +81,7 @@ class Target(ABC):
         """Truncate a KV cache slot to its first ``length`` tokens; 0 frees the slot for another sequence."""
 
     def truncate(self, slots: Integers, lengths: Integers) -> None:
-        """Truncate each KV cache slot to the given length, if it is longer."""
+        """Truncate each KV cache slot ``slots[b]`` to ``lengths[b]`` tokens; shorter slots stay unchanged."""
         for slot, length in zip(slots, lengths, strict=True):
             if self.length(slot) > length:
                 self.rollback(int(slot), int(length))
@@ -111,12 +111,15 @@ class Target(ABC):
         return output
 
     def _copy(self, source: int, slot: int, start: int, end: int) -> None:
-        """Copy the KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which has ``start`` tokens."""
+        """Copy KV cache positions ``start`` to ``end`` of ``source`` to ``slot``, which has ``start`` tokens."""
         raise NotImplementedError(f"the runner {self.backend!r} cannot copy prefixes between slots")
 
     @abstractmethod
     def _append(self, slots: Int64s, tokens: TokenMatrix, counts: Int64s, **kwargs: Any) -> PassOutput:
-        """Run a forward pass over ``counts[b]`` new tokens of each slot; returns logits [B, T or fewer, V]."""
+        """Run a forward pass over the first ``counts[b]`` tokens of each row, for `forward` and `prefill`.
+
+        Returns logits [B, T, V]; positions after max(counts) may be left out.
+        """
 
     @torch.inference_mode()
     def forward(
@@ -129,11 +132,17 @@ class Target(ABC):
     ) -> PassOutput:
         """Append tokens to KV cache slots and compute the logits of every position in one forward pass.
 
-        ``tokens`` is int64[B, T]. Row b is valid in its first ``counts[b]`` (>= 1) entries; the rest may be any valid
-        token id. With ``noise``, the pass also samples tokens; this requires `supports_noise`. With ``parents``,
-        int64[B, T], the rows are draft trees; this requires `can_verify_trees`, and ``accept_paths`` must be called
-        next. ``parents`` has for each token the index of its parent, which is smaller than its own index, and -1 for
-        the first token. The parents -1, 0, 1 ... are a chain. Each token is scored after the path to it.
+        Each position's logits depend on the tokens before it in the slot and in the row or, in a draft tree, on the
+        path to it.
+
+        Args:
+            slots: The KV cache slot of each row.
+            tokens: The new tokens, int64[B, T]; row b is padded with any valid token id after ``counts[b]`` tokens.
+            counts: The number of new tokens of each row, >= 1.
+            noise: The noise for sampling tokens in the same pass. Requires `supports_noise`.
+            parents: For draft trees, the index of each token's parent in the row, int64[B, T]. It is smaller than the
+                token's own index, and -1 for the first token; -1, 0, 1 ... is a chain. Requires `can_verify_trees`, and
+                the caller must call ``accept_paths`` next.
         """
         assert noise is None or self.supports_noise
         more: dict[str, Any] = {} if noise is None else {"noise": noise}
@@ -142,26 +151,27 @@ class Target(ABC):
         return self._append_tokens(slots, tokens, counts, **more)
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether `run_ahead` can launch the next pass of these slots before the host reads their tokens."""
+        """Return whether `run_ahead` can launch the next forward pass of these slots."""
         return False
 
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
-        """Launch a forward pass over the tokens that the last pass sampled, before the host has read them.
+        """Launch the next forward pass on the tokens that the last pass sampled, before the host has read these tokens.
 
-        The pass has one token for each slot of the last pass. Before, call `start_copy_to_host` on the last pass's
-        output; afterwards, call `record_tokens` with its tokens. ``noise`` is the same as for ``forward``.
+        So the device need not wait for the host. The slots must be those of the last pass; one token is appended to
+        each. The caller must call `start_copy_to_host` on the last pass's output before, and `record_tokens` with the
+        tokens of that output afterwards. ``noise`` is as for `forward`.
         """
         raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
 
     def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
-        """Record the token ids, int64[B, 1], that `run_ahead` appended to the slots at the positions ``starts``."""
+        """Record the ids of tokens that `run_ahead` appended to slots, int64[B, 1], at the positions ``starts``."""
         _record_tokens(self._token_ids, slots, starts, tokens, np.ones(len(slots), np.int64))
 
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Keep only the accepted path of each draft tree of the last pass, as if only its tokens had been appended.
+        """Keep only the accepted path of each draft tree in the KV cache after a forward pass over draft trees.
 
-        ``counts`` is the number of tokens of each row of the last pass; ``paths`` are the accepted nodes of each row,
-        int64[n] with n >= 1, as indices into the row; each path begins with the row's first token.
+        ``counts`` is the number of tokens in each tree; ``paths`` are the indices of the accepted tokens in each row,
+        int64[n] with n >= 1, beginning with the row's first token.
         """
         raise NotImplementedError(f"the runner {self.backend!r} verifies draft chains only, no trees")
 
@@ -183,7 +193,7 @@ def _record_tokens(fed: TokenIds, slots: Int64s, starts: Int64s, tokens: TokenMa
 
 
 def pad_rows(rows: Sequence[npt.NDArray[np.int32] | npt.NDArray[np.int64]]) -> TokenMatrix:
-    """Return rows of different lengths as int64[B, T], padded with 0; there must be a row, and no row may be empty."""
+    """Return arrays of different lengths as one array, int64[B, T], padded with 0; no array may be empty."""
     padded = np.zeros((len(rows), max(map(len, rows))), np.int64)
     for b, row in enumerate(rows):
         padded[b, : len(row)] = row

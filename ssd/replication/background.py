@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 60.0
 
 
 class Backoff:
-    """Growing delays between connection attempts, 0.1 to 3 s, randomized so that replicas retry at different times."""
+    """Growing delays between attempts to reach Redis, 0.1 to 3 s, randomized so that replicas do not retry at once."""
 
     def __init__(self) -> None:
         self.reset()
@@ -35,7 +35,7 @@ class Backoff:
         return delay_s * random.uniform(0.75, 1.0)
 
     def pause(self) -> None:
-        """Start the delay before the next attempt to connect or read, during which ``is_paused`` is True."""
+        """Start the delay before the next attempt; until it ends, ``is_paused`` is True."""
         self._until = time.monotonic() + self.next_delay_s()
 
     @property
@@ -44,13 +44,13 @@ class Backoff:
 
 
 class BackgroundLoop:
-    """A daemon thread that calls a function repeatedly until it is stopped, after a delay if the last call failed.
+    """A daemon thread that calls a function repeatedly until it is stopped, and waits after each call that fails.
 
     Only this thread writes ``is_connected``, ``num_failures`` and ``num_reconnects``.
     """
 
     def __init__(self, name: str, url: str, exchange: Callable[[], None]) -> None:
-        """Create the thread, which calls ``exchange`` repeatedly, and waits after each call that raised an error."""
+        """Create the thread; after ``start()`` it calls ``exchange`` repeatedly, with delays after errors."""
         self.is_connected = False
         self.num_failures = 0
         self.num_reconnects = 0  # the number of successes after failures
@@ -76,7 +76,10 @@ class BackgroundLoop:
             self._thread.join(timeout_s)
 
     def report(self, error: Exception) -> None:
-        """Count a failure, and log at most one failure per minute. Only the background thread may call this."""
+        """Count a failure of Redis, and log it unless one was logged in the last minute.
+
+        Only the background thread may call this.
+        """
         self.num_failures += 1
         if time.monotonic() < self._next_log:
             return

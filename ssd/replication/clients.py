@@ -40,15 +40,14 @@ _MAX_LINE_BYTES = 1 << 16  # longer than any number, size or error of a real ser
 
 _PATIENCE_S = 5.0
 _MIN_BYTES_PER_S = 8192
-"""The minimum rate, in bytes per second, of a Redis reply that takes longer than _PATIENCE_S; slower replies are
-aborted.
+"""The minimum rate of a Redis reply in bytes per second. After ``_PATIENCE_S`` seconds, a slower reply is aborted.
 
-Without this limit, a reply whose bytes arrive one by one would never time out; a new connection may be faster.
+The socket's time-out starts again with each read, so a reply that arrives byte by byte would never time out.
 """
 
 
 class BoundedBuffer(SocketBuffer):
-    """redis-py's socket buffer with limits on the length of a line and on the time that a reply may take."""
+    """redis-py's socket buffer, which also aborts a Redis reply whose lines are too long or that arrives too slowly."""
 
     _buffer: Any
     _num_reads = 0
@@ -56,7 +55,7 @@ class BoundedBuffer(SocketBuffer):
     _waited_s = 0.0
 
     def start_reply(self) -> None:
-        """Reset the measured size and time, because a new Redis reply begins."""
+        """Restart the measurement of a reply's size and duration, because a new Redis reply begins."""
         if self._num_reads <= 1:  # the last reply arrived in one read
             self._num_bytes, self._waited_s = 0, 0.0
         self._num_reads = 0
@@ -88,11 +87,11 @@ class BoundedBuffer(SocketBuffer):
 
 
 class BoundedParser(_RESP2Parser):
-    """redis-py's parser of RESP2 with a limit on the size of each reply; a larger reply raises OversizedReplyError.
+    """redis-py's parser of the RESP2 protocol, which aborts a reply larger than MAX_REPLY_BYTES (OversizedReplyError).
 
-    redis-py closes the connection if its parser raises an exception, so the rest of the reply is never read. This
-    parser also raises an exception if the server is read-only, because a new connection may lead to a server that
-    accepts writes.
+    redis-py closes the connection if its parser raises an exception, so the rest of the reply is never read. If the
+    server is read-only, the parser also raises an exception, because a new connection may lead to a server that accepts
+    writes.
     """
 
     _buffer: Any
@@ -188,19 +187,19 @@ class LazyCluster(RedisCluster):
         return self.execute_command("PING", target_nodes=self.RANDOM)
 
     def masters(self) -> list[tuple[str, redis.Redis]]:
-        """Return (address, client) of each primary node of the cluster; the clients must not be closed."""
+        """Return (address, client) of each primary node of the cluster. The caller must not close the clients."""
         with self._opened():
             nodes = sorted(self.get_primaries(), key=lambda node: node.name)  # type: ignore[no-untyped-call]
             return [(node.name, self.get_redis_connection(node)) for node in nodes]
 
     def node_for(self, key: str) -> redis.Redis:
-        """Return a client of the cluster node that stores ``key`` at present; the client must not be closed."""
+        """Return a client of the cluster node that stores ``key`` at present. The caller must not close the client."""
         with self._opened():
             return self.get_redis_connection(self.nodes_manager.get_node_from_slot(key_slot(key.encode())))
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Connect at the first use, and convert redis-py's cluster errors to the errors that a single server raises."""
+        """Connect to the cluster if necessary, and raise the same exceptions as a client of a single server."""
         try:
             with self._opening:
                 if not self._is_open:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import redis
 
 URL_VARIABLE = "SSD_REDIS_URL"
-"""The environment variable for the Redis URL, because other users of the machine can read passwords in command lines.
+"""The environment variable for the Redis URL. It is the place for a URL with a password, because other users of the
+machine can read command lines.
 """
 
 BLOCK_MS = 500  # far less than the socket's time-out
@@ -58,7 +59,7 @@ def passwords_in(url: str) -> list[str]:
 
 
 def redact_password(text: str, url: str | None = None) -> str:
-    """Replace the passwords of the Redis URL ``url`` in a text by ``***``; if ``url`` is None, the text is the URL."""
+    """Replace the passwords of a Redis URL in a text by ``***``; without ``url``, the text itself is the URL."""
     for secret in passwords_in(text if url is None else url):
         text = text.replace(secret, "***")
     return text
@@ -110,11 +111,11 @@ def _host(name: str, default_port: int) -> Host:
 
 
 def connect(url: str) -> redis.Redis:
-    """Return a Redis client, which connects at its first command and limits the size of replies.
+    """Return a Redis client that connects at its first command and limits the size of replies.
 
-    ``url`` names a server, sentinels or a cluster, with user, password, database and options in redis-py's syntax,
-    except time-outs and protocol. The client of a cluster supports commands and pipelines whose keys have one hash tag;
-    ``masters_of`` and ``server_of`` return clients for its nodes.
+    ``url`` is in redis-py's syntax and names a server, sentinels or a cluster; time-outs and protocol in it have no
+    effect. In a cluster, the keys of a pipeline must have the same hash tag; ``masters_of`` and ``server_of`` return
+    clients of single nodes.
 
     Raises ConfigError, without the password, if the URL is invalid. Commands raise OversizedReplyError if a reply is
     larger than MAX_REPLY_BYTES.
@@ -152,9 +153,9 @@ def connect(url: str) -> redis.Redis:
 
 
 def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
-    """Return a client of each Redis server that accepts writes, with its address in a cluster ("" without a cluster).
+    """Return (address, client) of each primary node of a cluster, or ("", client) of the only server without a cluster.
 
-    The clients must not be closed. Raises the client's errors if a cluster does not return its nodes.
+    The caller must not close the clients. Raises the client's errors if a cluster does not answer.
     """
     from ssd.replication.clients import LazyCluster
 
@@ -162,7 +163,7 @@ def masters_of(client: redis.Redis) -> list[tuple[str, redis.Redis]]:
 
 
 def server_of(client: redis.Redis, key: str) -> redis.Redis:
-    """Return a client of the Redis server that stores ``key``; the client must not be closed."""
+    """Return a client of the Redis server that stores ``key``. The caller must not close the client."""
     from ssd.replication.clients import LazyCluster
 
     return client.node_for(key) if isinstance(client, LazyCluster) else client

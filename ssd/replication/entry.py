@@ -46,7 +46,7 @@ class InvalidEntryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a replication log: a text that is complete enough to be searched without other entries."""
+    """One entry of a replication log: a sequence of tokens, or one of the overlapping parts of a long sequence."""
 
     replica_id: bytes  # identifies the writer
     sequence_id: bytes
@@ -64,7 +64,8 @@ def pack_entry(entry: Entry, key: str) -> bytes:
 def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
     """Parse and verify an entry of the Redis stream ``key``; raise InvalidEntryError if the entry is invalid.
 
-    Anyone who can write to the Redis server may have written ``data``. At most 16 KB are ever decompressed.
+    ``data`` is not trusted, because anyone who can write to the Redis server may have written it. At most 16 KB are
+    decompressed.
     """
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES:
         raise InvalidEntryError(f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
@@ -90,7 +91,10 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
 
 
 def unverified_num_tokens(data: bytes) -> int:
-    """Return the number of tokens that a replication entry's header states; the maximum if the entry is invalid."""
+    """Return the number of tokens that an unverified replication entry claims to have, to estimate the stream's size.
+
+    An entry of another format counts as MAX_ENTRY_TOKENS.
+    """
     if len(data) < _PAYLOAD or data[0] != FORMAT_VERSION:
         return MAX_ENTRY_TOKENS
     num_tokens: int = _HEADER.unpack_from(data)[3]
@@ -98,7 +102,7 @@ def unverified_num_tokens(data: bytes) -> int:
 
 
 def unverified_id(data: bytes) -> bytes | None:
-    """Return the sequence id in a replication entry's header; None if the bytes cannot be an entry."""
+    """Return the sequence id of a replication entry without verifying it; None if its size or version is wrong."""
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES or data[0] != FORMAT_VERSION:
         return None
     sequence_id: bytes = _HEADER.unpack_from(data)[2]
@@ -110,7 +114,10 @@ def _checksum(header: bytes, key: str, tokens: npt.NDArray[np.uint32]) -> int:
 
 
 def max_entries_of(max_tokens: int) -> int:
-    """Return the limit on the number of entries of a Redis stream for ``max_tokens`` tokens, even in short entries."""
+    """Return the maximum number of entries of a Redis stream with at most ``max_tokens`` tokens.
+
+    The number bounds the memory of a stream with many short entries.
+    """
     return max(1, max_tokens // _MIN_MEAN_ENTRY_TOKENS)
 
 
@@ -120,7 +127,7 @@ KEYS_VERSION = 1
 def stream_key(fingerprint: str, namespace: str) -> str:
     """Return the key of the Redis stream through which replicas share the text of a namespace.
 
-    Replicas share text if and only if the fingerprint of the tokenizer and the namespace are equal. The part of the key
-    in braces selects the node of a cluster.
+    Replicas share text if they have the same namespace and tokenizer (``fingerprint``). The part of the key in braces
+    is a hash tag, so that the namespace's stream is on one node of a cluster.
     """
     return f"ssd:{KEYS_VERSION}:{{{fingerprint}:{namespace}}}"

@@ -36,7 +36,7 @@ _MAX_INCARNATIONS = 64
 
 
 class StreamOffset(NamedTuple):
-    """The position up to which a replication stream was read: Redis stream id and sequence id of the last entry."""
+    """The position up to which a replica has read a replication stream, given by the last entry that it read."""
 
     number: int  # the number of entries read, counted over all incarnations
     entry_id: bytes
@@ -44,22 +44,22 @@ class StreamOffset(NamedTuple):
 
 
 class Incarnation(NamedTuple):
-    """One opening of a namespace's cache before the last restart. It published text under its own replica id."""
+    """One earlier opening of a namespace's cache by this replica. Its entries have a replica id of their own."""
 
     replica_id: bytes
     position: int  # its text before this ring position is in files, or was evicted
 
 
 class ReplicaOffset:
-    """The position up to which a replica has read a replication stream, across restarts.
+    """The position up to which a replica has read a replication stream, stored with the cache to survive restarts.
 
-    It determines which entries of the stream are in the cache already. Not thread-safe.
+    It determines which entries of the stream are already in the cache. Not thread-safe.
     """
 
     def __init__(self, replica_id: bytes, checkpoint: Checkpoint | None = None) -> None:
-        """Restore the position in the replication stream from the cache's ``checkpoint``, for a new ``replica_id``.
+        """Restore the position from the ``checkpoint`` that was stored with the cache, under a new ``replica_id``.
 
-        A checkpoint that ``to_json`` did not write is ignored.
+        A checkpoint in another format than that of `to_json` is ignored.
         """
         self.replica_id = replica_id
         self.incarnations, self.last_read = _parse(checkpoint)
@@ -73,7 +73,7 @@ class ReplicaOffset:
         }
 
     def is_stored(self, entry: Entry) -> bool:
-        """Return whether this replica wrote a stream entry, now or before a restart, and still has its text."""
+        """Return whether this replica wrote the stream entry itself and did not lose its text in a restart."""
         if entry.replica_id == self.replica_id:
             return True
         return position_of(entry.sequence_id) < self._positions.get(entry.replica_id, 0)
@@ -84,8 +84,9 @@ class ReplicaOffset:
     def locate(self, oldest_id: bytes | None, sequence_id_at: Callable[[bytes], bytes | None]) -> bytes | None:
         """Return the Redis stream id of the last entry that was read; None if the stream was emptied or replaced since.
 
-        ``oldest_id`` is the id of the stream's oldest entry, None if there is none. ``sequence_id_at`` returns the
-        sequence id of the entry with a given stream id, None if there is no such entry.
+        Other replicas' entries up to this id are in the cache. ``oldest_id`` is the id of the stream's oldest entry,
+        None if the stream is empty. ``sequence_id_at`` returns the sequence id of the entry with a given stream id,
+        None if there is no such entry.
         """
         if (last := self.last_read) is None or oldest_id is None:  # everything else is new, whatever its ids
             return None
@@ -94,7 +95,7 @@ class ReplicaOffset:
 
 
 def sequence_id_of(replica_id: bytes, position: int) -> bytes:
-    """Return the unique 16-byte id of a replication entry: the writer's replica id and the ring-buffer position."""
+    """Return the unique 16-byte id of a replication entry: the writer's replica id and a ring-buffer position."""
     return replica_id + position.to_bytes(8, "little")
 
 
@@ -103,7 +104,7 @@ def position_of(sequence_id: bytes) -> int:
 
 
 def _parse(checkpoint: Checkpoint | None) -> tuple[tuple[Incarnation, ...], StreamOffset | None]:
-    """Parse a stored stream position of this or an earlier version; return an empty position for any other JSON."""
+    """Parse a stored position of a replication stream; return an empty position if the JSON has another format."""
     if checkpoint is None:
         return (), None
     try:

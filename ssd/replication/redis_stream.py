@@ -18,16 +18,17 @@ if TYPE_CHECKING:
 
 
 FIELD = b"e"
-"""The name of the only field of an entry in a replication stream. Its value is the output of ``pack_entry``."""
+"""The name of the only field of each entry of a replication stream. The field's value is the output of ``pack_entry``.
+"""
 
 
 def append_entries(
     client: redis.Redis, key: str, values: Sequence[bytes], *, max_entries: int
 ) -> list[Exception | None]:
-    """Append values to a Redis stream; return for each value None, or the server's error if the value was not written.
+    """Append values to a Redis stream; return None for each written value and the error for each rejected one.
 
-    ``max_entries`` is the approximate maximum length of the stream. Raises errors that end the connection; then any of
-    the values may have been written.
+    The stream is trimmed to about ``max_entries`` entries. If the connection fails, an error is raised, and any of the
+    values may have been written.
     """
     answers = _append(client, key, values, max_entries)
     if not any(_is_full(answer) for answer in answers):
@@ -40,14 +41,17 @@ def append_entries(
 
 
 def is_cluster(client: redis.Redis) -> bool:
-    """Return whether a client is connected to a Redis cluster, in which a failure may concern only some keys."""
+    """Return whether a client is connected to a Redis cluster, which may fail for some keys only."""
     from redis.cluster import RedisCluster
 
     return isinstance(client, RedisCluster)
 
 
 def _append(client: redis.Redis, key: str, values: Sequence[bytes], max_entries: int) -> list[Exception | None]:
-    """Append values to a Redis stream in one pipeline; in a cluster one by one, as its pipeline retries failures."""
+    """Append values to a Redis stream, in one pipeline unless the server is a cluster.
+
+    In a cluster each value is a command of its own, because redis-py's cluster pipeline repeats failed commands.
+    """
     from redis.exceptions import ClusterDownError, ResponseError
 
     # Subscribers enforce the bound in tokens. This bound applies even without a subscriber.
@@ -77,7 +81,10 @@ def _is_full(answer: Exception | None) -> bool:
 
 
 def _delete_full(client: redis.Redis, key: str) -> None:
-    """Delete a Redis stream that has reached the largest possible id, unless another client has changed it since."""
+    """Delete a Redis stream that has reached the largest possible id and therefore accepts no more entries.
+
+    The stream is kept if another client has changed it meanwhile.
+    """
     from redis.exceptions import ResponseError, WatchError
 
     with client.pipeline(transaction=True) as transaction:
@@ -102,19 +109,21 @@ BEGINNING = b"0-0"  # before all entry ids
 _LARGEST = (1 << 64) - 1
 
 MAX_REPLY_BYTES = 8 << 20
-"""The maximum size of a Redis reply in bytes: eight times the size of a full page of stream entries."""
+"""The maximum size of a Redis reply in bytes, eight times the size of a full page of valid stream entries."""
 
 _AT_ONCE = 256
 
 RawEntry = tuple[bytes, dict[bytes, bytes] | None]
-"""The id and the fields of a Redis stream entry; the fields are None if they were too large to transfer or deleted."""
+"""The id and the fields of a Redis stream entry. The fields are None if the entry was deleted or too large to transfer.
+"""
 
 
 class OversizedReplyError(Exception):
-    """Raised if a Redis reply exceeds MAX_REPLY_BYTES. Its rest was not read, and the connection was closed.
+    """Raised if a Redis reply exceeds MAX_REPLY_BYTES. Reading was aborted, and the connection was closed.
 
     Attributes:
-        unfinished: The arrays in which the reply was cut, the outermost first, each with its complete elements.
+        unfinished: The nested arrays of the reply that were not complete yet, the outermost array first, with the
+            elements that had been read completely.
     """
 
     def __init__(self, unfinished: list[list[Any]]) -> None:
@@ -123,7 +132,7 @@ class OversizedReplyError(Exception):
 
 
 class WrongReplyError(Exception):
-    """Raised if a Redis reply does not fit the command and must not be used."""
+    """Raised if a Redis reply cannot be the answer to the command, e.g. because entries are out of order."""
 
 
 class EntryPage(NamedTuple):
@@ -144,7 +153,7 @@ def id_key(entry_id: bytes) -> tuple[int, int]:
 def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
     """Raise WrongReplyError unless the stream entries in a reply have increasing ids, all larger than ``after``.
 
-    Otherwise a subscriber could get a wrong position in the stream, from which it would never recover.
+    A subscriber that accepted other ids could get a position in the stream from which it would never read new entries.
     """
     last = id_key(after)
     for entry in entries:
@@ -193,9 +202,10 @@ def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
 
 
 def _page(client: redis.Redis, count: int, *command: str | bytes) -> EntryPage:
-    """Run a Redis range command and return the stream entries up to the first one that is too large to transfer.
+    """Run a Redis range command and return the stream entries in its reply.
 
-    If the first entry is too large, it is returned without fields.
+    If the reply is too large, only the complete entries at its beginning are returned. If even the first entry is too
+    large, it is returned without fields.
     """
     try:
         entries: Any = client.execute_command(*command, "COUNT", count)  # type: ignore[no-untyped-call]

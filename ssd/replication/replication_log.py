@@ -30,7 +30,7 @@ _IDLE_S = 0.5
 
 
 class PublishQueue:
-    """The entries that wait to be written to one Redis stream, in order. The publisher's lock guards this object."""
+    """The queue of entries that wait to be written to one Redis stream. The caller must hold the publisher's lock."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -55,12 +55,12 @@ class PublishQueue:
 
 
 class Publisher:
-    """The writing half of the replication log: one bounded queue per Redis stream, and the thread that writes them.
+    """The writing half of the replication log: a bounded queue for each Redis stream, and a thread that writes.
 
-    While Redis is down or rejects writes, new entries displace the oldest entries of the longest queue. An entry whose
-    write was not confirmed is written again with the same sequence id, so that subscribers can detect it. A rejected
-    stream (no permission, no memory, a key of another type) is retried after a delay, while the other streams are
-    written.
+    If too many tokens are queued because Redis is down or rejects writes, the oldest entries of the longest queue are
+    dropped. An entry whose write was not confirmed is written again with the same sequence id, so that subscribers
+    can detect the second copy. If Redis rejects the entries of one stream (no permission, no memory, a key of another
+    type), this stream is retried after a delay, while the other streams are written.
     """
 
     def __init__(self, url: str, *, max_entries: int, max_queued_tokens: int) -> None:
@@ -89,8 +89,9 @@ class Publisher:
     def publish(self, key: str, replica_id: bytes, pieces: StoredPieces) -> None:
         """Queue new text of a replica for the Redis stream ``key``. Never waits for Redis. O(entries).
 
-        The sequence id of the k-th entry of a text contains the text's ring-buffer position plus k. Such an id is
-        unique within the replica, and shows whether the text is in a file, because texts are never split between files.
+        ``pieces`` are split into entries. The k-th entry of a piece gets the piece's ring-buffer position plus k as
+        part of its sequence id. So sequence ids are unique, and show after a restart whether the text had been written
+        to a file, because pieces are never split between files.
         """
         entries: list[Entry] = []
         position = pieces.position
@@ -107,7 +108,7 @@ class Publisher:
         self._has_entries.set()
 
     def detach(self, key: str, *, discard: bool = False) -> None:
-        """Reject further entries for the Redis stream ``key``; with ``discard``, also drop its queued entries. O(1)."""
+        """Accept no more entries for the Redis stream ``key``; with ``discard``, also drop its queued entries."""
         with self._lock:
             if (queue := self._queues.get(key)) is not None:
                 queue.is_attached = False
@@ -164,7 +165,10 @@ class Publisher:
                 self.loop.report(reason)
 
     def _write(self, queue: PublishQueue, entries: list[Entry]) -> tuple[list[Entry], Exception | None]:
-        """Write entries to Redis; return the rejected entries and the reason. Raise errors that end the connection."""
+        """Write entries to Redis; return the rejected entries and the reason, None if all were written.
+
+        Raises an error if the connection to a single server fails. In a cluster all entries then count as rejected.
+        """
         from redis.exceptions import ConnectionError, ResponseError, TimeoutError
 
         values = [pack_entry(entry, queue.key) for entry in entries]
@@ -190,7 +194,7 @@ class Publisher:
             return queue, entries
 
     def _record_write(self, queue: PublishQueue, entries: list[Entry], left: list[Entry], *, is_rejected: bool) -> None:
-        """Update counters and queue after writing ``entries``; ``left`` are the entries that Redis did not confirm."""
+        """Update the counters after a write, and put the entries that were not written (``left``) back in the queue."""
         with self._lock:
             self._num_in_flight = 0
             queue.put_back(left)
@@ -228,14 +232,14 @@ class StreamStats:
     lag_seconds: float = 0.0
     """The seconds since this replica last reached the end of the replication stream; 0 in normal operation.
 
-    The half second that a read may block is subtracted. The lag grows while Redis is down or rejects reads, or if the
-    stream is written faster than it is read.
+    The lag grows while Redis is down or rejects reads, or if the stream is written faster than it is read. The half
+    second for which a read may wait for new entries is subtracted.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationStats:
-    """Counters of replication through Redis. An entry contains a sequence, or at most 4,096 tokens of a long one."""
+    """Counters of replication through Redis. An entry has at most 4,096 tokens; a longer sequence has several."""
 
     is_connected: bool  # Redis answers, and rejected neither the last read nor the last write of any namespace
     num_published: int = 0
@@ -254,9 +258,9 @@ class ReplicationStats:
 class ReplicationLog:
     """Replicates the text of caches between all replicas with the same Redis URL and tokenizer.
 
-    ``attach`` and ``detach`` can be used as ``on_open`` and ``on_close`` of a ``CacheManager``. One thread writes to
-    Redis and another thread reads, each with a connection of its own; callers never wait for them. Failures of Redis
-    are visible in ``stats`` and in at most one log line per minute::
+    One thread writes to Redis and another thread reads, each with a connection of its own, so callers never wait for
+    Redis. Failures of Redis are visible in ``stats`` and in at most one log line per minute. ``attach`` and ``detach``
+    can be used as ``on_open`` and ``on_close`` of a ``CacheManager``::
 
         append -> listener -> queue (bounded) -> publisher -> XADD      stream ssd:1:{<fingerprint>:<namespace>}
         append_replicated <- verification <- subscriber <- XREAD
@@ -273,8 +277,8 @@ class ReplicationLog:
     ) -> None:
         """Start the threads that read and write the replication streams. Redis need not be reachable.
 
-        A stream has at most ``max_tokens`` tokens, or the size of the cache if that is smaller; a new replica starts
-        with that much text. At most ``max_queued_tokens`` wait to be written, over all streams.
+        Each stream keeps the newest ``max_tokens`` tokens (fewer if the cache is smaller), which a new replica reads at
+        its start. At most ``max_queued_tokens`` of all streams wait to be written.
 
         Raises:
             ConfigError: An argument is invalid.
@@ -289,11 +293,11 @@ class ReplicationLog:
         self.subscriber.loop.start()
 
     def attach(self, cache: NamespaceCache) -> None:
-        """From now on, publish new text of a cache to the replicas, and add their text to it. Never waits for Redis.
+        """From now on, publish new text of a cache to the other replicas, and add their text to the cache.
 
-        A cache with a directory continues where it stopped before a restart: text that it flushed is not stored again,
-        and published text that it lost with its memtable is read back. ``offsets`` describes this, and the cases in
-        which text is stored twice.
+        Never waits for Redis. After a restart, a cache with a directory continues where it stopped. Text of the stream
+        that is in its files is not stored again. Text that was lost because it was only in the memtable is read back
+        from the stream. ``ssd/replication/offsets.py`` describes the cases in which text is stored twice.
         """
         key = stream_key(self._fingerprint, cache.name)
         replica_id = secrets.token_bytes(8)  # never stored: the directory may be a copy whose original is in use
@@ -304,13 +308,13 @@ class ReplicationLog:
         self.subscriber.subscribe(key, cache, offset)
 
     def detach(self, cache: NamespaceCache) -> None:
-        """Stop reading the Redis stream of a cache that is being closed; its queued entries are still written. O(1)."""
+        """Stop reading the Redis stream of a cache that is being closed; entries already queued are still written."""
         key = stream_key(self._fingerprint, cache.name)
         self.subscriber.unsubscribe(key)
         self._publisher.detach(key)
 
     def delete_stream(self, namespace: str) -> None:
-        """Delete the Redis stream of a namespace that is not attached any more, and the queued entries for it.
+        """Delete the Redis stream of a namespace, after `detach`, together with the queued entries for it.
 
         Waits for Redis, and raises its errors. A replica that still writes to the stream creates it again.
         """
@@ -367,7 +371,7 @@ class RedisCounters:
         return int(self._client.hincrby(COUNTERS_KEY, name, amount))
 
     def raise_to(self, name: str, number: int) -> int:
-        """Increase a counter in Redis to at least ``number`` and return its value. Repeating the call has no effect."""
+        """Set a counter in Redis to ``number`` unless it is larger already, and return the counter's value."""
         with self._client.pipeline(transaction=True) as pipeline:
             pipeline.watch(COUNTERS_KEY)  # type: ignore[no-untyped-call]
             found: Any = pipeline.hget(COUNTERS_KEY, name)

@@ -52,7 +52,7 @@ _MIN_LOG_TOKENS = 1 << 16  # the minimum bound of a log, however small its cache
 
 
 class SubscribedStream:
-    """The state of one replication stream that is read, above all the position up to which it was read.
+    """The state of reading one replication stream, above all the position up to which the stream was read.
 
     Only the subscriber's thread changes this object.
     """
@@ -84,16 +84,19 @@ class SubscribedStream:
         self.num_tokens = 0
 
     def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
-        """Start to read the stream at its oldest entry; the texts of entries up to ``known_id`` are in the cache."""
+        """Start to read the stream at its oldest entry; the text of entries up to ``known_id`` is in the cache."""
         self.last_id, self.anchor = BEGINNING, oldest
         self._known = None if known_id is None else id_key(known_id)
 
     def is_known(self, entry_id: bytes) -> bool:
-        """Return whether the text of a stream entry was in the cache before the replica began to read the stream."""
+        """Return whether the text of a stream entry was already in the cache when reading the stream began."""
         return self._known is not None and id_key(entry_id) <= self._known
 
     def record(self, entry_id: bytes, num_tokens: int, *, was_fetched: bool) -> None:
-        """Advance the position in the stream past an entry that was read, or that was too large to be read."""
+        """Advance the position in the stream past an entry, and add the entry's size to that of the stream.
+
+        ``was_fetched`` is False for an entry that was too large to transfer.
+        """
         self.last_id = entry_id
         if was_fetched or self.anchor is None:
             self.anchor = entry_id
@@ -116,7 +119,7 @@ class SubscribedStream:
 
     @property
     def lag_s(self) -> float:
-        """The seconds since the end of the stream was last reached, minus the time that a read may block."""
+        """The seconds since the end of the stream was last reached, minus the half second for which a read may wait."""
         return max(0.0, time.monotonic() - self.caught_up_at - BLOCK_MS / 1000)
 
     def mark_ok(self) -> None:
@@ -125,22 +128,22 @@ class SubscribedStream:
 
 
 class Subscriber:
-    """The reading half of the replication log: one thread and connection that read and trim all replication streams.
+    """The reading half of the replication log: a thread with its own connection that reads and trims all streams.
 
-    A stream is read from its beginning, and entries that are not in the cache are stored, oldest first. Entries that
-    were trimmed before are lost. Entries whose text is in the cache are read too: their sizes are needed to bound the
-    stream, and their sequence ids to detect second copies.
+    Each stream is read from its oldest entry, and the text of entries that is not in the cache yet is stored there.
+    Entries that were trimmed before they were read are lost. Entries whose text is in the cache are read too, because
+    their sizes are needed to bound the stream, and their sequence ids to detect second copies.
 
     Nothing in a stream is trusted. Every two seconds, the subscriber checks that each stream still has the entry that
-    was read last. If not, the stream was emptied or replaced, and is read from its beginning. So neither a forged id
-    nor a wrong clock can stop this replica from reading. An entry that is too large to transfer is skipped by its id. A
-    stream that is rejected, or whose cache is slow, is paused while the others are read.
+    was read last. If not, the stream was emptied or replaced, and is read from its oldest entry. So neither a forged id
+    nor a wrong clock can stop this replica from reading. An entry that is too large to transfer is skipped. If Redis
+    rejects reading one stream, or its cache is slow, this stream is paused while the others are read.
     """
 
     def __init__(self, url: str, *, vocab_size: int, max_tokens: int) -> None:
         """Create a subscriber, which connects to Redis at its first read.
 
-        ``max_tokens`` is the maximum size of each stream, unless its cache is smaller.
+        Each stream is trimmed to ``max_tokens`` tokens, or to the size of its cache if that is smaller.
         """
         self.num_received = 0
         self.num_received_tokens = 0
@@ -157,10 +160,9 @@ class Subscriber:
         self.loop = BackgroundLoop("ssd-share-reader", url, self._exchange)
 
     def subscribe(self, key: str, cache: NamespaceCache, offset: ReplicaOffset) -> None:
-        """Add the entries of the Redis stream ``key`` to a cache as long as the cache object exists.
+        """Add the text of the Redis stream ``key`` to a cache, as long as the cache object exists.
 
-        ``offset`` is updated and stored with the cache as reading advances. The stream is trimmed to about the cache's
-        size.
+        ``offset``, the position in the stream, is advanced and stored with the cache.
         """
         max_tokens = min(self._max_tokens, max(_MIN_LOG_TOKENS, cache.capacity_tokens))
         with self._lock:
@@ -191,7 +193,7 @@ class Subscriber:
         self._client.close()
 
     def _exchange(self) -> None:
-        """Read a page of each stream that has more entries; if no stream has more, wait for new entries."""
+        """Read a page of every stream; if no stream has more entries, wait for new ones."""
         streams, began = self.streams(), time.monotonic()
         if not streams:
             self._wait(BLOCK_MS / 1000)
@@ -223,7 +225,7 @@ class Subscriber:
         self._has_changed.clear()
 
     def _attempt(self, stream: SubscribedStream, step: Callable[[SubscribedStream], object]) -> None:
-        """Run ``step`` for one stream. An error pauses only this stream, unless the connection to Redis is lost."""
+        """Run ``step`` for one stream. An error pauses only this stream, unless the only server cannot be reached."""
         from redis.exceptions import ConnectionError, TimeoutError
 
         if self.loop.is_stopping or stream.is_paused:
@@ -245,7 +247,10 @@ class Subscriber:
             self.loop.num_reconnects += 1
 
     def _check_log(self, stream: SubscribedStream) -> None:
-        """Check every few seconds, and after an interruption, that the stream was not emptied or replaced."""
+        """Check every few seconds, and after a lost connection, whether the stream was emptied or replaced.
+
+        If so, the stream is read from its oldest entry.
+        """
         now = time.monotonic()
         if self.loop.is_connected and now < stream.check_at:
             return
@@ -254,7 +259,7 @@ class Subscriber:
             stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
 
     def _begin(self, stream: SubscribedStream) -> None:
-        """Determine which entries of a stream are in the cache already, before reading the stream from the start."""
+        """Start to read a stream at its oldest entry, and determine which entries are already in the cache."""
         from redis.exceptions import ResponseError
 
         try:
@@ -274,7 +279,7 @@ class Subscriber:
             return None
 
     def _read_all(self, streams: Sequence[SubscribedStream], *, block: int | None) -> None:
-        """Read a page of each stream with one XREAD, which waits up to ``block`` milliseconds for entries."""
+        """Read a page of each stream with one XREAD, which waits up to ``block`` milliseconds for new entries."""
         from redis.exceptions import ResponseError
 
         by_key = {stream.key: stream for stream in streams}
@@ -312,7 +317,10 @@ class Subscriber:
             stream.caught_up_at = time.monotonic()
 
     def _receive_all(self, stream: SubscribedStream, entries: Sequence[RawEntry]) -> None:
-        """Process entries of a stream in order; if the cache is too slow, the remaining ones are read again later."""
+        """Store the new text of entries of a stream in the cache, in order.
+
+        If the cache is slow, the stream is paused, and the remaining entries are read again later.
+        """
         check_entries(entries, after=stream.last_id or BEGINNING)
         arrived: list[Tokens] = []
         num_tokens = 0
@@ -332,7 +340,7 @@ class Subscriber:
         self._trim(stream)
 
     def _receive(self, stream: SubscribedStream, raw: RawEntry, arrived: list[Tokens]) -> int:
-        """Add the text of the next stream entry to ``arrived`` if it is new, and return the number of tokens added."""
+        """Append the text of one stream entry to ``arrived`` if it is new; return the number of tokens appended."""
         data = value_of(raw)
         stream.record(raw[0], unverified_num_tokens(data), was_fetched=raw[1] is not None)
         if stream.is_known(raw[0]) and (sequence_id := unverified_id(data)) is not None:  # it was verified before
@@ -370,7 +378,7 @@ class Subscriber:
         return unpack_entry(value_of(raw), stream.key, vocab_size=self._vocab_size)
 
     def _trim(self, stream: SubscribedStream) -> None:
-        """Trim a Redis stream that is longer than its limits. Every replica does so; trimming twice is harmless."""
+        """Trim a Redis stream that exceeds its limits. Every replica does so; trimming a stream twice is harmless."""
         from redis.exceptions import ResponseError
 
         if stream.num_tokens <= stream.max_tokens and len(stream.entries) <= stream.max_entries:

@@ -25,13 +25,14 @@ Ints = npt.NDArray[np.int64]
 def best_candidates(
     logits: torch.Tensor, rows: Sequence[SamplingContext], draft_to_target: torch.Tensor | None, vocab_size: int
 ) -> tuple[Ints, Floats]:
-    """Return each request's most probable next tokens and their acceptance probabilities, both [R, M].
+    """Return the most probable next tokens of R requests, [R, M], and the probabilities that the target accepts them.
 
-    The acceptance probabilities assume that the target has the draft network's distribution. For greedy requests they
-    are the tokens' probabilities. For sampled requests they are conditioned on the Gumbel noise that the target will
-    sample with, and the tokens are in descending order of score plus noise. Tokens that the request's rules exclude
-    have probability 0. ``logits`` is [R, Vd]; ``draft_to_target`` is the target's id of each token of the draft
-    vocabulary, int64[Vd]. Ids from ``vocab_size`` on are left out.
+    The acceptance probabilities assume that the target predicts the same distribution as the draft network, whose
+    ``logits`` are [R, Vd]. For a greedy request, they are the tokens' probabilities. For a sampled request, they are
+    the probabilities that the target samples the tokens with its known Gumbel noise, and the tokens are in descending
+    order of score plus noise. Tokens that the request's rules exclude have probability 0. ``draft_to_target`` is the
+    target's id of each token of the draft vocabulary, int64[Vd]; None if the ids are the same. Then ids from
+    ``vocab_size`` on, which only pad the logits, are left out. M is at most 32.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]
@@ -71,12 +72,12 @@ def _favour(
     top_p: Floats,
     min_p: Floats,
 ) -> None:
-    """Sort the candidate tokens of sampled requests by score plus Gumbel noise instead of probability, in place.
+    """Sort the candidate tokens of sampled requests in place, in descending order of log-probability plus Gumbel noise.
 
-    Their log-probabilities are replaced by acceptance probabilities given the noise. Tokens that top-k, top-p or min-p
-    drop are moved to the end with probability 0. The largest score of all other tokens is Gumbel distributed (Maddison
-    et al. 2014, section 3). So a token with probability p and noise g is sampled with probability exp(-exp(-(log(p / (1
-    - p)) + g))). O(R M^2) with a small M.
+    Log-probabilities are replaced by logarithms of acceptance probabilities. The maximum of all other tokens' scores
+    plus noise is Gumbel distributed (Maddison et al. 2014, section 3). So a token with probability p and noise g is
+    sampled with probability exp(-exp(-(log(p / (1 - p)) + g))). Tokens that top-k, top-p or min-p drop move to the end
+    and get probability 0. O(R M^2) with a small M.
     """
     num_rows, most = token_ids.shape
     noisy = np.empty(most)
@@ -108,11 +109,12 @@ _MAX_LEAVES = 3  # the maximum number of leaves next to the chain's token at eac
 
 
 def build_draft(token_ids: Sequence[Ints], acceptance_probs: Sequence[Floats], costs: Floats, limit: int) -> Draft:
-    """Return a draft tree: a chain of the best candidates, with other candidates that are worth their cost as leaves.
+    """Return a draft tree: the chain of the best token at each depth, with other likely candidates as leaves.
 
-    A leaf's path is accepted with a probability above the token cost. The chain comes before the leaves, so that a cut
-    draft keeps it, and the most probable leaves come first. ``token_ids[i]`` are the candidates after the best token of
-    depth i - 1; ``costs`` is ``DraftRequest.token_costs``.
+    A candidate becomes a leaf if the probability that the target accepts the path to it exceeds the token cost. The
+    chain comes before the leaves, because a draft may be cut at its end, and the most probable leaves come first.
+    ``token_ids[i]`` are the candidates that follow the best tokens of depths 0 to i - 1, best first; ``costs`` is
+    ``DraftRequest.token_costs``.
     """
     depth = min(len(token_ids), limit)
     leaves = []

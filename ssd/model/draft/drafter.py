@@ -43,7 +43,7 @@ from ssd.text.load_tokenizer import HubOptions
 
 @dataclass(slots=True, eq=False)
 class _GrowingDraft:
-    """The draft of one request while `NetworkDrafter.propose` extends the draft token by token."""
+    """The state of one request's draft while `NetworkDrafter.propose` appends tokens to the draft."""
 
     index: int
     request: DraftRequest
@@ -60,7 +60,6 @@ class _GrowingDraft:
         return len(self.token_ids)
 
     def sampling_context(self) -> SamplingContext:
-        """Return the parameters for sampling the next draft token; the earlier draft tokens count as output."""
         end = len(self.request.context) + self.depth
         return self.sampling.with_text(self.state.text[:end], self.request.prompt_length)
 
@@ -72,15 +71,16 @@ _DEFAULT_COSTS = np.array([0.2])  # the cost of a draft token, in expected accep
 
 
 class NetworkDrafter:
-    """Drafts tokens for batches of requests with a neural network, which reads the new tokens of their contexts first.
+    """Drafts tokens for batches of requests with a neural network: a draft model or a draft head.
 
-    A draft is the chain of tokens that the target would sample if it had the network's distribution, with further
-    candidates as leaves. A draft is a tree even if the request accepts only chains; the caller then uses the tree's
-    chain. The chain ends when the probability that the whole chain is accepted falls below the cost of a token. For
-    this decision the network's probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities``
-    are uncalibrated. For sampled requests the target's noise is used.
+    After reading the new tokens of the contexts, the network drafts one token per forward pass: the token that the
+    target would sample if it predicted the same distribution, with the target's Gumbel noise. The chain ends when the
+    probability that all of its tokens are accepted falls below the token cost. Only for this decision, the network's
+    probabilities are calibrated by the outcomes of earlier drafts; ``Draft.probabilities`` are uncalibrated.
 
-    The drafter is owned by one thread. After a failed forward pass the network reads all contexts again.
+    Other likely candidates are added to the chain as leaves, so a draft is a tree. If a request accepts only chains,
+    the caller must use the tree's chain. Only one thread may use the drafter. After a failed forward pass, the network
+    reads all contexts again.
     """
 
     kind: ClassVar[int]  # for the acceptance model
@@ -94,11 +94,15 @@ class NetworkDrafter:
         self._last: dict[str, tuple[bool, Floats]] = {}
 
     def seconds_per_token(self, num_rows: int) -> float:
-        """Return the measured time to add one token to the drafts of ``num_rows`` requests; 0 before a measurement."""
+        """Return the seconds to add one token to each of ``num_rows`` drafts; 0 before the first measurement."""
         return self._cost_model.seconds(num_rows)
 
     def seconds_to_start(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a context; 0 for few tokens, or before a measurement."""
+        """Return the expected seconds that the network takes to read a request's new tokens before it can draft.
+
+        Returns 0 for at most 8 new tokens, because these are read together with other requests, and before a
+        measurement.
+        """
         return self._slots.seconds_to_read(request) if self._has_slot(request) else 0.0
 
     @torch.inference_mode()
@@ -129,7 +133,7 @@ class NetworkDrafter:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Measure the time of forward passes over one and over several slots; call this while no slot holds text."""
+        """Time forward passes of the draft network before the first request; clears all of its KV cache slots."""
         target = self._slots.target
         context = np.ones(min(_WARM_UP_TOKENS, target.max_length - 3), np.int32)
         for num_rows in (1, 1, min(_WARM_UP_ROWS, target.num_slots)):
@@ -176,7 +180,6 @@ class NetworkDrafter:
         return request.slot is not None and 0 <= request.slot < len(self._slots.states)
 
     def _draft_rows(self, rows: list[_GrowingDraft]) -> list[_GrowingDraft]:
-        """Draft tokens for a batch of requests; return the requests whose contexts the network has read completely."""
         ready, result = self._slots.read([row.state for row in rows])
         rows = writing = [rows[index] for index in ready]
         if result is None:
@@ -228,7 +231,10 @@ class HeadDrafter(NetworkDrafter):
 
 
 def feature_spec(head: Head, device: torch.device, dtype: torch.dtype) -> FeatureSpec:
-    """Return the hidden states that the target must store for a draft head, and the head's own memory per token."""
+    """Return a description of the hidden states that the target must store for a draft head.
+
+    It includes the bytes per token of the head's own KV cache.
+    """
     return FeatureSpec(head.feature_layers, head.combine, head.feature_size, bytes_per_token(head, device, dtype))
 
 

@@ -20,7 +20,9 @@ from ssd.model.target import Target, pad_rows
 from ssd.retrieval.cache_state import LearnedState
 
 READ_WIDTH = 8
-"""The maximum number of tokens per request if one forward pass reads several contexts; longer text is read alone."""
+"""The maximum number of unread tokens per request in a forward pass of the draft network over several requests. Earlier
+unread tokens of a long context are read first, in a forward pass over this request alone.
+"""
 
 _DECAY = 0.9  # the decay of a measurement's weight with each later measurement
 
@@ -42,11 +44,12 @@ class TextSlot:
 
 
 class TextSlots(ABC):
-    """The KV cache slots of a draft model or draft head, which read request contexts with a token budget per call.
+    """The KV cache slots of a draft model or draft head, which reads the context of one request into each slot.
 
-    If a slot is assigned to another request of the same namespace, the slot keeps the common prefix of the two texts.
-    For a request of another namespace the slot is emptied, because the time until the first draft would reveal another
-    tenant's prompt. ``target`` is the draft model, or the target model whose hidden states are read.
+    If a slot is assigned to another request of the same namespace and LoRA adapter, it keeps the common prefix of both
+    contexts. For a request of another namespace the slot is emptied. Otherwise the time until the first draft would
+    reveal whether the prompts of two tenants begin with the same text. ``target`` is the draft model or, for a draft
+    head, the target model. ``chunk_tokens`` bounds how much one call reads, so a long context takes several calls.
     """
 
     draft_to_target: torch.Tensor | None = None  # the target's id of each draft token, int64[Vd]
@@ -64,8 +67,8 @@ class TextSlots(ABC):
     def assign(self, request: DraftRequest) -> TextSlot | None:
         """Return the request's KV cache slot, truncated to the prefix that it shares with the request's context.
 
-        Returns None if the context cannot be read. O(new tokens), and O(n) once if another request used the slot
-        before.
+        Returns None if the context contains a token id that the draft model does not have. O(new tokens), and once
+        O(context) if another request used the slot before.
         """
         assert request.slot is not None
         context, scope, adapter = request.context, request.learned, self.target.adapters[request.slot]
@@ -86,10 +89,10 @@ class TextSlots(ABC):
         return state
 
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
-        """Read the new tokens of each request's context into its KV cache slot, up to a token budget per call.
+        """Read the new tokens of the requests' contexts into their slots; a long context takes several calls.
 
-        The next calls read the remaining tokens. Returns the indices of the contexts that have been read completely,
-        and the logits and states after these contexts.
+        Returns the indices of the requests whose contexts have been read completely, and for these requests the logits
+        of the first draft token and the state that `append_drafted` continues from; None if there are no such requests.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -116,20 +119,26 @@ class TextSlots(ABC):
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
     ) -> LogitsAndState:
-        """Append one drafted token to each slot, int64[R], and return the logits of the next token.
+        """Append one drafted token to each slot, int64[R], and return the logits and the state for the next one.
 
-        ``carried`` is the state of the draft network that the previous call returned.
+        ``carried`` is the state that the previous call of `read` or `append_drafted` returned for these slots.
         """
 
     def seconds_to_read(self, request: DraftRequest) -> float:
-        """Return the expected time to read the new tokens of a context; 0 for few tokens, or before a measurement."""
+        """Return the expected seconds to read a request's new tokens; 0 if they are few, or before a measurement.
+
+        Up to `READ_WIDTH` new tokens count as few, because they are read together with those of other requests.
+        """
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
         num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
         return max(0, len(request.context) - num_read - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
 
     def release(self, request_id: str) -> None:
-        """Release the slot of a request that ended or restarts; its text stays for requests with the same prefix."""
+        """Release the slot of a request that has ended or was preempted.
+
+        The slot keeps its text for requests with the same prefix.
+        """
         for state in self.states:
             if state.request_id == request_id:
                 state.request_id = None
@@ -147,7 +156,6 @@ class TextSlots(ABC):
         return True
 
     def _next(self, states: Sequence[TextSlot], counts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the next ``counts[r]`` unread tokens of each text as a padded array, int64[R, max(counts)]."""
         starts = [self._length(state.slot) + self._lookahead for state in states]
         return pad_rows([state.text[at : at + n] for state, at, n in zip(states, starts, counts, strict=True)])
 
@@ -159,11 +167,11 @@ class TextSlots(ABC):
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Read the next ``counts[r]`` tokens of each request's context; with ``skims`` the logits are not needed."""
+        """Read the next ``counts[r]`` tokens of each request; with ``skims`` the caller ignores the logits."""
 
 
 class ModelSlots(TextSlots):
-    """The KV cache slots of a draft model, truncated to the target's accepted text after each verification."""
+    """The KV cache slots of a draft model, which are truncated to the accepted text after each verification."""
 
     def append_drafted(
         self, states: Sequence[TextSlot], token_ids: npt.NDArray[np.int64], carried: torch.Tensor
@@ -190,11 +198,11 @@ class ModelSlots(TextSlots):
 
 
 class HeadSlots(TextSlots):
-    """The KV cache of a draft head, with the same slots and positions as the target's KV cache.
+    """The KV cache of a draft head, which has the same slots as the target's KV cache.
 
-    At position i the head reads the target's features of token i and the embedding of token i + 1, so it can read n - 1
-    positions of a context of n tokens. Drafted tokens are at later positions, which are read again with the target's
-    features after the tokens have been accepted.
+    At position i, the head reads the target's hidden states (features) of token i and the embedding of token i + 1, so
+    the last position of a context of n tokens is n - 2. At drafted positions it reads its own output instead. Once the
+    target has accepted and computed these tokens, their positions are read again with the target's features.
     """
 
     _lookahead = 1

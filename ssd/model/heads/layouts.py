@@ -56,7 +56,7 @@ class Layout(NamedTuple):
     without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
-        """Return the matches of tensor names that identify this format; empty if the checkpoint has another format."""
+        """Return the tensor names, as regex matches, that identify this format; empty for another format."""
         first, *others = (_matching(each, names) for each in self.known_by)
         return first if all(others) and not any(_matching(each, names) for each in self.without) else []
 
@@ -66,7 +66,11 @@ def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
 
 
 def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedModel, **more: torch.Tensor) -> Head:
-    """Assign a checkpoint's tensors to a draft head; ``names`` maps the head's name prefixes to the checkpoint's."""
+    """Assign the tensors of a checkpoint to a draft head.
+
+    ``names`` maps prefixes of tensor names in the head to prefixes in the checkpoint. ``more`` are tensors that the
+    checkpoint does not contain, by their names in the head.
+    """
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
     def theirs(ours: str) -> str:
@@ -102,7 +106,7 @@ _FIELDS = (
 
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
-    """Return the configuration of a draft head's single decoder layer; raises ModelError if it is not supported."""
+    """Return a draft head's Llama configuration; raises ModelError if it is invalid or has more than one layer."""
     if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
         raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MOST_HEAD_DIM}")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
@@ -180,7 +184,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
 
 
 def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
-    """Return each draft token's target id, computed from the checkpoint's id differences; None if it lacks them."""
+    """Return the target's id of each token of a draft head's vocabulary, int64[Vd]; None if the ids are the same."""
     if "d2t" not in tensors:
         return None
     offsets = tensors["d2t"]
@@ -198,7 +202,7 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
 def _embeddings(
     tensors: Tensors, target: PreTrainedModel, shape: LlamaConfig
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the target's embedding function, or the draft head's own if its weights differ from the target's."""
+    """Return a draft head's embedding function: the target's, unless the checkpoint contains different embeddings."""
     own: Any = target.get_input_embeddings()
     hidden_size = target.config.get_text_config().hidden_size
     if _EMBED in tensors:
@@ -216,7 +220,11 @@ def _embeddings(
 
 
 def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0) -> tuple[int, ...]:
-    """Return the numbers of the target layers that an EAGLE-3 head reads: those ``listed``, or three default layers."""
+    """Return the target layers whose hidden states an EAGLE-3 head reads; ``listed`` are the layers in its config.json.
+
+    If they are None, EAGLE-3's default is used: 2, n / 2 and n - 3 for n layers. ``before`` is added to each listed
+    layer, because checkpoint formats number layers differently.
+    """
     count = target.config.get_text_config().num_hidden_layers
     if listed is None:
         if count < 6:
@@ -265,12 +273,12 @@ def _mtp(
     parts: tuple[str, ...],
     hidden_first: bool = False,
 ) -> Head:
-    """Build a draft head from a module for multi-token prediction (MTP).
+    """Build a draft head from a module for multi-token prediction (MTP) in the target's checkpoint.
 
-    If there are several modules, one for each number of tokens ahead, the first module drafts all tokens. ``projects``
-    are regular expression matches of the projection tensor's name, with the layer number if the name contains one.
-    ``parts`` are prefixes of tensor names: of the layer, of both norms before it and optionally of the last norm. With
-    ``hidden_first``, the hidden states come first in the projection's input.
+    Some models have a module for each of the next tokens. Then the first module drafts all tokens. ``projects`` are
+    matches of the projection weights' names, with the layer number as a group, if any. ``parts`` are the prefixes of
+    the tensor names of the decoder layer, the norm of the embedding, the norm of the hidden state and, if the module
+    has one, the norm after the layer. With ``hidden_first``, the projection's input begins with the hidden state.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)
@@ -353,9 +361,9 @@ _LENGTH, _SHOWN = 2, 6
 
 @torch.inference_mode()
 def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
-    """Run a draft head on fixed hidden states, as the engine would run it, and return all of its outputs.
+    """Run a draft head on fixed random hidden states and return all of its outputs, to test the head and its layers.
 
-    Raises any error of its layers, and TypeError if the layers do not use the slot KV cache.
+    Raises any error of the layers, and TypeError if they do not use the slot KV cache.
     """
     device, dtype = target.device, target.dtype
     generator = torch.Generator().manual_seed(0)
@@ -371,11 +379,11 @@ def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
 
 @torch.inference_mode()
 def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions | None = None) -> Head:
-    """Load a draft head from a directory or hub id for a target model, with the target's dtype and device.
+    """Load a draft head for a target model from a directory or hub id, with the target's dtype and device.
 
-    On a CPU the head's layers are replaced by faster layers, which reduce the time of a pass over several rows or
-    positions to two thirds. Raises ModelError with advice if files are missing or damaged, the format is unknown, or
-    the head belongs to another model. ``hub`` has the options of the download.
+    On a CPU, the head's layers are replaced by faster layers with the same outputs up to rounding. ``hub`` has the
+    options of the download. Raises ModelError with advice if files are missing or damaged, the format is unknown, or
+    the head was made for another model.
     """
     directory = find_directory(name_or_path, hub)
     config, tensors = read_config(directory), TensorFiles(directory)

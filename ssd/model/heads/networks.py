@@ -19,9 +19,10 @@ from ssd.model.layers.hidden_states import FINAL
 
 
 class Head(nn.Module, ABC):
-    """A draft head: a network that drafts tokens from the target's hidden states, and then from its own output.
+    """A draft head: a small network that drafts tokens from the target's hidden states.
 
-    ``config`` is the configuration of its layers, which names their attention implementation.
+    It drafts the first token from hidden states that the target computed, and each further token from its own output
+    for the token before. ``config`` is the transformers configuration of its decoder layer.
     """
 
     # The hidden states that it reads: k is the output of the first k decoder layers, 0 the embeddings, `FINAL` the
@@ -40,9 +41,9 @@ class Head(nn.Module, ABC):
         self._rotary: tuple[LlamaRotaryEmbedding, ...] = ()
 
     def combine(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Combine the target's hidden states, [..., hidden size] for each feature layer, into [..., feature_size].
+        """Combine the target's hidden states, one tensor for each feature layer, into features, [..., feature_size].
 
-        This is part of the target's forward pass, so it must not synchronise with the device.
+        This runs inside the target's forward pass, so it must not synchronise with the device.
         """
         (only,) = hidden
         return only
@@ -51,12 +52,12 @@ class Head(nn.Module, ABC):
     def forward(
         self, token_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict the tokens after ``token_ids``: return their logits, [B, T, Vd], and the next features, [B, T, ...].
+        """Return the logits of the tokens after ``token_ids``, [B, T, Vd], and the next features, [B, T, ...].
 
-        ``features`` is [B, T, feature_size]: the target's features, or for drafted positions those that this method
-        returned. They belong to tokens at ``position_ids``; ``token_ids``, int64[B, T], are the tokens that follow
-        these tokens. Other arguments are ``slot_rows`` for slot attention or ``attention_mask`` for other attention
-        functions, and ``logits_to_keep``, the number of last positions with logits.
+        ``features`` belong to the tokens at ``position_ids``, and ``token_ids``, int64[B, T], are the next tokens. The
+        features [B, T, feature_size] are the target's or, for drafted tokens, those that this method returned before.
+        ``attention`` is ``slot_rows`` for slot attention, or ``attention_mask`` for other attention functions. It may
+        also contain ``logits_to_keep``, the number of last positions whose logits are returned (all by default).
         """
 
     def set_rotary(self, config: LlamaConfig, device: torch.device | str) -> None:
@@ -88,9 +89,9 @@ class TargetParts:
         return embedded
 
     def rotation(self, like: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None) -> Any:
-        """Return the cosines and sines of the target's rotary positions, int64[B, T], in the dtype of ``like``.
+        """Return the cosines and sines of the target's rotary embeddings at ``position_ids``, int64[B, T].
 
-        ``layer_type`` selects the kind of layer if the model has several kinds of rotary embeddings.
+        They have the dtype of ``like``. ``layer_type`` is required if layer types have different rotary embeddings.
         """
         rotary = self.model.get_decoder().rotary_emb
         return rotary(like, position_ids) if layer_type is None else rotary(like, position_ids, layer_type)
@@ -109,18 +110,17 @@ class TargetParts:
 
 
 class FusedHead(Head):
-    """A draft head of EAGLE's first version or an MTP module: a decoder layer predicts the next hidden state.
+    """A draft head that predicts the next hidden state with one decoder layer: EAGLE, EAGLE-2, or an MTP module.
 
-    The layer's input is ``fc(concat(embedding of the next token, hidden state))``. EAGLE's head (cnets1.py, vLLM's
-    llama_eagle.py) has a Llama layer and no norms: its output approximates a hidden state after the target's final
-    norm. A module for multi-token prediction (MTP) is another layer of the target's own kind. It has a norm before each
-    half of the concatenation and a norm at the end, whose output is also the next features, as in SGLang
-    (deepseek_nextn.py) and vLLM (deepseek_mtp.py). The target's embeddings and output layer are used. The head is
-    created on the meta device.
+    The layer's input is ``fc(concat(embedding of the next token, hidden state))``. Embeddings and output layer are the
+    target's. EAGLE (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms, and its output approximates the
+    hidden state after the target's final norm. A module for multi-token prediction (MTP; SGLang's deepseek_nextn.py,
+    vLLM's deepseek_mtp.py) has a layer of the target's architecture, and a norm before each half of the concatenation.
+    A norm after the layer, if there is one, also applies to the next features. The head is on the meta device.
 
-    ``norm`` is copied for each norm of the module; None for EAGLE's head. ``has_last_norm`` adds a norm after the
-    layer. With ``hidden_first`` the hidden state comes first in the concatenation. ``layer_type`` is the kind of rotary
-    positions, if the target has several kinds.
+    ``norm`` is copied for each norm; None for EAGLE. ``has_last_norm`` adds the norm after the layer. With
+    ``hidden_first`` the hidden state comes before the embedding. ``layer_type`` is the layer's type, if the target's
+    layer types have different rotary embeddings.
     """
 
     def __init__(
@@ -162,7 +162,10 @@ class FusedHead(Head):
 
 
 def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
-    """Return EAGLE's decoder layer: a Llama layer without the first norm, and with Qwen2's biases if ``qkv_bias``."""
+    """Return EAGLE's decoder layer: a Llama layer without the norm before attention.
+
+    With ``qkv_bias``, the projections of queries, keys and values have biases, as in Qwen2.
+    """
     layer: Any = LlamaDecoderLayer(config, 0)
     layer.input_layernorm = nn.Identity()
     for name in ("q_proj", "k_proj", "v_proj") if qkv_bias else ():
@@ -173,13 +176,13 @@ def eagle_layer(config: LlamaConfig, *, qkv_bias: bool) -> nn.Module:
 
 
 class Eagle3Head(Head):
-    """An EAGLE-3 draft head: one Llama layer that reads a token's target features and the next token's embedding.
+    """An EAGLE-3 draft head: one Llama layer that reads the features of a token and the embedding of the next token.
 
-    ``config`` has the shape, rotary positions and attention implementation of the layer: "sdpa" with
-    ``attention_mask``, or slot attention. ``embed`` is the embedding function, usually the target's, and not part of
-    the state dict. ``feature_layers`` are the target layers whose hidden states are fused. With ``draft_vocab_size``,
-    the head has its own vocabulary; ``draft_to_target`` must then be assigned. With ``norm_before_residual``, the
-    residual connection starts from the normed features, as in some published heads.
+    ``config`` is the layer's configuration, whose attention is "sdpa", called with ``attention_mask``, or slot
+    attention. ``embed`` embeds token ids, usually with the target's embeddings, and is not part of the state dict.
+    ``feature_layers`` are the target layers whose hidden states are combined into the features. With
+    ``draft_vocab_size`` the head has a vocabulary of its own, and the caller must assign ``draft_to_target``. With
+    ``norm_before_residual`` the residual connection starts from the normed features, as in some published heads.
     """
 
     def __init__(
@@ -249,12 +252,12 @@ class _MiddleLayer(LlamaDecoderLayer):  # type: ignore[misc]  # transformers is 
 
 
 class MedusaHead(Head):
-    """A Medusa draft head: for each token ahead, residual blocks that read the last hidden state, and an output layer.
+    """A Medusa draft head: independent heads, of which the i-th predicts the i-th draft token from one hidden state.
 
-    ``blocks.{i}.{j}.linear`` and ``outputs.{i}`` are block j and the output layer of the i-th head. The target itself
-    generates the first token after its last position, and the heads are independent of each other. So a draft continues
-    from the blocks' outputs at that position, [B, T, tokens left, hidden size]. With a ``target``, all heads use its
-    output layer.
+    Each head has residual blocks and an output layer: ``blocks.{i}.{j}.linear`` is block j of head i, ``outputs.{i}``
+    its output layer. With a ``target``, all heads use the target's output layer. The target itself samples the token
+    before the first draft token. All blocks are computed at the first draft token, and the outputs for the remaining
+    tokens, [B, T, remaining heads, hidden size], are returned as the next features.
     """
 
     attends = False
@@ -306,9 +309,10 @@ class DecoderLayer(NamedTuple):
 
 
 def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Return the target's decoder layers, last one first, whose architecture a multi-token prediction module may have.
+    """Return copies without weights of the target's full-attention decoder layers, last one first.
 
-    Only layers with full attention qualify. Raises ModelError if the target's structure is unknown.
+    A module for multi-token prediction (MTP) has the architecture of one of these layers. Raises ModelError if the
+    target's structure is unknown or no layer has full attention.
     """
     refused = f"a module for multi-token prediction cannot be used with {type(target).__name__}"
     config = copy.deepcopy(target.config)

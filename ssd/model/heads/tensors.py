@@ -30,7 +30,7 @@ _ADVICE = "Give a directory with config.json and the weights of a draft head, or
 
 
 def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> Path:
-    """Return the directory of a checkpoint, which is downloaded if a hub id is given; raises ModelError."""
+    """Return the directory of a checkpoint; a hub id is downloaded first. Raises ModelError if this fails."""
     path = Path(name_or_path)
     if path.is_dir():
         return path
@@ -64,8 +64,9 @@ def read_config(directory: Path) -> Config:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """All tensors of a checkpoint by name, from its safetensors files or, if there are none, its pickled files.
 
-    Tensors that are stored for each expert can also be read as one stacked tensor, which is not listed. Raises
-    ModelError if there are no tensors or a file cannot be read. Pickled code is never run.
+    If the weights of a mixture of experts are stored as one tensor per expert, they can also be read as the stacked
+    tensor of transformers, although iteration does not yield its name. Raises ModelError if there are no tensors or a
+    file cannot be read. Pickled code is never run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -110,7 +111,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._paths or self._loaded)
 
     def _experts(self, name: str) -> list[list[str]]:
-        """Return the names of each expert's tensors that form the stacked tensor ``name``; empty if there are none."""
+        """Return, for each expert, the stored tensor names that make up the stacked tensor ``name``; may be empty."""
         if (stack := _EXPERT.match(name)) is None:
             return []
         parts = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else (stack[2],)
@@ -182,7 +183,10 @@ def shapes_of(module: nn.Module, prefix: str = "") -> dict[str, tuple[int, ...]]
 
 
 def assign_tensors(head: Head, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel) -> None:
-    """Assign tensors to a draft head on the meta device, with the target's device and (except buffers) dtype."""
+    """Assign a checkpoint's tensors to a draft head on the meta device, converted to the target's device and dtype.
+
+    Buffers keep the dtype that the head declares.
+    """
     buffers = {name: buffer.dtype for name, buffer in head.named_buffers()}
     state = {
         name: tensor.to(device=target.device, dtype=buffers.get(name, target.dtype)) for name, tensor in tensors.items()

@@ -81,7 +81,7 @@ class Adapters:
 def load_adapters(model: PreTrainedModel, paths: Mapping[str, str]) -> Adapters:
     """Load LoRA adapters for ``model``, which stays unchanged.
 
-    ``paths`` has a directory or hub id for each adapter's name. Raises ModelError if an adapter is not a LoRA adapter
+    ``paths`` maps each adapter's name to a directory or hub id. Raises ModelError if an adapter is not a LoRA adapter
     of linear layers of this model.
     """
     if not paths:

@@ -45,9 +45,9 @@ _TYPES: Final = (torch.float32, torch.bfloat16)
 
 @torch.inference_mode()
 def faster_type(model: PreTrainedModel) -> torch.dtype:
-    """Return bfloat16 if linear layers on this CPU are batch-invariant and faster in bfloat16, else float32.
+    """Return bfloat16 if linear layers on this CPU are batch-invariant in bfloat16 and clearly faster, else float32.
 
-    The layers' own weights, packed as for serving, are multiplied by 1 and 8 rows to measure the speed.
+    The speed is measured by multiplying one layer of each shape, packed as for serving, by 1 and by 8 rows.
     """
     kinds: dict[tuple[int, int], list[torch.nn.Linear]] = {}
     for module in model.modules():
@@ -82,14 +82,13 @@ _HELD = "longrope, held"  # a RoPE type that transformers does not know, so that
 
 
 def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
-    """Fix the frequencies of LongRoPE, so that a text's output does not depend on other texts in the batch.
+    """Return the maximum text length, and fix the frequencies of a model with LongRoPE, so that they do not change.
 
-    Returns the allowed text length. LongRoPE (Ding et al. 2024, section 3) has two sets of frequencies, for texts up to
-    the original context and for longer texts. transformers chooses a set in each pass by the furthest position. One
-    long text in a batch would therefore change the queries of all texts, and a text that grows beyond the original
-    context would read keys of the other set. So without ``max_length``, the original context is the limit, and the
-    output is that of the model's own ``generate``. With a longer ``max_length``, the long set is used for all texts, as
-    in vLLM.
+    LongRoPE (Ding et al. 2024, section 3) has two sets of rotary frequencies: for texts up to the model's original
+    context length, and for longer texts. transformers selects a set in each forward pass by the highest position in the
+    batch. So one long text would change the outputs of all texts, and a text that grows would read keys that were
+    computed with the other set. Therefore, without ``max_length``, the original context length is the limit, and
+    outputs equal those of ``generate``. If ``max_length`` is greater, all texts use the set for long texts, as in vLLM.
     """
     original = _original_length(model)
     if original is None:
@@ -114,7 +113,7 @@ def _original_length(model: PreTrainedModel) -> int | None:
 
 @torch.inference_mode()
 def _hold_long(module: Any, original: int, device: torch.device) -> None:
-    """Make transformers use LongRoPE's frequencies for long texts from now on, instead of choosing in each pass."""
+    """Make a rotary embedding module use LongRoPE's frequencies for long texts in all forward passes."""
     kind = getattr(module, "rope_type", None)
     beyond = torch.tensor([[original]], device=device)
     if kind == _LONG:
@@ -136,9 +135,9 @@ def load_model(
 ) -> PreTrainedModel:
     """Load an unmodified Hugging Face causal language model, in evaluation mode on its device.
 
-    The ``dtype`` "auto" selects the checkpoint's dtype on CUDA and for quantized weights, and also on a CPU if it is
-    bfloat16 and computes faster, see `faster_type`; else float32. The ``device`` "auto" selects CUDA if there is a GPU.
-    Raises ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
+    With the ``dtype`` "auto", models on CUDA and quantized models get the checkpoint's dtype. On a CPU, a checkpoint in
+    bfloat16 gets the dtype that `faster_type` returns, and any other checkpoint float32. The ``device`` "auto" selects
+    CUDA if there is a GPU. Raises ModelError with advice if the model cannot be loaded or the checkpoint lacks weights.
     """
     hub = hub or HubOptions()
     if dtype != "auto" and dtype not in DTYPES:
@@ -186,7 +185,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return the first line of a model loading error, or a sentence about the RoPE type if this type is unknown."""
+    """Return in one line why a model could not be loaded; an unknown RoPE type is explained in a sentence."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None
@@ -222,11 +221,12 @@ def open_target(
 ) -> Target:
     """Return the fastest runner of a loaded model that reproduces the model's own logits.
 
-    The KV cache has ``kv_cache_memory_bytes``; without this argument, all memory up to the share
-    ``gpu_memory_utilization``; without both, half of the free memory. If memory is short, there are fewer than
-    ``num_slots`` slots, see `fit_slots`. A slot holds ``max_length`` tokens; by default the model's limit, or less if
-    memory is short. ``tapped`` selects the hidden states stored for a draft head. With ``keeps_top``, CUDA graphs also
-    return the most probable tokens. For ``batch_invariant`` see `verify_batch_invariance`.
+    The KV cache gets ``kv_cache_memory_bytes``. If this is None, it gets the share ``gpu_memory_utilization`` of all
+    memory minus the memory already in use; if both are None, half of the free memory. If memory is short, there are
+    fewer than ``num_slots`` slots, see `fit_slots`. A slot holds ``max_length`` tokens; by default as many as the model
+    supports, or fewer if memory is short. ``tapped`` describes the hidden states that are stored for a draft head. With
+    ``keeps_top``, forward passes in CUDA graphs also return the most probable tokens. For ``batch_invariant`` see
+    `verify_batch_invariance`.
 
     Raises:
         ModelError: Adapters, an explicit ``max_length`` or batch invariance cannot be provided.

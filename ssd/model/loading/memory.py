@@ -43,8 +43,9 @@ def fit_slots(
 ) -> FittingSlots:
     """Return how many KV cache slots fit into ``usable_bytes``; raises ModelError if not even one slot fits.
 
-    A slot has memory for ``max_length`` tokens and ``extra`` more positions. If ``max_length`` is None, slots have
-    ``limit`` tokens. If memory is short, slots then become shorter, down to 2,048 tokens, before there are fewer slots.
+    A slot holds ``max_length`` tokens (if None: ``limit`` tokens) and ``extra`` more positions, e.g. for draft tokens.
+    If not all slots fit and ``max_length`` is None, the slots are shortened first, but not below 2,048 tokens. Then
+    their number is reduced.
     """
     room = usable_bytes // max(1, bytes_per_token)  # tokens
     wanted = max_length or limit
@@ -71,9 +72,10 @@ def fit_slots(
 
 
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
-    """Return the bytes for the KV cache: half of the free memory, or the share ``utilization`` less the memory in use.
+    """Return the number of bytes that the KV cache may use.
 
-    Raises ModelError if more than the share ``utilization`` of all memory is already in use.
+    If ``utilization`` is given, this is that share of all memory minus the memory in use; otherwise half of the free
+    memory. Raises ModelError if no memory is left within the share.
     """
     free = free_bytes(device)
     if utilization is None:
@@ -101,7 +103,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return all memory of a GPU, or main memory within the limits of the process's control group, in bytes."""
+    """Return the bytes of a GPU's memory, or of main memory within the limits of the process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
@@ -190,7 +192,7 @@ _NAMED = 3
 
 
 def require_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Raise ModelError if a checkpoint lacks weights or has other shapes; log a warning about unused weights.
+    """Raise ModelError if a checkpoint lacks weights or their shapes do not fit config.json; warn of unused weights.
 
     ``info`` is the loading info of ``from_pretrained``, which does not list tied weights as missing.
     """

@@ -34,10 +34,10 @@ WeightGroup = tuple[Sequence[StoredWeight], Callable[..., object]]
 def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Replace a loaded model's weights by new weights, also in layers that have been replaced by faster layers.
 
-    The weights are copied, and captured CUDA graphs stay valid. ``weights`` contains all weights by the names of
-    transformers' ``state_dict``, at least one name for a shared weight, with the model's shapes and dtypes, on any
-    device. If a weight is missing or wrong, ModelError names the weight and nothing is changed. O(weights), and memory
-    for a copy of the largest layer.
+    ``weights`` contains all weights by their names in transformers' ``state_dict``, with the model's shapes and dtypes,
+    on any device. A weight that layers share needs only one of its names. The weights are copied into the existing
+    memory, so captured CUDA graphs stay valid. Raises ModelError and changes nothing if a weight is missing, unknown or
+    of another shape or dtype, or if LoRA adapters are loaded. O(weights), and memory for a copy of the largest layer.
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError(
@@ -84,7 +84,7 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield all weights of a model in groups that are stored together; a shared weight is yielded once."""
+    """Yield each weight of a model once, grouped with the weights of layers that were joined into one product."""
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -33,16 +33,16 @@ _MAX_BYTES = 2_000_000_000
 
 
 def is_small(model: PreTrainedModel) -> bool:
-    """Return whether one CPU thread computes a pass over a dozen positions in about half a second or less."""
+    """Return whether a model is on a CPU and has at most 2 GB of weights, so that using all cores may be slower."""
     return model.device.type == "cpu" and weight_bytes(model) <= _MAX_BYTES
 
 
 @contextmanager
 def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
-    """Use one CPU thread for a small model's forward passes in this context, until `tune_threads` has measured.
+    """Run a small model's forward passes in this context on one CPU thread.
 
-    If other processes are busy, several threads wait for each other at the end of every layer, which makes the start of
-    the server many times slower.
+    Startup tests run before `tune_threads` has chosen a number of threads. With several threads they would be many
+    times slower while other processes are busy, because the threads wait for each other at the end of every layer.
     """
     before = torch.get_num_threads()
     if is_small(model):
@@ -54,13 +54,15 @@ def one_thread_if_small(model: PreTrainedModel) -> Iterator[None]:
 
 
 def tune_threads(target: Target) -> int:
-    """Set and return the number of CPU threads that currently makes forward passes of this model fastest.
+    """Set the number of CPU threads with which this model's forward passes are fastest at present, and return it.
 
-    torch uses one thread per core. A small model's layers are too short to be shared by threads, and a thread whose
-    core is used by another process delays all other threads at the end of every layer. So for a small model all cores,
-    half of them and so on are measured, unless the environment sets the number (OMP_NUM_THREADS). The number is set for
-    the calling thread, which must be the thread that runs the passes; ``target`` is left empty. Call
-    `verify_batch_invariance` afterwards, because with more threads a product may be split in another way.
+    By default torch uses one thread per core. In a small model, layers are too short for so many threads. If other
+    processes are busy too, one delayed thread delays all others at the end of every layer. So for a small model, the
+    time with all cores, half of them and so on is measured, unless OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+
+    Torch sets the number for the calling thread only, so this must be the thread that runs the forward passes.
+    ``target`` is left empty. Call `verify_batch_invariance` afterwards, because the number of threads may change
+    rounding.
     """
     default = torch.get_num_threads()
     if not is_small(target.model) or default == 1 or any(name in os.environ for name in _VARIABLES):

@@ -21,7 +21,7 @@ class LoraWeights(NamedTuple):
 
 
 class AdapterRows:
-    """The LoRA adapter of each row of the current forward pass, which all layers of a model look up here."""
+    """The LoRA adapters of the rows of the current forward pass; all adapted layers of a model share this object."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -30,7 +30,7 @@ class AdapterRows:
 
     @contextmanager
     def assign(self, names: Sequence[str | None], device: torch.device) -> Iterator[None]:
-        """Use LoRA adapter ``names[b]`` (None: no adapter) for row b of each forward pass in this context. O(rows)."""
+        """Use LoRA adapter ``names[b]`` for row b of the forward passes in this context; None: no adapter. O(rows)."""
         self.count = len(names)
         for name in sorted({name for name in names if name is not None}):
             own = [b for b, other in enumerate(names) if other == name]
@@ -51,7 +51,10 @@ class AdaptedLinear(nn.Module):
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layer and each row's LoRA adapter to x, [rows, ..., in]; raises ValueError for other shapes."""
+        """Apply the layer and the LoRA adapter of each row to x, [rows, ..., in].
+
+        Raises ValueError if x does not have as many rows as the forward pass.
+        """
         out: torch.Tensor = self.base(x)
         for name, indices in self._rows.groups:
             addition = self.lora_weights.get(name)

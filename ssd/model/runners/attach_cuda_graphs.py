@@ -27,7 +27,7 @@ _WIDTHS = (1, 5, 9, 3)
 
 
 class GraphVariant(NamedTuple):
-    """A combination of graph capture, attention kernel and sampling kernel for fixed-shape forward passes."""
+    """A way to run fixed-shape forward passes: CUDA graphs or eager, torch's or SSD's attention, and a sampler."""
 
     name: str
     make_capture: Callable[[], CaptureFunction]  # may raise if the device does not support it
@@ -38,11 +38,12 @@ class GraphVariant(NamedTuple):
 def attach_cuda_graphs(
     target: SlotRunner, *, tolerance: float, enforce_eager: bool = False, keeps_top: bool = False
 ) -> None:
-    """Use CUDA graphs for the target's forward passes, in the fastest variant that matches eager passes.
+    """Use CUDA graphs for a target's forward passes, in the fastest variant whose logits match those of eager passes.
 
-    The target must be empty. Does nothing on other devices than CUDA, where kernel launches are not the bottleneck.
-    ``tolerance`` is the maximum relative error of the logits. With ``enforce_eager`` no graphs are captured, which
-    saves their memory. With ``keeps_top`` passes also return the most probable tokens.
+    No slot of the target may contain tokens. On other devices than CUDA nothing is done, because kernel launches are
+    not the bottleneck there. ``tolerance`` is the maximum relative error of the logits. With ``enforce_eager`` no
+    graphs are captured, which saves their memory. With ``keeps_top``, forward passes also return the most probable
+    tokens.
     """
     if target.device.type == "cuda":
         attach_first_valid(
@@ -53,7 +54,7 @@ def attach_cuda_graphs(
 def attach_first_valid(
     target: SlotRunner, candidates: Iterable[GraphVariant], *, tolerance: float, keeps_top: bool = False
 ) -> None:
-    """Use the first of several CUDA graph variants that runs and matches eager passes; if there is none, stay eager."""
+    """Use the first of several CUDA graph variants that runs and matches eager passes; if none does, stay eager."""
     for name, make_capture, kernel, sampler in candidates:
         try:
             target.graph_runner = CudaGraphRunner(
@@ -81,11 +82,11 @@ def attach_first_valid(
 
 
 def measure_graph_error(target: SlotRunner) -> float:
-    """Return the largest relative error of the logits of fixed-shape passes, compared with eager passes.
+    """Return the largest relative error of a target's logits in CUDA graphs, compared with eager forward passes.
 
-    Rows of different lengths, in slots in reverse order, are scored in passes of varying widths, and as draft trees if
-    the target verifies trees. Each pass runs twice: when it is captured and when it is replayed. The target must be
-    empty. Raises RuntimeError if a capture fails.
+    Up to three texts are scored in batched passes of different widths and, if the target verifies trees, as draft
+    trees. This is done twice, so that graphs are tested both at their capture and at a replay. No slot may contain
+    tokens. Raises RuntimeError if a capture fails.
     """
     runner, random = target.graph_runner, np.random.default_rng(0)
     assert runner is not None

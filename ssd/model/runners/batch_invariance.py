@@ -40,11 +40,12 @@ _PREFILLS = ((7, 40), (1, 9), (16, 55))
 
 @torch.inference_mode()
 def compare_passes(target: Target) -> Iterator[tuple[str, int, int]]:
-    """Test batch invariance: compare the logits of each kind of forward pass with one pass over the whole text.
+    """Test batch invariance: compare logits of differently shaped forward passes with those of one pass per text.
 
-    Yields for each kind its name, the number of positions compared and the number of positions that are not
-    bit-identical. The texts consist of random tokens, and each text uses a different adapter if there are adapters. All
-    slots of ``target`` must be free, and they are free afterwards. The test runs about 50 forward passes.
+    The passes differ in width, batch size, prefill chunks and draft trees. For each kind of pass this yields its name,
+    the number of positions compared and the number of positions whose logits are not bit-identical. The texts consist
+    of random tokens and use different adapters, if there are adapters. All slots of ``target`` must be free, and they
+    are free afterwards. The test runs about 50 forward passes.
     """
     random = np.random.default_rng(0)
     lengths = [min(length, target.max_length - 1) for length in _LENGTHS[: target.num_slots]]
@@ -88,12 +89,13 @@ _results: dict[str, dict[str, Any]] = {}  # The test results of this process, by
 def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
     """Make the target's forward passes batch-invariant if possible, and set ``target.batch_invariance``.
 
-    The result holds for the calling thread's number of torch threads. The test of a small model takes up to a second.
+    The result is valid for the calling thread's number of torch threads. Testing a small model takes up to a second.
 
     Args:
-        target: The target; it must be empty, and is left empty.
-        wanted: "auto" enables batch invariance if the passes are bit-identical; "on" also tries SSD's batch-invariant
-            CUDA kernels, and raises ModelError if the passes still differ; "off" uses the fastest products.
+        target: The target; no slot may contain tokens, and none does afterwards.
+        wanted: "auto" uses batch-invariant products on a CPU, if the whole model is then batch-invariant. "on" also
+            tries SSD's batch-invariant CUDA kernels, and raises ModelError if forward passes still differ. "off" uses
+            the fastest products without a test.
     """
     layers, kernels = packed_linears(target.model), _runner_with_invariant_kernels(target)
     _apply_plans(layers, {})
@@ -125,7 +127,7 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
 
 
 def _runner_with_invariant_kernels(target: Target) -> SlotRunner | None:
-    """Return the target if it can use SSD's batch-invariant kernels, on CUDA with triton installed; None otherwise."""
+    """Return the target if it can use SSD's batch-invariant CUDA kernels, else None."""
     can = target.device.type == "cuda" and find_spec("triton") is not None
     return target if can and isinstance(target, SlotRunner) else None
 
@@ -150,7 +152,7 @@ def _test_invariance(target: Target, layers: list[PackedLinear], kernels: SlotRu
 
 
 def _compare_all(target: Target) -> tuple[int, str]:
-    """Test batch invariance; return the number of positions compared, and a description of the first difference."""
+    """Run `compare_passes`; return the number of positions compared and the first difference as text, "" if none."""
     compared, differ = 0, ""
     try:
         for what, count, different in compare_passes(target):
@@ -176,7 +178,7 @@ def _kind_name(layer: PackedLinear) -> str:
 
 
 def _result_key(target: Target, takes_kernels: bool) -> str:
-    """Return a cache key for the test's result: a hash of the model without its weights, the machine and settings."""
+    """Return the key for storing the test's result: a hash of the machine, the settings and the model's structure."""
     model = target.model
     parts = {
         "model": type(model).__name__,

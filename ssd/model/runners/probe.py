@@ -23,7 +23,7 @@ def score_tokens(target: Target, slot: int, tokens: Ints) -> torch.Tensor:
 
 
 def score_alone(target: Target, slot: int, text: Ints) -> torch.Tensor:
-    """Return the logits of a text computed in one forward pass; the slot must be empty, and is left empty."""
+    """Return the logits of a text computed in one forward pass, in a slot that is empty before and afterwards."""
     found = score_tokens(target, slot, text)
     target.rollback(slot, 0)
     return found
@@ -38,11 +38,11 @@ def score_batched(
     *,
     after_wrong: bool = False,
 ) -> Pairs:
-    """Compute the logits of texts in batched forward passes of different widths per row, for comparison.
+    """Compute the logits of texts in batched forward passes, and return them together with the expected logits.
 
-    Each slot must contain the beginning of its text, and is empty afterwards. ``expected`` are the logits of each
-    text's last positions. The passes use the ``widths`` in rotation; with ``after_wrong``, a pass over a wrong draft,
-    which is rolled back, precedes each pass. Returns the computed and the expected logits.
+    Each slot must contain the beginning of its text, and is empty afterwards. The numbers of tokens per row and pass
+    are taken from ``widths`` in rotation. ``expected`` are the logits of each text's last positions. With
+    ``after_wrong``, each pass follows a pass over wrong tokens that is rolled back.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0
@@ -72,9 +72,10 @@ def score_as_trees(
     random: np.random.Generator,
     most_nodes: int = 2 * _TREE_WIDTH,
 ) -> Pairs:
-    """Compute a text's logits as the accepted path of random draft trees, for comparison with ``expected``.
+    """Compute a text's logits in passes over draft trees, and return them together with the expected logits.
 
-    The slot must contain the beginning of the text, and is empty afterwards.
+    The text is the accepted path of the trees; the other nodes are random tokens at random places. The slot must
+    contain the beginning of the text, and is empty afterwards.
     """
     found, first, width = Pairs(), target.length(slot), min(_TREE_WIDTH, most_nodes)
     for place in range(first, len(text), width):
@@ -96,5 +97,5 @@ def score_as_trees(
 
 
 def relative_error(pairs: Pairs) -> float:
-    """Return the largest relative error of the computed logits in pairs of computed and expected logits."""
+    """Return the largest relative error of pairs of computed and expected logits: norm(difference) / norm(expected)."""
     return max(float((found - want).float().norm() / want.float().norm()) for found, want in pairs)

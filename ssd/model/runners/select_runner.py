@@ -36,7 +36,7 @@ from ssd.model.target import Target
 
 PROBE_SLOTS = 3
 PROBE_WIDTH = 4
-"""The maximum number of new tokens per row in the forward passes of the startup test."""
+"""The maximum number of new tokens per row in the forward passes that test a model runner at startup."""
 
 # The placeholder for a layer that reuses another layer's keys, in versions of transformers that do not omit such
 # layers.
@@ -47,11 +47,11 @@ _SCORING_STARTS = (9, 4)
 
 
 def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
-    """Return the relative error of the target's logits compared with ``expected``, the maximum over two texts.
+    """Return the largest relative error of a model runner's logits for two texts, compared with ``expected``.
 
-    The texts are in slots in reverse order, with different lengths. They are prefilled in chunks and scored in passes
-    of at most ``PROBE_WIDTH`` positions; a wrong draft precedes each pass if the target can roll back. ``target`` is
-    left empty.
+    The texts have different lengths and are in slots in reverse order. They are prefilled in chunks, and then scored in
+    passes of at most ``PROBE_WIDTH`` positions. If the runner can roll back, a pass over wrong tokens, which is rolled
+    back, precedes each pass. ``target`` is left empty.
     """
     texts, slots = probe_texts(target.model), (PROBE_SLOTS - 1, 0)
     for slot, text, start in zip(slots, texts, _SCORING_STARTS, strict=True):
@@ -62,9 +62,9 @@ def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
 
 
 def check_windows(target: SlotRunner) -> None:
-    """Raise TypeError if a layer did not attend exactly as far back as the model's configuration declares.
+    """Raise TypeError if a layer attended with another sliding window than the model's configuration declares.
 
-    The startup test is shorter than the sliding windows of real models, so it does not detect a layer that does not
+    The texts of the startup test are shorter than usual windows, so the test itself does not notice if a layer does not
     pass its window to the attention function. Call this after a forward pass.
     """
     layers = declared_layers(target.model)
@@ -75,14 +75,17 @@ def check_windows(target: SlotRunner) -> None:
 
 
 def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
-    """Return whether a layer reuses another layer's keys; such a layer declares no sliding window."""
+    """Return whether a layer reuses the keys of an earlier layer, so that it has no sliding window of its own."""
     if _KeyReusingLayer is None:  # in these versions the last layers are those that reuse keys
         return 0 < len(layers) <= index
     return index < len(layers) and isinstance(layers[index], _KeyReusingLayer)
 
 
 def declared_layers(model: PreTrainedModel) -> list[Any]:
-    """Return transformers' cache layers for the model's configuration; their types show the state of each layer."""
+    """Return the layers of the cache that transformers creates for the model; an empty list if it has another cache.
+
+    The layers' types show which layers have a sliding window or a recurrent state.
+    """
     try:
         return list(DynamicCache(config=model.config).layers)
     except Exception:  # a model with its own kind of cache: its layers are unknown
@@ -123,7 +126,7 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunnerChoice:
-    """The fastest model runner that reproduces the model's own logits, and the reason for this choice."""
+    """The fastest model runner that reproduces the model's own logits, and the memory that it needs."""
 
     kind: Any  # a subclass of ``Target`` constructed from (model, num_slots, max_length)
     reason: str = ""  # why the model does not run with slot attention
@@ -135,12 +138,13 @@ class RunnerChoice:
 def select_runner(model: PreTrainedModel) -> RunnerChoice:
     """Return the fastest model runner that reproduces the model's own logits in a few passes over 13 tokens.
 
-    First the model's layers are replaced by faster ones, see `replace_layers`. Then these runners are tested in order:
+    First the model's layers are replaced by faster ones, see `replace_layers`. Then the runners are tested in this
+    order, and the first one with correct logits is chosen:
 
-    - `SlotRunner`: one batched pass.
+    - `SlotRunner`: all rows in one batched pass.
     - `SequentialRunner`: one row after another, on transformers' caches.
     - `CheckpointRunner`: one row after another for recurrent models, with a copy of the state for rollback.
-    - `RecurrentRunner`: for states that accept one token at a time; the engine then does not draft.
+    - `RecurrentRunner`: for recurrent models that must read one token at a time; the engine then does not draft.
     - `FullContextRunner`: without a cache, correct for every causal model.
     """
     own = model.config._attn_implementation
@@ -223,7 +227,10 @@ CPU_LAYERS: Final[tuple[LayerReplacement, ...]] = (
 
 
 def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplacement, ...]:
-    """Return the functions that replace a model's layers by Triton kernels on a GPU; empty without triton."""
+    """Return the functions that replace a model's layers by Triton kernels on a GPU.
+
+    The result is empty if triton is not installed or there are no kernels for the dtype.
+    """
     try:
         from ssd.model.triton.triton_decoder import flatten_by_triton
         from ssd.model.triton.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton

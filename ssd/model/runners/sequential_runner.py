@@ -20,8 +20,8 @@ from ssd.model.target import Integers, Target, TokenMatrix, has_argument
 class SequentialRunner(Target):
     """A model runner with one Hugging Face cache per sequence, for models that do not support the slot KV cache.
 
-    It computes one row after another, so batches are slower than with `SlotRunner`. But it supports every position
-    encoding, and every cache that can be cropped.
+    It computes one row after another, so batches are slower than with `SlotRunner`. But it supports models with any
+    position encoding and with any cache that can be cropped.
     """
 
     backend = "row by row"
@@ -59,7 +59,6 @@ class SequentialRunner(Target):
         return self._read(slot, tokens, **kwargs)
 
     def _read(self, slot: int, tokens: npt.NDArray[np.int64], **kwargs: Any) -> torch.Tensor:
-        """Run one forward pass over new tokens, after the tokens in the slot's cache."""
         start = int(self._num_read[slot])
         end = start + len(tokens)
         if self._has_position_ids:
@@ -82,7 +81,7 @@ class SequentialRunner(Target):
 
 
 def _iterate_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield each tensor of a Hugging Face cache of any kind once."""
+    """Yield each tensor of a Hugging Face cache once; the cache may be of any class."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -101,7 +100,7 @@ def _iterate_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 class FullContextRunner(Target):
     """A model runner without a KV cache, for models that store their state inside the model or have no cache.
 
-    Each pass computes the complete context, so verifying a long draft costs hardly more than one token.
+    Each forward pass computes the whole text, so a pass with a long draft takes hardly longer than one without a draft.
     """
 
     backend = "whole context"
@@ -117,7 +116,7 @@ class FullContextRunner(Target):
         self._lengths[slot] = length
 
     def prefill(self, slots: Integers, tokens: TokenMatrix, counts: Integers) -> None:
-        """Record the tokens of prompts without computing them; the next scored pass computes the whole context."""
+        """Record prompt tokens without a forward pass; the next call of `forward` computes them with the whole text."""
         self._append_tokens(slots, tokens, counts, is_scored=False)
 
     def _append(
@@ -139,11 +138,11 @@ _MAX_REPLAYED = 16
 
 
 class RecurrentRunner(SequentialRunner):
-    """A model runner for recurrent models without rollback, which computes row after row; the engine must not draft.
+    """A model runner for recurrent models that computes one row after another and cannot roll back, so drafting is off.
 
-    Several tokens are computed in one pass only if the slot is empty. Some models (Mamba, Jamba) start such a pass with
-    an empty state even if they are given a state, so later tokens are computed one at a time. Raises TypeError if the
-    model has no argument for a state.
+    Only into an empty slot are several tokens read in one forward pass; later tokens are read one at a time. Otherwise
+    some models (Mamba, Jamba) would start the pass with an empty state. Raises TypeError if the model's ``forward`` has
+    no argument for a state.
     """
 
     backend = "row by row, without speculation"
@@ -194,9 +193,10 @@ _NOTHING_READ = _Checkpoint(0, None)
 class CheckpointRunner(RecurrentRunner):
     """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
-    A pass that may contain a draft starts with a copy of the slot's state. After a rollback the copy replaces the
-    state. The next pass also computes the accepted tokens that the copy has not read; only more than 16 such tokens
-    need a pass of their own. After a rollback to a length before the copy, the slot's whole text is computed again.
+    Each scored pass over several tokens, which may contain a draft, first copies the slot's state. A rollback restores
+    this copy, which has not read the accepted tokens. So the next pass also computes the accepted tokens; if there are
+    more than 16, they get a pass of their own. After a rollback to a length before the copy, the whole text is computed
+    again.
     """
 
     backend = "row by row, with replay"
@@ -208,7 +208,10 @@ class CheckpointRunner(RecurrentRunner):
         self._checkpoints: list[_Checkpoint | None] = [None] * num_slots
 
     def rollback(self, slot: int, length: int) -> None:
-        """Use the slot's state, its copy or an empty state: the first that has read at most ``length`` tokens."""
+        """Truncate the slot's text to ``length`` tokens, and select a state that has read none of the removed tokens.
+
+        This is the current state if possible, else its copy, else an empty state.
+        """
         assert 0 <= length <= self.length(slot)
         self._lengths[slot] = length
         if self._num_read[slot] <= length and length > 0:
@@ -230,10 +233,10 @@ class CheckpointRunner(RecurrentRunner):
 
 
 def copy_state(state: Any) -> Any:
-    """Return a copy of a recurrent state that later forward passes do not change; None stays None.
+    """Return a copy of a recurrent state that later forward passes do not change; None if the state is None.
 
-    The time is O(bytes of the recurrent state): keys and values are shared with the original, because caches replace
-    them instead of writing into them.
+    Keys and values of attention layers are not copied, because caches replace these tensors instead of changing them.
+    So the time is O(bytes of the recurrent state).
     """
     shared: dict[int, Any] = {}
     for layer in getattr(state, "layers", ()):

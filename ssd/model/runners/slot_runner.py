@@ -26,9 +26,9 @@ from ssd.model.target import Integers, Target, TokenMatrix
 class SlotRunner(Target):
     """A model runner that computes all sequences in one batched forward pass over the slot KV cache.
 
-    The model must call SSD's attention function instead of its own. ``max_width`` is the maximum number of positions
-    per row of a pass with rows of different lengths; padding may be written up to this width. Call ``recapture_graphs``
-    after the model's computation has changed.
+    The model's attention function is replaced by SSD's. ``max_width`` is the maximum number of tokens per row in a pass
+    whose rows have different lengths. Each slot has so many extra positions, because padding is written to them. Call
+    ``recapture_graphs`` after a change of the model's layers.
     """
 
     backend = "slot attention"
@@ -56,7 +56,7 @@ class SlotRunner(Target):
         self._tap: HiddenStateTap | None = None
 
     def allocate_features(self, tapped: FeatureSpec) -> None:
-        """Store the hidden states that a draft head reads, for every position; call this before any forward pass.
+        """Allocate memory for the hidden states that a draft head reads, which later forward passes then store.
 
         Raises ModelError if the model has no such hidden states.
         """
@@ -66,16 +66,21 @@ class SlotRunner(Target):
         self.features = self.kv_cache.features
 
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
-        """Allow slots to use LoRA adapters; the model's layers look up the adapter of each row in ``rows``."""
+        """Allow slots to use the LoRA adapters ``names``.
+
+        Each forward pass stores the adapters of its rows in ``rows``, the object that the model's layers read them
+        from.
+        """
         self.adapter_names, self._adapter_rows = frozenset(names), rows
         self._flat = None if self._flat is None else FlatModel(self.model)  # the output layer may have been replaced
 
     def use_invariant_kernels(self, wanted: bool) -> None:
-        """Switch linear layers and attention between SSD's batch-invariant kernels and the libraries' kernels.
+        """Switch linear layers and attention between SSD's batch-invariant kernels and the libraries' faster kernels.
 
-        With SSD's kernels a row of a draft chain has the same bits in any pass; draft trees are not verified. Libraries
-        choose the order of summation by the shape of the pass. CUDA graphs are captured again. Raises ImportError if
-        triton is missing.
+        Libraries choose the order of summation by the shape of the pass, so the rounding of a row depends on the other
+        rows. SSD's kernels compute bit-identical results for a row in any pass, but only for draft chains: while they
+        are in use, draft trees are not verified. CUDA graphs are captured again. Raises ImportError if triton is
+        missing.
         """
         if wanted == (self.kv_cache.kernel is not None):
             return
@@ -105,7 +110,7 @@ class SlotRunner(Target):
         return self.graph_runner is not None and self.graph_runner.supports_noise
 
     def can_run_ahead(self, slots: Integers) -> bool:
-        """Return whether the CUDA graph that `run_ahead` replays has been captured."""
+        """Return whether `run_ahead` can be used: its CUDA graph was captured, and there is no draft head."""
         return (
             self.graph_runner is not None
             and self._feature_spec is None
@@ -122,7 +127,6 @@ class SlotRunner(Target):
 
     @torch.inference_mode()
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Move the keys and values of the accepted paths of draft trees together, and reduce the slots' lengths."""
         moves: list[npt.NDArray[np.int64]] = []
         for slot, count, path in zip(slots, counts, paths, strict=True):
             start = self.kv_cache.lengths[slot] - count
@@ -162,7 +166,10 @@ class SlotRunner(Target):
         return self._adapter_rows.assign([self.adapters[slot] for slot in slots], self.device)
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        """Run the model over new tokens, int64[B, T], and return their logits; the slots' lengths stay unchanged."""
+        """Run the model over new tokens, int64[B, T], and return their logits.
+
+        The caller must increase the lengths of the slots.
+        """
         tapped, hidden = self._feature_spec, list[torch.Tensor]()
         # Padding may point past the model's last position, where learned position embeddings have no row.
         positions = rows.positions.clamp_max(self.max_length - 1)

@@ -24,17 +24,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """The Gumbel noise with which a forward pass samples tokens on the device."""
+    """The keys of the Gumbel noise with which a forward pass samples tokens on the device, and the temperatures."""
 
     keys: UInt64  # uint64[B, T], from `SequenceNoise.keys`
     temperatures: npt.NDArray[np.float32]  # [B, T]; 0 selects the most probable token
 
 
 def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return standard Gumbel noise for every token of the vocabulary at each key, float64[..., vocab_size].
+    """Return the Gumbel noise of every token of the vocabulary for each noise key, float64[..., vocab_size].
 
-    The noise is ``-log(-log(u))`` with u = (k + 1/2) / 2**53 and k the upper 53 bits of a hash, so u is never 0 or 1.
-    ``keys`` is int64[...], the bits of `SequenceNoise.keys`; the result is on the same device.
+    The noise is ``-log(-log(u))`` with u = (k + 1/2) / 2**53, where k is the upper 53 bits of a hash of key and token.
+    So u is never 0 or 1. ``keys`` are those of `SequenceNoise.keys` as int64[...]; the result is on the same device.
     """
     counter = torch.arange(1, vocab_size + 1, device=keys.device)
     z = keys[..., None] + counter * _signed(GAMMA)  # int64 wraps as uint64 does
@@ -46,10 +46,10 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def noisy_scores(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Return logits / temperature + Gumbel noise, float64[N, V]; the argmax of each row is the sampled token.
+    """Return logits / temperature + Gumbel noise, float64[N, V]; the token with the highest score is sampled.
 
-    Requests must have no other sampling parameters. ``logits`` is [N, V] of any float dtype, ``keys``, int64[N], has
-    the bits of `SequenceNoise.keys`, and a temperature of 0 selects the most probable token.
+    Requests must have no other sampling parameters. ``logits`` is [N, V] of any float dtype, ``keys`` are those of
+    `SequenceNoise.keys` as int64[N]. At temperature 0 the logits themselves are returned, i.e. greedy decoding.
     """
     scores = logits.float() / temperatures.clamp_min(LOWEST_TEMPERATURE)[:, None]
     noisy = scores.double() + gumbel_noise(keys, logits.shape[-1])
@@ -61,12 +61,14 @@ def _signed(constant: int) -> int:
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift 64-bit integers right and fill with zeros, because torch's own shift copies the sign bit."""
+    """Shift 64-bit integers right and fill with zeros; torch's own shift would repeat the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that returns the argmax of `noisy_scores` for logits, noise keys and temperatures: int64[N]."""
+"""A function that samples one token per row from logits, noise keys and temperatures: the token with the highest of
+`noisy_scores`, int64[N].
+"""
 
 _MOST_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
 
@@ -75,7 +77,7 @@ _PROBE_ROWS, _PROBE_TOKENS = 24, 5000
 
 @cache
 def select_sampler(device: torch.device) -> Sampler | None:
-    """Return SSD's Triton sampling kernel if it is correct on this GPU; None if torch's operations must be used."""
+    """Return SSD's Triton sampling kernel if it passes a test on this GPU; None if torch must sample."""
     if device.type != "cuda":
         return None
     try:
@@ -104,7 +106,7 @@ def is_sampler_correct(sampler: Sampler, device: torch.device) -> bool:
 
 
 def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor, temperatures: torch.Tensor) -> None:
-    """Raise ValueError if a sampled token does not have the largest of `noisy_scores` in its row, up to rounding."""
+    """Raise ValueError if a token does not have the highest of `noisy_scores` in its row, up to rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
     is_right = best - found <= _MOST_ERROR * (1 + best.abs())
@@ -116,10 +118,10 @@ _AS_IT_IS = [SamplingParams()]
 
 
 def greedy_tokens(logits: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Return the token with the largest logit, int64[...], for logits [..., V]; the first token if several have it.
+    """Return the token with the highest logit, int64[...], for logits [..., V]; the first one if logits are equal.
 
-    NaN counts as largest. On a CPU, numpy searches: torch's argmax is not vectorised for bfloat16 and float16, and
-    takes 0.9 ms for a vocabulary of 262,144 tokens.
+    NaN counts as the highest value. On a CPU this uses numpy, because torch's argmax is not vectorised for bfloat16 and
+    float16: it takes 0.9 ms for a vocabulary of 262,144 tokens.
     """
     on_cpu = logits.device.type == "cpu"
     best: npt.NDArray[np.int64] = logits.float().numpy().argmax(-1) if on_cpu else logits.argmax(-1).cpu().numpy()
@@ -141,9 +143,9 @@ def argmax_with_noise(scores: torch.Tensor, keys: UInt64) -> npt.NDArray[np.int6
 
 
 def device_argmax(scores: torch.Tensor, keys: torch.Tensor, sampler: Sampler | None) -> torch.Tensor:
-    """Sample one token per row from softmax(scores) on the device, by ``sampler`` or torch's operations: int64[N].
+    """Sample one token per row from softmax(scores) on the device, int64[N], as `argmax_with_noise` does.
 
-    The result is that of `argmax_with_noise`; ``keys``, int64[N], has the bits of that function's keys.
+    ``sampler`` is the kernel that samples; None uses torch. ``keys`` are uint64 numbers, stored as int64[N].
     """
     if sampler is None:
         return (scores.double() + gumbel_noise(keys, scores.shape[-1])).argmax(-1)
@@ -157,11 +159,11 @@ _LOWEST = float(np.float32(LOWEST_TEMPERATURE))
 def host_tokens(
     logits: torch.Tensor, rows: Sequence[int], counts: Sequence[int], params: Sequence[SamplingParams], keys: UInt64
 ) -> npt.NDArray[np.int64]:
-    """Sample tokens on a CPU with temperature, top-k, top-p, min-p and Gumbel noise: int64[sum(counts)].
+    """Sample tokens on a CPU with temperature, top-k, top-p, min-p and Gumbel noise, int64[sum(counts)].
 
-    The result is the argmax of `truncated_scores` plus the noise of each key, and the first token if several have the
-    largest sum. Usually O(V) per position. ``params`` are the sampling parameters of each of ``rows``, with temperature
-    > 0; the other arguments are those of `choose_rows`.
+    A token has the highest sum of `truncated_scores` and noise; if sums are equal, the first one is returned.
+    ``params`` are the sampling parameters of the requests in ``rows``, with temperature > 0. See `choose_rows` for the
+    other arguments. Usually O(V) per position.
     """
     if logits.dtype != torch.float32 or not logits.is_contiguous():
         logits = logits[list(rows), : max(counts)].float()
@@ -177,7 +179,10 @@ def host_tokens(
 
 
 def log_min_p(params: SamplingParams) -> float:
-    """Return log(min-p), -inf without min-p; scores below the highest score plus this number are dropped."""
+    """Return the logarithm of min-p, or -inf without min-p.
+
+    Min-p drops tokens whose log-probability is lower than the highest one plus this number.
+    """
     return math.log(params.min_p) if params.min_p > 0.0 else -math.inf
 
 
@@ -190,11 +195,10 @@ _BLOCK = 128
 
 
 def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
-    """Return the most probable tokens at the first ``counts[b]`` positions of each row of logits, [B, T, V].
+    """Return the 8 (`TOP_K`) most probable tokens and their logits at the first ``counts[b]`` positions of each row b.
 
-    Tokens with logits of NaN or -inf are left out. On a CPU, one sweep, which is faster than torch's argmax, returns
-    tokens with equal logits in order of their ids. Elsewhere torch's top-k returns them in any order, with one copy to
-    the host.
+    ``logits`` is [B, T, V]. Tokens with logits of NaN or -inf are left out. On a CPU, a kernel that is faster than
+    torch's argmax returns tokens with equal logits in order of their ids. On other devices their order is arbitrary.
     """
     if logits.device.type != "cpu":
         return unpack_top(packed_top(logits))
@@ -206,7 +210,6 @@ def top_tokens(logits: torch.Tensor, counts: Sequence[int]) -> TopTokens:
 
 @cache
 def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return SSD's Triton kernel for the most probable tokens; None if SSD's sampling kernel cannot be used."""
     if select_sampler(device) is None:
         return None
     from ssd.model.triton.triton_sampling import triton_top
@@ -217,7 +220,8 @@ def _top_of(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor] | No
 def packed_top(logits: torch.Tensor) -> torch.Tensor:
     """Return the ids and logits of the most probable tokens in one tensor on the device, int32[..., 2, TOP_K].
 
-    ``logits`` is [..., V]; the returned logits are float32 numbers as int32 bits. Does not synchronise with the device.
+    So one copy brings both to the host. ``logits`` is [..., V]; the returned logits are the bits of float32 numbers.
+    Does not synchronise with the device.
     """
     if (own := _top_of(logits.device)) is not None:
         return own(logits)
@@ -232,14 +236,17 @@ def packed_top(logits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_top(packed: torch.Tensor) -> TopTokens:
-    """Copy the result of `packed_top` for logits [B, T, V] to the host; this waits for the device."""
+    """Copy the result of `packed_top` to the host: the most probable tokens and their logits. Waits for the device."""
     both = packed.cpu().numpy()
     return np.ascontiguousarray(both[..., 0, :]), np.ascontiguousarray(both[..., 1, :]).view(np.float32)
 
 
 @inlined
 def _sweep_row(logits: Float32s, ids: TokenIds, values: Float32s) -> None:
-    """Find the most probable tokens of a row of logits in one sweep; blocks without a better token are skipped."""
+    """Write the most probable tokens of one row of logits to ``ids`` and ``values``.
+
+    Blocks of 128 logits that contain none of these tokens are skipped with a vectorised comparison.
+    """
     least = np.float32(-np.inf)
     for start in range(0, len(logits), _BLOCK):
         block = logits[start : start + _BLOCK]
@@ -283,10 +290,10 @@ class TokenLogprobs:
 
 @torch.inference_mode()
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Return the log-probability, rank and most probable alternatives of each generated token.
+    """Return the log-probability, rank and most probable alternatives of each of n generated tokens.
 
-    The probabilities are a float32 softmax over the whole vocabulary. ``logits`` is [>= n, V], before any sampling
-    rules; row i predicts token i of n. O(n V).
+    ``logits`` is [>= n, V], before penalties and other sampling rules; row i predicts token i. The probabilities are a
+    float32 softmax over the whole vocabulary. O(n V).
     """
     if not len(token_ids):
         return ()
@@ -307,7 +314,7 @@ def _start_copy_to_host(given: torch.Tensor | None) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassOutput:
-    """The logits of a forward pass and the tokens that it sampled; valid until the next pass of the same target."""
+    """The logits of a forward pass and the tokens that it sampled, valid only until the target's next forward pass."""
 
     logits: torch.Tensor  # [B, T, V], any float dtype; [b, t] predicts the token after the t-th input token of row b
     sampled: torch.Tensor | None = None  # int64[B, T]: by ``noise``, else the most probable tokens
@@ -316,9 +323,9 @@ class PassOutput:
     copied: torch.cuda.Event | None = None  # an event, recorded when the tokens are on the host
 
     def start_copy_to_host(self) -> PassOutput:
-        """Start copying the sampled tokens to host memory that later forward passes do not overwrite.
+        """Start a copy of the sampled tokens to host memory, so that the next forward pass may overwrite the originals.
 
-        Call `wait` on the returned output before its use. The returned output has no logits.
+        Returns an output with the copied tokens and without logits. Call its method `wait` before reading the tokens.
         """
         sampled, top = _start_copy_to_host(self.sampled), _start_copy_to_host(self.packed_top)
         copied = self.copied
@@ -328,7 +335,7 @@ class PassOutput:
         return PassOutput(self.logits[:, :, :0], sampled, self.noise, top, copied)
 
     def wait(self) -> None:
-        """Wait until the sampled tokens are on the host, after `start_copy_to_host`."""
+        """Wait until the tokens of an output of `start_copy_to_host` have arrived on the host."""
         if self.copied is not None:
             self.copied.synchronize()
 

@@ -26,8 +26,9 @@ _FIRST_TOP = 256
 def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.NDArray[np.int64]:
     """Sample the target's token at each position of a verification pass, int64[B, T].
 
-    ``output`` is the output of a pass over [last token, draft ...] of ``rows``, with the noise of `make_noise`, if any.
-    Row b has ``rows[b].width`` positions; values beyond these positions are meaningless.
+    ``output`` is the output of a forward pass over the last token and the draft tokens of each of ``rows``. Tokens that
+    the pass has already sampled on the device are returned unchanged. Row b has ``rows[b].width`` positions; later
+    values are undefined.
     """
     known = [] if output.sampled is None else [b for b, row in enumerate(rows) if _is_sampled(row, b, output.noise)]
     if output.sampled is not None and len(known) == len(rows):
@@ -47,10 +48,11 @@ def target_tokens(output: PassOutput, rows: Sequence[SamplingContext]) -> npt.ND
 
 
 def sampling_scores(logits: torch.Tensor, row: SamplingContext) -> torch.Tensor:
-    """Return the scores from which a row's tokens are sampled: log-probabilities plus a constant, float32[T, V].
+    """Return the scores of all tokens after penalties, temperature, truncation and all other rules, float32[T, V].
 
-    The row's draft must be a chain. For greedy rows the argmax of the scores is selected. ``logits`` [>= T, V] are the
-    model's unmodified logits at the row's T positions.
+    Scores are log-probabilities plus a constant, or -inf for excluded tokens. The row's draft must be a chain.
+    ``logits`` [>= T, V] are the model's unmodified logits at the row's T positions. For a greedy row no temperature is
+    applied.
     """
     scores = logits_with_rules(logits[None, : row.width], [row])[0]
     return scores.float() if row.params.greedy else truncated_scores(scores, [row.params] * row.width)
@@ -76,7 +78,7 @@ def has_rules(row: SamplingContext) -> bool:
 
 
 def _is_sampled(row: SamplingContext, b: int, noise: Noise | None) -> bool:
-    """Return whether the forward pass, which had ``noise``, has already sampled the tokens of its row b."""
+    """Return whether the forward pass with ``noise`` has already sampled the tokens of row b on the device."""
     if row.params.greedy:
         return not has_rules(row)
     return noise is not None and bool(noise.temperatures[b, 0] > 0)
@@ -98,17 +100,18 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingContext]) -> 
 
 
 def _at_node(row: SamplingContext, parents: Parents, node: int) -> SamplingContext:
-    """Return a copy of ``row`` to sample the token after a draft tree's node; the path to the node counts as output."""
+    """Return a copy of ``row`` whose context ends with the path to a draft tree's node, to apply rules there."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
 
 
 def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return log-probabilities plus a constant, float32[N, V], or -inf for tokens that top-k, top-p or min-p drop.
+    """Return scores after temperature, top-k, top-p and min-p, float32[N, V]; dropped tokens have -inf.
 
-    The order is that of transformers: temperature, top-k, top-p, min-p. Top-p applies to the tokens that top-k keeps;
-    in vLLM, min-p comes first. ``logits`` is [N, V]; row n has params[n] with temperature > 0.
+    The scores are log-probabilities plus a constant. ``logits`` is [N, V]; row n has the parameters params[n], with
+    temperature > 0. The order is that of transformers: top-p applies to the tokens that top-k keeps, and min-p comes
+    last. In vLLM, min-p comes first.
     """
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], device=device)
@@ -127,8 +130,8 @@ def truncated_scores(logits: torch.Tensor, params: Sequence[SamplingParams]) -> 
 def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], look: int = _FIRST_TOP) -> torch.Tensor:
     """Set the scores of tokens that top-k and top-p drop to -inf; tokens as probable as the last kept token are kept.
 
-    Sorting the whole vocabulary takes longer than a small model's step, and few tokens are usually kept. So the
-    ``look`` best tokens of a row are examined first, and the row is sorted completely only if they do not suffice.
+    Usually few tokens are kept, and sorting the whole vocabulary takes longer than a decoding step of a small model. So
+    first only the ``look`` most probable tokens are examined. A row is sorted completely only if these are too few.
     """
     vocab_size = scores.shape[-1]
     look = min(look, vocab_size)
@@ -157,14 +160,20 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return each token's probability as an integer for top-p, bit-identical to `masses_of` on a CPU."""
+    """Return each token's probability as an integer for top-p; on a CPU the result is that of `masses_of`.
+
+    With integers, sums do not depend on the order of summation.
+    """
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))
     return (torch.exp(scores - scores.amax(-1, keepdim=True)) * MASS_OF_ONE).long()
 
 
 def depends_on_prefix(params: SamplingParams) -> bool:
-    """Return whether a token's score depends on the tokens before it or on the request's rules."""
+    """Return whether a request has penalties, a bias, bad words or other rules that change its logits.
+
+    Without such rules, sampling a position needs only its logits and noise, not the tokens before.
+    """
     return bool(params.min_tokens) or _has_request_rules(params)
 
 
@@ -180,11 +189,11 @@ def _has_request_rules(params: SamplingParams) -> bool:
 
 
 def apply_prefix_rules(logits: torch.Tensor, row: SamplingContext) -> None:
-    """Apply logit bias, penalties and forbidden tokens to logits, [T, V], in place.
+    """Apply a request's logit bias, penalties and forbidden tokens to the logits of its positions, [T, V], in place.
 
-    At position t, the draft's first t tokens count as output. The definitions are vLLM's; bias is applied before
-    penalties, as in vLLM and transformers. The repetition penalty counts prompt and output (Keskar et al. 2019, section
-    4.1); presence and frequency penalties (OpenAI) and bad words count only the output.
+    At position t, the output is followed by the draft's first t tokens. All definitions are vLLM's. Bias is applied
+    before penalties, as in vLLM and transformers. The repetition penalty counts tokens of prompt and output (Keskar et
+    al. 2019, section 4.1). Presence and frequency penalties (OpenAI) and bad words consider only the output.
     """
     params = row.params
     vocab_size = logits.shape[-1]
@@ -222,10 +231,11 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingContext) -> None:
 
 
 def make_noise(rows: Sequence[SamplingContext], width: int) -> Noise | None:
-    """Return the noise with which a forward pass over ``rows`` can sample tokens on the device.
+    """Return the noise with which a forward pass can sample the tokens of ``rows`` on the device.
 
-    Rows with other sampling rules than a temperature get temperature 0 and no noise. If all rows have such rules, None
-    is returned. ``width`` is the number of positions per row.
+    This is possible for rows that are sampled with a temperature and no other rules. All other rows get temperature 0
+    and no noise. If no row can be sampled on the device, None is returned. ``width`` is the number of positions per
+    row.
     """
     drawn = [b for b, row in enumerate(rows) if has_only_temperature(row)]
     if not drawn:
@@ -244,7 +254,7 @@ def make_noise(rows: Sequence[SamplingContext], width: int) -> Noise | None:
 
 
 def has_only_temperature(row: SamplingContext) -> bool:
-    """Return whether a row is sampled by temperature and Gumbel noise alone, without further rules."""
+    """Return whether the row is sampled with a temperature above 0 and no other rules, such as top-p or penalties."""
     params = row.params
     if params.greedy:
         return False
