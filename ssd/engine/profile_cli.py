@@ -200,7 +200,7 @@ def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tu
 
 
 class _CostProfile:
-    """Measures what ``profile_cli costs`` prints: the extra time of forward passes with more tokens, and of drafting."""
+    """Measures what ``profile_cli costs`` prints: the extra time of forward passes with more tokens and of drafting."""
 
     def __init__(self, codec: TextCodec, settings: Settings) -> None:
         self._codec = codec
