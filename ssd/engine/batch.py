@@ -227,7 +227,7 @@ _ARRAYS: Final = (
 
 
 class Batch:
-    """The sequences of a forward pass, with the arrays that kernels use. One batch serves until other sequences run."""
+    """The sequences of a forward pass and the arrays that kernels use, reused until the running sequences change."""
 
     rows: Int64s
     committed: Int64s
@@ -301,11 +301,10 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return for each sequence what the drafter needs to learn from its output.
+        """Return for each sequence its request id, the drafting statistics of its namespace, and its caching permission.
 
-        Returns:
-            The request ids; the drafting statistics of each sequence's cache namespace, None if it has no open cache;
-            and bool[B], whether the text of the request may be added to the cache.
+        The statistics are None for a sequence without an open cache. The permissions, bool[B], say whether the text of
+        the request may be added to the cache.
         """
         if self._row_namespaces is not None:
             return self._row_namespaces

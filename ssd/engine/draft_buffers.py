@@ -24,10 +24,7 @@ from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, i
 _DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
 _DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of forward passes for which one prepared draft is made.
-
-A prepared draft is made ahead for several passes, because the output repeats an earlier text verbatim.
-"""
+"""The number of forward passes for which one prepared draft is long enough."""
 
 
 @inlined
@@ -157,7 +154,7 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
     """Mark the sequences for which a long draft is prepared while the current forward pass runs.
 
     These are the sequences whose last draft was fully accepted: their output probably goes on repeating an earlier
-    text. A sequence is left out if a draft that was prepared for it before is long enough for the next pass.
+    text. A sequence is left out if its earlier prepared draft still covers the next pass.
     """
     record, limit = batch_record_at(batch), draft_batch_at(settings).limit
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -177,7 +174,7 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Store the long drafts that were made while a forward pass runs; later passes take their drafts from them."""
+    """Store the long drafts that were made ahead during a forward pass; later passes take their drafts from them."""
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):

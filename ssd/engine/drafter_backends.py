@@ -39,7 +39,7 @@ class DrafterBackend(Protocol):
         ...
 
     def draft(self, batch: Batch) -> None:
-        """Write the drafts of the sequences in ``batch.draft_rows`` to their ``draft_row.draft``."""
+        """Make a draft for each sequence in ``batch.draft_rows``, and write it to ``draft_row.draft`` of the sequence."""
         ...
 
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:

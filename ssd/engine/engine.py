@@ -293,9 +293,9 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target, and return the new outputs.
 
-        On a GPU, which computes concurrently with the host, a step verifies the forward pass that the step before has
+        On a GPU, which computes concurrently with the host, a step verifies the forward pass that the previous step
         launched, and launches the next pass. While that pass runs, the step makes outputs and further drafts. If there
-        were no drafts for a while and no request starts or ends, the pass after it is launched too, so that the GPU is
+        were no drafts for a while and no request starts or ends, one more pass is launched ahead, so that the GPU is
         never idle.
 
         An exception that ends the program, e.g. KeyboardInterrupt, cancels all running requests and is raised again;
@@ -352,7 +352,7 @@ class Engine:
 
     @property
     def speculation(self) -> SpeculationStatus:
-        """Whether drafts are verified at present, and the reason."""
+        """Whether drafts are verified at present, and the reason in one sentence."""
         return self._speculation.status
 
     @property

@@ -233,9 +233,9 @@ class CommittedPass:
         return rows
 
     def outcome(self, b: int) -> DraftOutcome:
-        """Return how many draft tokens of sequence ``b`` were accepted, as the record that drafters observe.
+        """Return the record that tells the drafter how many draft tokens of sequence ``b`` were accepted.
 
-        The draft in it must be read before the next drafts are made, which overwrite it.
+        Its draft must be read before the next drafts are made, which overwrite it.
         """
         forward_pass, sequence = self.forward_pass, self.forward_pass.batch.sequences[b]
         num_accepted = max(0, min(int(forward_pass.sizes[b]) - 1, int(forward_pass.batch.committed[b])))

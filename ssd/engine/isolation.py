@@ -128,16 +128,12 @@ def find_violations(
 ) -> list[str]:
     """Check the KV cache slots and requests for internal inconsistencies; return each as a sentence. O(cached tokens).
 
-    Between two steps, four conditions must hold:
-    - Every slot is free or belongs to one sequence.
-    - No request occurs twice, and the waiting requests of each tenant are in queue order.
-    - The slot of a sequence holds the beginning of its tokens, at most all but the last one.
-    - A free slot holds the prefix that the prefix cache has recorded for it.
-
-    The target records which tokens each slot holds.
+    Between two steps, four conditions must hold: Every slot is free or belongs to one sequence. No request occurs
+    twice, and the waiting requests of each tenant are in queue order. The slot of a sequence holds the beginning of its
+    tokens, without the last one. A free slot holds the prefix that the prefix cache has recorded for it.
 
     Args:
-        target: The served model.
+        target: The served model, which records the tokens in each slot.
         scheduler: The scheduler of the engine.
         prefix_cache: The prefix cache of the engine.
         arriving: Submitted sequences that are not in a queue yet.

@@ -117,8 +117,7 @@ class LLM:
             warm: Directories made by ``ssd-cache build`` that are searched for drafts too.
             learn: Whether outputs are added to the cache.
             **options: Fields of `EngineConfig` and further arguments of `Engine.from_pretrained`. Other arguments of
-            vLLM's
-                ``LLM`` are accepted with the only value that is supported, e.g. ``tensor_parallel_size=1``.
+                vLLM's ``LLM`` are accepted with the only value that is supported, e.g. ``tensor_parallel_size=1``.
 
         Raises:
             ModelError: The model cannot be loaded.
@@ -385,9 +384,9 @@ _VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "speculative_config": ((None,), "pass draft=DraftConfig(...), draft_model=... or draft_head=..."),
     "disable_log_stats": ((None, True, False), ""),
 }
-"""The arguments of vLLM's ``LLM`` that this class does not have: the values that it accepts nevertheless, and a hint.
+"""The arguments of vLLM's ``LLM`` that this project's ``LLM`` accepts only with certain values.
 
-The hint tells the user in the error message why no other value is supported, or what to use instead.
+Each entry has these values and a hint for the error message: why no other value is supported, or what to use instead.
 """
 
 

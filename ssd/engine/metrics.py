@@ -35,7 +35,7 @@ class FaultLog:
 
 
 class BestEffort:
-    """Calls functions of drafters and caches; exceptions are counted and logged, so that they never fail a request."""
+    """Calls functions of drafters and caches. Their exceptions are counted and logged, but never fail a request."""
 
     def __init__(self) -> None:
         self.num_failures = 0

@@ -18,11 +18,11 @@ class Prefill:
 
     In each step a fixed number of prompt tokens, the budget, is computed. Sequences with the most urgent priority come
     first, and among them those with the fewest remaining tokens (shortest remaining processing time, Schrage 1968). A
-    quarter of the budget is reserved for the sequence at the head of the queue, so that its prompt is finished within 4
-    * remaining tokens / budget steps.
+    quarter of the budget is reserved for the sequence that is first in the queue, so its prompt is finished within
+    4 * remaining tokens / budget steps.
 
-    Before a prompt is computed, the longest prefix of it that another slot holds is copied. So the prompt of several
-    outputs is computed once.
+    Before a prompt is computed, the longest prefix of it in any other slot is copied. So several outputs of one prompt
+    compute the prompt only once.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Prefill:
         self._num_computed = 0
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of a sequence's tokens to prefill. Its last token is not prefilled: it is decoded first."""
+        """Return the number of a sequence's tokens to prefill. The first decoding step computes the last token."""
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:

@@ -21,8 +21,8 @@ Scope = tuple[str | None, str | None, str | None, str | None]
 _MIN_COPIED_TOKENS = 16
 """The minimum length of a prefix whose KV cache is copied from another slot; shorter prefixes are computed again.
 
-A copy takes two operations per layer, and costs more time than a few more tokens in a forward pass. A shorter prefix is
-copied only if no other tokens must be computed, because the copy then saves a whole pass.
+A copy takes more time than a few more tokens in a forward pass. A shorter prefix is copied only if nothing else must be
+computed, because the copy then saves a whole pass.
 """
 
 _FIRST_COMPARED = 64  # doubled until the texts differ

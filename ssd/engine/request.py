@@ -198,7 +198,7 @@ class RequestStats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """The number of accepted draft tokens from each source of drafts, by the names in ``Draft.source``."""
+        """The number of accepted draft tokens by their source, e.g. the context or the cache, see ``Draft.source``."""
         found = counts_by_source(self.counts.by_source, self.counts.by_source)
         return {name: accepted for name, _, accepted in found}
 

@@ -97,7 +97,7 @@ class Scheduler:
         return slot
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a running or waiting sequence, and clear its KV cache, whose content is unknown after a failure."""
+        """Remove a running or waiting sequence after a failure, and clear its slot, whose content is then unknown."""
         if sequence.slot < 0:
             if sequence in self._queues.get(sequence.request.tenant, ()):
                 self._dequeue(sequence)

@@ -69,8 +69,8 @@ class Coupling:
     def make_noise(self, request: Request, seed: int) -> SequenceNoise:
         """Return the sampling noise of a request: from its seed, from a shared noise stream, or its own random noise.
 
-        The engine draws ``seed`` for the request. It seeds the request's own noise, or selects the noise stream if the
-        request names none.
+        ``seed`` is a random number that the engine draws for the request. It selects the noise stream if the request
+        names none, and seeds the request's own noise if the request has no seed.
         """
         sampling = request.sampling
         if sampling.seed is not None:
@@ -93,7 +93,7 @@ def namespace_secret(root: bytes, namespace: str) -> int:
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence, of which the text may still have to be made."""
+    """The tokens that one forward pass added to a sequence, and their text as far as it is known already."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""The number of steps after which a warning says that drafts are not verified because of their estimated cost."""
+"""The number of steps after which a warning is logged if drafts are found but cost too much to be verified."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -61,10 +61,10 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto": only for one sequence.
+    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees (``shape``) instead of chains.
 
-    With several sequences trees were slower on a CPU: they add accepted tokens to one sequence, but all sequences are
-    padded to the longest draft.
+    With the shape "auto", only a single sequence has a tree. With several sequences trees were slower on a CPU: they
+    add accepted tokens to one sequence, but all sequences are padded to the longest draft.
     """
     return shape == "tree" or (shape == "auto" and num_rows == 1)
 
@@ -211,9 +211,9 @@ class SpeculationManager:
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
         """Prepare long drafts while a forward pass runs, for sequences whose last draft was fully accepted.
 
-        Later passes take their drafts from them, so that the device need not wait for the drafter while the output
-        repeats an earlier text. If the running pass rejects a draft token of a sequence, its prepared draft is not
-        used.
+        Later passes take their drafts from a prepared draft, so that the device need not wait for the drafter while the
+        output repeats an earlier text. If the running pass rejects a draft token, the prepared draft of the sequence is
+        not used.
         """
         batch, buffer = in_flight.batch, in_flight.buffer
         if self._backend.needs_outcomes or not self.is_ready or not self._limit:

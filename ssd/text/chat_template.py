@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewriting of a conversation by `variants` from which the chat template leaves out the fewest parts."""
+    """The best of the rewritings of a conversation by `variants`: the template leaves out the fewest parts of it."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -90,8 +90,8 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the template writes the descriptions of tools into the prompt.
 
-        Two short conversations with a tool are rendered to find out. If the template raises an exception for both, it
-        counts as supporting tools if its source contains the word "tools".
+        Two short conversations with a tool are rendered to find out. If the template raises an exception for both, the
+        word "tools" in its source decides.
         """
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
@@ -143,9 +143,8 @@ class ChatTemplate:
     ) -> VariantChoice:
         """Return the first rewriting of a conversation by `variants` of which the template leaves out no part.
 
-        If there is none, return the rewriting of which the template leaves out the fewest parts. The result is cached
-        for conversations with the same sequence of roles and parts, in which repetitions do not count. O(variants x
-        renderings).
+        If there is none, return the rewriting with the fewest missing parts. The result is cached for conversations
+        with the same sequence of roles and parts, apart from repetitions. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -294,9 +293,10 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """Return the indices of ``signs`` to keep, so that no series of up to 6 signs occurs more than twice in a row.
+    """Return the indices of the messages to keep, so that no series of up to 6 messages repeats more than twice.
 
-    A long conversation is then tested as a shorter one, whose result is probably cached.
+    ``signs`` are the shapes of the messages. A long conversation is tested as a shorter one, whose result may be
+    cached.
     """
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))

@@ -174,7 +174,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the fewest tokens at the end that spell whole characters; empty if no few tokens do."""
+    """Return the shortest list of last tokens that spells whole characters; empty if no 8 tokens do."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:

@@ -217,7 +217,6 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Compute the masks for a draft by ``run``, except those that an earlier draft with the same beginning had."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -257,7 +256,7 @@ class GrammarState:
             self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
-        """Compute the token masks of a draft with a copy of llguidance's matcher, which stays at the output's end.
+        """Compute the token masks of a draft. A copy of llguidance's matcher reads the draft tokens.
 
         Copying takes 1 us. llguidance's own rollback is not used, because it could return masks of an earlier draft.
         """

@@ -82,7 +82,7 @@ class GrammarReservation:
 class GrammarMemory:
     """A cache of compiled grammars. Cached grammars and grammars in use stay within one memory budget. Thread-safe.
 
-    The caches of the tenants have equal rights: if memory is short, the tenant that uses the most loses a grammar.
+    If memory is short, the tenant whose cached grammars use the most memory loses one.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -136,10 +136,7 @@ class GrammarMemory:
             return opened
 
     def grow(self, compiled: Compiled, num_bytes: int) -> None:
-        """Count memory that a compiled grammar has allocated since; evict cached grammars if memory is short.
-
-        A grammar allocates memory while token masks are computed.
-        """
+        """Count memory that a compiled grammar allocated for token masks; evict cached grammars if memory is short."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             self._evict_excess()

@@ -31,7 +31,7 @@ def is_offline() -> bool:
 
 
 def go_offline_without_a_hub() -> str | None:
-    """Set HF_HUB_OFFLINE for this process if the Hugging Face Hub cannot be reached, and return the reason."""
+    """Set HF_HUB_OFFLINE for this process if the Hugging Face Hub cannot be reached; return the reason, else None."""
     if is_offline():
         return None
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -134,7 +134,7 @@ _MOST_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
-    """Return the tokenizer unchanged; raise ValueError if its file is malicious: it makes a short text very long."""
+    """Return the tokenizer unchanged; raise ValueError if its rules make a text thousands of times longer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "post_processor"):
         if (rules := getattr(backend, name, None)) is None:

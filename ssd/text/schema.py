@@ -284,13 +284,13 @@ class _Preparation:
             self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
-        """Raise SchemaError for a keyword that cannot be enforced, or remove it if the preparation is not strict."""
+        """Raise SchemaError for a keyword that cannot be enforced; remove the keyword instead if not strict."""
         if self._strict:
             raise SchemaError(f"{keyword or key} at {at}/{escape(key)} {reason}")
         del node[key]
 
     def _resolved(self, node: Schema) -> Schema:
-        """Return the last schema in a chain of ``$ref``; the chain ends if ``$ref`` has other constraints next to it."""
+        """Return the last schema in a chain of ``$ref``; other constraints next to ``$ref`` end the chain."""
         seen = set()
         while isinstance(node, dict) and "$ref" in node and node.keys() - {"$ref"} <= _ANNOTATIONS:
             target = resolve(self._root, node["$ref"])
@@ -339,7 +339,7 @@ class _Preparation:
         return False
 
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Raise SchemaError for a keyword with a value of the wrong type; remove keywords for types not allowed."""
+        """Check the types of keyword values; remove keywords that apply only to types that the schema forbids."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)

@@ -47,15 +47,12 @@ class _Kept(NamedTuple):
 class SpecialTokens:
     """Encodes a rendered chat prompt such that only the template's own special tokens become control tokens.
 
-    A client cannot inject control tokens by text in a message that spells one:
-    1. `mark` puts two unused characters (marks) around such text before the template is rendered. It also marks the end
-    of
-       a string that the template's next characters could complete to a special token.
-    2. In the rendered prompt, `encode` replaces the added tokens that are not marked by unguessable strings, and
-    removes
-       the marks.
-    3. A copy of the tokenizer, which knows the unguessable strings in place of the added tokens, encodes the result. It
-       encodes the marked text as ordinary text.
+    A client thus cannot inject control tokens by text that spells them. First, `mark` puts two unused characters
+    (marks) around such text in messages, before the template is rendered. It also marks the end of a string that the
+    template's next characters could complete to a special token. Then `encode` replaces the added tokens in the
+    rendered prompt that are not marked by unguessable strings, and removes the marks. Last, a copy of the tokenizer,
+    which knows the unguessable strings in place of the added tokens, encodes the result. So marked text is encoded as
+    ordinary text.
 
     Added tokens that are not special but written by the template, such as "<tool_call>", are treated in the same way,
     except in assistant messages, because the model itself generates them there. Thread-safe.
@@ -83,12 +80,10 @@ class SpecialTokens:
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
         """Mark text that spells special tokens in normalized messages and in template variables.
 
-        ``template`` is the source of the chat template. Tokens that occur in it are marked too, because it may write
-        them.
+        ``template`` is the source of the chat template. Added tokens that occur in it are marked too.
 
         Returns:
-            The messages, the variables, and the characters used as marks; None in place of the characters if nothing
-            was marked.
+            The messages, the variables, and the characters used as marks, or None if nothing was marked.
 
         Raises:
             RequestError: The tokenizer cannot encode such text as ordinary text.
