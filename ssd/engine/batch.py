@@ -301,7 +301,7 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return for each sequence its request id, the drafting statistics of its namespace, and its caching permission.
+        """Return for each sequence its request id, the drafting statistics of its namespace, and a permission.
 
         The statistics are None for a sequence without an open cache. The permissions, bool[B], say whether the text of
         the request may be added to the cache.

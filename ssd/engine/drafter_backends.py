@@ -39,7 +39,7 @@ class DrafterBackend(Protocol):
         ...
 
     def draft(self, batch: Batch) -> None:
-        """Make a draft for each sequence in ``batch.draft_rows``, and write it to ``draft_row.draft`` of the sequence."""
+        """Make a draft for each sequence in ``batch.draft_rows``, and write it to the row's ``draft_row.draft``."""
         ...
 
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:

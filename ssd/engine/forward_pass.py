@@ -108,8 +108,8 @@ class ForwardPass:
     def draft(self, b: int, num_accepted: int) -> Draft:
         """Return the draft of sequence ``b``, which is valid until the next drafts are made.
 
-        If the draft is a tree, the path of its ``num_accepted`` accepted tokens is set. If no draft was requested, the
-        result is the object EMPTY_DRAFT; if the drafter proposed nothing, it is another empty draft.
+        If the draft is a tree, ``Draft.path`` is set to its ``num_accepted`` accepted tokens. If no draft was
+        requested, the result is the object EMPTY_DRAFT; if the drafter proposed nothing, it is another empty draft.
         """
         if not self.batch.sequences[b].row.was_drafted[self.buffer]:
             return EMPTY_DRAFT

@@ -55,7 +55,7 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Correct measured times of forward passes that are too long, because other work interrupted all samples of a size.
+    """Lower the measured times of passes that are implausibly long, because other work interrupted all their samples.
 
     A time is lowered to that of a larger pass, or to the total time of several smaller passes over as many tokens, if
     that is shorter. O(sizes squared).

@@ -30,7 +30,7 @@ _FIRST_COMPARED = 64  # doubled until the texts differ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """The token prefix whose KV cache is still stored in a free slot."""
+    """A token sequence whose KV cache is still stored in a free slot, so that later requests can reuse it."""
 
     scope: Scope  # the result of `reuse_scope` for the request that computed the prefix
     tokens: TokenIds  # int32[n], at least one

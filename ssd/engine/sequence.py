@@ -93,7 +93,7 @@ def namespace_secret(root: bytes, namespace: str) -> int:
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence, and their text as far as it is known already."""
+    """The tokens that one forward pass added to a sequence; some of them may not be detokenized yet."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet

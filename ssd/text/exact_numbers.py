@@ -38,9 +38,9 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """Lark grammar rules that accept the JSON values of one schema, with all digits of its large numbers.
+    """Lark grammar rules for a JSON schema with numbers beyond 2^53, which contain all digits of these numbers.
 
-    llguidance computes with 64-bit floats, so it cannot enforce numbers beyond 2^53 in a JSON schema.
+    llguidance computes with 64-bit floats, so it cannot enforce such numbers in a JSON schema.
 
     Attributes:
         rules: The body of each rule, by the rule's name.
