@@ -45,8 +45,8 @@ NEEDS_SLOW_PATH: Final = -1  # in ``BatchRecord.committed``
 class BatchRecord(Record):
     """The arrays and counts of a `Batch` at a fixed address, where compiled kernels read and write them.
 
-    A field that is an address points to an int64 array with one entry per sequence (row), unless another type or length
-    is given.
+    A field of type Address points to an array with one entry per sequence (row). The entries are int64, unless another
+    type or length is given.
     """
 
     num_rows: Int64
@@ -96,10 +96,10 @@ def fill_input_ids(
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The number (0 or 1) of the draft buffer.
+        buffer: Which of the two draft buffers of each sequence (0 or 1) holds its draft.
         input_ids: Output, int64[B, T]: ``counts[b]`` tokens of sequence b, then zeros.
-        parents: Output, int64[B, T], or int64[B, 0] if no draft is a tree: the position of each token's parent in the
-            draft tree, -1 for the first token. The parent of a padding position is the position to its left.
+        parents: Output, int64[B, T], or int64[B, 0] if no draft is a tree: the index in the row of each token's parent
+            in the draft tree, -1 for the first token. The parent of a padding token is the token to its left.
         previous_ids: Output, int32[B]: the second-to-last token of each sequence, -1 if there is none.
         lengths: Output, int64[B]: the number of tokens of each sequence.
         counts: Output, int64[B]: the number of input tokens of each sequence.
@@ -119,10 +119,16 @@ def fill_input_ids(
 
 @kernel
 def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
-    """Append the output tokens of a forward pass, ``sizes[b]`` for sequence b, unless Python code must append them.
+    """Append the output tokens of a forward pass to the sequences for which a kernel can do that, and mark the others.
 
-    Python code is needed if a sequence has no output, if a token ends it, or if it has stop strings, structured output
-    or log-probabilities. Then the sequence is not changed, and ``committed[b]`` becomes NEEDS_SLOW_PATH.
+    A sequence is marked by ``committed[b] = NEEDS_SLOW_PATH`` and left unchanged, so that Python code appends its
+    tokens. Such a sequence has no output, may end in this pass, or has stop strings, structured output or
+    log-probabilities.
+
+    Args:
+        batch: The address of the `BatchRecord`.
+        output_ids: int64[B, T], the output tokens.
+        sizes: int64[B], the number of output tokens of each sequence.
     """
     record = batch_record_at(batch)
     rows, committed = int64_array(record.rows, len(sizes)), int64_array(record.committed, len(sizes))
@@ -149,9 +155,10 @@ def append_output_ids(batch: int, output_ids: Ints, sizes: Int64s) -> None:
 
 @kernel
 def update_row_counts(batch: int, buffer: int, sizes: Int64s, now: float) -> None:
-    """Update the counters of each sequence and of the batch after a forward pass whose output was appended.
+    """Count the output and draft tokens of a forward pass, in the statistics of each request and in the `BatchRecord`.
 
-    ``sizes`` is the number of output tokens of each sequence, int64[B]; ``now`` is a time in seconds.
+    The output tokens must have been appended. ``sizes``, int64[B], is the number of output tokens of each sequence, and
+    ``now`` is the time in seconds.
     """
     record, num_rows = batch_record_at(batch), len(sizes)
     rows, committed = int64_array(record.rows, num_rows), int64_array(record.committed, num_rows)
@@ -220,7 +227,7 @@ _ARRAYS: Final = (
 
 
 class Batch:
-    """The sequences of a forward pass and the arrays that kernels use, reused as long as the same sequences run."""
+    """The sequences of a forward pass and the arrays that kernels use, reused until the running sequences change."""
 
     rows: Int64s
     committed: Int64s
@@ -268,20 +275,20 @@ class Batch:
         self._groups: list[tuple[NamespaceCache | None, NamespaceGroup]] | None = None
 
     def noise(self, lengths: Int64s, width: int) -> Noise:
-        """Return the sampling noise [B, T] for the next ``width`` = T positions of each sequence.
+        """Return the Gumbel noise [B, T] with which the next ``width`` = T tokens of each sequence are sampled.
 
-        The tokens of all sequences must depend only on logits and noise, see ``samples_by_position``, and drafts must
-        be chains. ``lengths``, int64[B], are the numbers of tokens before these positions.
+        May be called only if ``samples_by_position`` is true and all drafts are chains. ``lengths``, int64[B], are the
+        numbers of tokens that each sequence has now.
         """
         keys = SequenceNoise.seeded_keys(self._noises, lengths.tolist(), width)
         return Noise(keys, np.repeat(self._temperatures[:, None], width, axis=1))
 
     def can_continue(self, running: Rows[Sequence], lengths: Int64s) -> bool:
-        """Return whether another forward pass over the same sequences can be launched before the present pass ends.
+        """Return whether the next forward pass can be launched for this batch before the current pass has ended.
 
-        It can if ``running`` are exactly these sequences, none of them reaches its maximum length (``lengths`` are the
-        numbers of tokens after this pass), and their next tokens depend on nothing that the CPU must compute, such as a
-        grammar mask.
+        Three conditions must hold. ``running``, the running sequences, are those of this batch. No sequence reaches its
+        maximum length in the current pass; ``lengths``, int64[B], are the numbers of tokens after it. The next tokens
+        depend on nothing that the CPU must compute first, such as a grammar mask.
         """
         return (
             self._allows_launch_ahead
@@ -294,7 +301,11 @@ class Batch:
         return self.sequences == sequences and self._slot_list == [sequence.slot for sequence in sequences]
 
     def row_namespaces(self) -> tuple[list[str], list[LearnedState | None], npt.NDArray[np.bool_]]:
-        """Return the request id, the namespace's drafting statistics, and whether caching is allowed, for each row."""
+        """Return for each sequence its request id, the drafting statistics of its namespace, and a permission.
+
+        The statistics are None for a sequence without an open cache. The permissions, bool[B], say whether the text of
+        the request may be added to the cache.
+        """
         if self._row_namespaces is not None:
             return self._row_namespaces
         caches, is_final = self._caches()
@@ -309,8 +320,8 @@ class Batch:
     def namespace_groups(self, start_request: Callable[[Sequence, LearnedState | None], None]) -> list[NamespaceGroup]:
         """Group the sequences by cache namespace, because the drafter searches the cache of one namespace at a time.
 
-        ``start_request`` is called with each sequence and the drafting statistics of its namespace before its first
-        draft.
+        When groups are formed, ``start_request`` is called for each sequence with the drafting statistics of its
+        namespace, so that the drafter knows the request before its first draft.
         """
         groups = self._groups
         if groups is None:

@@ -24,7 +24,7 @@ from ssd.jit.addresses import Int64s, Records, dtype_of, inlined, int32_array, i
 _DRAFTS_OFFSET: Final = offset_of(SequenceRecord, "drafts")
 _DRAFT_BYTES: Final = dtype_of(DraftRecord).itemsize
 _NUM_PREPARED_PASSES: Final = 3
-"""The number of forward passes for which one long draft is made while the output repeats an earlier text verbatim."""
+"""The number of forward passes for which one prepared draft is long enough."""
 
 
 @inlined
@@ -52,11 +52,17 @@ def _update_width(record: BatchRecord, rows: Int64s, buffer: int) -> None:
 
 @kernel
 def reuse_prepared_drafts(batch: int, buffer: int, limit: int, should_draft_all: bool) -> None:
-    """Use the draft that was made for a sequence during an earlier pass, if the output so far agrees with it.
+    """Take the next draft of each sequence from its prepared draft if it fits; mark all other sequences for drafting.
 
-    Sequences without such a draft are marked for drafting. If all recent drafts of a sequence were empty, it is marked
-    only if ``should_draft_all``. ``buffer`` is the number (0 or 1) of the draft buffer, ``limit`` the maximum draft
-    length.
+    A prepared draft is a long draft for several forward passes, made while an earlier pass ran. It fits only if the
+    output since then equals its tokens. A sequence whose recent drafts were all empty is marked only if
+    ``should_draft_all``.
+
+    Args:
+        batch: The address of the `BatchRecord`.
+        buffer: Which of the two draft buffers of each sequence (0 or 1) is filled.
+        limit: The maximum draft length.
+        should_draft_all: Whether to draft also for sequences whose recent drafts were empty.
     """
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -84,10 +90,11 @@ def fill_draft_params(batch: int, buffer: int, settings: int, shape: int) -> int
 
     Args:
         batch: The address of the `BatchRecord`.
-        buffer: The number (0 or 1) of the buffer with the drafts that are being verified; used only for PREPARED_CHAIN.
+        buffer: Which of the two draft buffers (0 or 1) holds the drafts that are being verified; used only for
+            PREPARED_CHAIN.
         settings: The address of the `DraftBatch`.
-        shape: CHAIN, TREE, or PREPARED_CHAIN: a chain that repeats the draft being verified and continues it, long
-            enough for several forward passes.
+        shape: CHAIN, TREE, or PREPARED_CHAIN. A prepared chain repeats the draft that is being verified and continues
+            it, so that it is long enough for several forward passes.
     """
     record, drafting = batch_record_at(batch), draft_batch_at(settings)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -120,9 +127,10 @@ PREPARED_CHAIN: Final = 2
 
 @kernel
 def collect_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Copy new drafts to their sequences, and cut the drafts of all sequences to the best length.
+    """Copy new drafts to the draft buffers of their sequences, and shorten all drafts to the same maximum length.
 
-    A forward pass is padded to its longest draft, so one maximum length holds for all drafts.
+    `cut_drafts` chooses the length with the greatest expected throughput. One maximum holds for all sequences, because
+    a forward pass pads every row to the longest draft.
     """
     record, drafting = batch_record_at(batch), draft_batch_at(settings)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -143,9 +151,10 @@ def collect_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @kernel
 def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Mark the sequences whose next drafts are made while a forward pass runs, instead of after the pass.
+    """Mark the sequences for which a long draft is prepared while the current forward pass runs.
 
-    These are the sequences whose last draft was fully accepted and whose prepared draft is not long enough already.
+    These are the sequences whose last draft was fully accepted: their output probably goes on repeating an earlier
+    text. A sequence is left out if its earlier prepared draft still covers the next pass.
     """
     record, limit = batch_record_at(batch), draft_batch_at(settings).limit
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
@@ -165,7 +174,7 @@ def plan_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @kernel
 def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
-    """Store the drafts that were made while a forward pass runs, for use in the passes after it."""
+    """Store the long drafts that were made ahead during a forward pass; later passes take their drafts from them."""
     record = batch_record_at(batch)
     rows, needs_draft = int64_array(record.rows, record.num_rows), int64_array(record.needs_draft, record.num_rows)
     for b in range(record.num_rows):
@@ -184,11 +193,6 @@ def store_prepared_drafts(batch: int, buffer: int, settings: int) -> None:
 
 @inlined
 def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> float:
-    """Return the sum of the estimated acceptance probabilities of the draft tokens that verification has tested.
-
-    Tested tokens are those of the accepted path, their siblings, and the first rejected token. ``path`` holds the
-    accepted positions, beginning with the position of the context's last token.
-    """
     expected = 0.0
     if draft.is_tree == 0:
         for i in range(min(draft.size, num_accepted + 1)):
@@ -203,7 +207,7 @@ def _expected_accepted(draft: DraftRecord, path: Int64s, num_accepted: int) -> f
 
 @kernel
 def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s, paths: Int64s) -> None:
-    """Update the calibration of acceptance estimates with the result of a forward pass.
+    """Compare the accepted draft tokens of a forward pass with the estimated number, to correct later estimates.
 
     ``sizes`` and ``paths`` are the result of `accept_drafts`. Sequences for which no draft was requested are skipped.
     """

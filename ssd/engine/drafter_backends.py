@@ -23,9 +23,10 @@ class DrafterBackend(Protocol):
     """The interface through which the engine calls a drafter. Every method may raise the drafter's exceptions.
 
     Attributes:
-        default_token_cost: The cost of a draft token in expected accepted tokens, used until it is measured.
+        default_token_cost: The cost of verifying one more draft token, in expected accepted tokens, which is used until
+            the cost is measured.
         needs_kernels: Whether kernels must be compiled before the first draft.
-        needs_outcomes: Whether a draft needs the outcome of the forward pass before it.
+        needs_outcomes: Whether the drafter must see the output of each forward pass before it makes the next draft.
     """
 
     default_token_cost: float
@@ -38,7 +39,7 @@ class DrafterBackend(Protocol):
         ...
 
     def draft(self, batch: Batch) -> None:
-        """Write the drafts of the sequences in ``batch.draft_rows`` to their ``draft_row.draft``."""
+        """Make a draft for each sequence in ``batch.draft_rows``, and write it to the row's ``draft_row.draft``."""
         ...
 
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:
@@ -51,7 +52,7 @@ class DrafterBackend(Protocol):
 
 
 def make_backend(drafter: Drafter, cost_model: CostModel) -> DrafterBackend:
-    """Return a `KernelBackend` if the drafter or its primary drafter is a `SuffixDrafter`, else a `RequestBackend`."""
+    """Return a `KernelBackend` for the suffix drafter, alone or first in a hybrid drafter, else a `RequestBackend`."""
     hybrid = drafter if isinstance(drafter, HybridDrafter) else None
     first = drafter if hybrid is None else hybrid.primary
     if isinstance(first, SuffixDrafter):
@@ -60,9 +61,10 @@ def make_backend(drafter: Drafter, cost_model: CostModel) -> DrafterBackend:
 
 
 class KernelBackend:
-    """The suffix drafter, which drafts for all sequences of a batch in one kernel call.
+    """Calls the suffix drafter, which drafts for all sequences of a batch in one kernel call.
 
-    If it is the primary drafter of a hybrid drafter, the other drafters then extend these drafts.
+    In a hybrid drafter, the other drafters (a draft model or head) then add tokens if the expected gain exceeds the
+    cost.
     """
 
     needs_kernels = True
@@ -93,7 +95,6 @@ class KernelBackend:
                     write_draft(draft, sequence.row.draft_row.draft)
 
     def _start_request(self, sequence: Sequence, learned: LearnedState | None) -> None:
-        """Create the drafter's state of a sequence before its first draft, with its namespace's drafting statistics."""
         if sequence.request_state is None:
             sequence.request_state = self._suffix.start_request(
                 _draft_request(sequence), sequence.row.draft_row, sequence.address + DRAFT_ROW_OFFSET
@@ -102,7 +103,11 @@ class KernelBackend:
         sequence.draft_request.learned = sequence.request_state.learned = learned
 
     def observe(self, committed: CommittedPass, scored: ScoredPass | None) -> None:
-        """Report outcomes of a pass: all to a hybrid drafter, only those of ended sequences to a suffix drafter."""
+        """Report the outcome of a forward pass to the drafter.
+
+        A hybrid drafter gets the outcome of every sequence. The suffix drafter alone needs only those of sequences that
+        ended.
+        """
         rows = committed.ended if self._hybrid is None else committed.rows()
         outcomes = [outcome for b in rows if (outcome := self._outcome(committed, b)) is not None]
         if outcomes or scored is not None:
@@ -121,7 +126,7 @@ class KernelBackend:
 
 
 class RequestBackend:
-    """A drafter that gets a list of `DraftRequest` and returns a list of `Draft`."""
+    """Calls a drafter that is written in Python: it gets a list of `DraftRequest` and returns a list of `Draft`."""
 
     default_token_cost = 0.0
     needs_kernels = False
@@ -165,7 +170,6 @@ def _draft_requests(batch: Batch, cost_model: CostModel) -> tuple[list[Sequence]
 
 
 def _draft_request(sequence: Sequence) -> DraftRequest:
-    """Return the sequence's only `DraftRequest` object, updated; the caller sets limit, token costs and draft shape."""
     sequence.advance_noise()
     request = sequence.draft_request
     if request is None:

@@ -250,7 +250,10 @@ class Engine:
         self._work.set()
 
     def draw_streams(self, count: int) -> list[int]:
-        """Draw ``count`` different noise streams (coupled sampling), so that outputs of the same prompt differ."""
+        """Draw ``count`` different numbers of noise streams, one for each output of a prompt, so that outputs differ.
+
+        With coupled sampling, requests with the same noise stream share their sampling noise.
+        """
         return self._coupling.distinct_streams(count, self._draw_seed())
 
     def cancel(self, request_id: str) -> None:
@@ -290,13 +293,13 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every running sequence by one forward pass of the target, and return the new outputs.
 
-        On a device that computes concurrently with the host, a step verifies the forward pass that the previous step
-        launched, launches the next one, and makes the outputs and further drafts while the next pass runs. If there
-        were no drafts for a while and no request starts or ends, the pass after the next one is launched too, so that
-        the device is never idle.
+        On a GPU, which computes concurrently with the host, a step verifies the forward pass that the previous step
+        launched, and launches the next pass. While that pass runs, the step makes outputs and further drafts. If there
+        were no drafts for a while and no request starts or ends, one more pass is launched ahead, so that the GPU is
+        never idle.
 
         An exception that ends the program, e.g. KeyboardInterrupt, cancels all running requests and is raised again;
-        the other requests continue at the next step.
+        the waiting requests continue at the next step.
 
         Raises:
             EngineBroken: The target cannot compute anything any more.
@@ -344,12 +347,12 @@ class Engine:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether drafts can be made now; False while the drafting kernels are compiled in the background."""
+        """Whether the drafter may be called. False while its kernels are compiled in the background."""
         return self._speculation.is_ready
 
     @property
     def speculation(self) -> SpeculationStatus:
-        """Whether drafts are verified at present, and the reason."""
+        """Whether drafts are verified at present, and the reason in one sentence."""
         return self._speculation.status
 
     @property
@@ -358,7 +361,7 @@ class Engine:
         return self._speculation.is_enabled
 
     def relative_pass_cost(self, width: int) -> float:
-        """Return the estimated time of a forward pass over ``width`` tokens relative to one token; 0 if unknown."""
+        """Return the estimated time of a pass over ``width`` tokens, divided by that of one token; 0 if unknown."""
         return self._speculation.relative_cost(width)
 
     def warm_up(self, patience_s: float | None = None) -> None:
@@ -394,9 +397,10 @@ class Engine:
             self.step()
 
     def calibrate(self) -> None:
-        """Measure the latency of forward passes once, if drafts are made and no request runs.
+        """Measure the latency of forward passes of several sizes, from which the length of drafts is decided.
 
-        It must be called by the thread that steps.
+        This is done once, as soon as no request is running or waiting and the drafting kernels are compiled; else the
+        call has no effect. It must be made by the thread that steps.
         """
         if not self._is_calibrated and self.is_drafting and not self.has_work() and self._pipeline.current is None:
             self._prefix_cache.clear_all()
@@ -472,9 +476,10 @@ class Engine:
         return removed
 
     def _prefill_prompts(self) -> Batch:
-        """Compute a chunk of the prompts, and return the sequences that are ready to decode.
+        """Compute the next chunk of the running sequences' prompts, and return the batch of sequences that can decode.
 
-        If a batch failed and each of its sequences must be retried alone, only one sequence is returned.
+        If a forward pass over several sequences failed and each of them must be retried alone, the batch has one
+        sequence.
         """
         ready = self._prefill.run(self._scheduler.running)
         ready = next(([sequence] for sequence in ready if sequence.needs_solo_retry), ready)
@@ -483,9 +488,10 @@ class Engine:
         return self._batch
 
     def _commit(self, forward_pass: ForwardPass | None) -> CommittedPass | None:
-        """Append the output tokens of a forward pass to its sequences.
+        """Append the output tokens of a forward pass to its sequences, and report them to the drafter.
 
-        All work that can be done later is deferred to `_update_counts` and `_make_outputs`, because the device waits.
+        The GPU is idle meanwhile, so metrics and text are left to `_update_counts` and `_make_outputs`, which run while
+        it computes the next pass.
         """
         if forward_pass is None:
             return None
@@ -509,7 +515,6 @@ class Engine:
         return committed
 
     def _commit_slow(self, committed: CommittedPass, b: int, sequence: Sequence) -> None:
-        """Append output tokens to a sequence that kernels cannot update, and free its slot if the sequence ended."""
         forward_pass, size = committed.forward_pass, int(committed.forward_pass.sizes[b])
         if sequence.finish_reason is not None:  # detokenization failed while the pass ran
             self._isolation.drop(sequence)
@@ -532,7 +537,6 @@ class Engine:
                 self._isolation.fail(sequence, "appending tokens", error)
 
     def _update_counts(self, committed: CommittedPass | None) -> int:
-        """Update metrics and drafting statistics after a forward pass; return the number of its output tokens."""
         if committed is None:
             return 0
         forward_pass, batch = committed.forward_pass, committed.forward_pass.batch
@@ -546,7 +550,6 @@ class Engine:
         return batch.record.num_tokens
 
     def _make_outputs(self, committed: CommittedPass | None) -> list[RequestOutput]:
-        """Detokenize the tokens of a forward pass, and append the text of finished sequences to the cache."""
         if committed is None:
             return []
         outputs = list[RequestOutput]()

@@ -35,19 +35,20 @@ def warm_up_verification() -> None:
 class ForwardPass:
     """A forward pass over the last token and the draft tokens of every sequence in a batch.
 
-    The constructor launches the pass. `verify`, which must be called once before the next launch, waits for the pass
-    and accepts draft tokens. Only a pass with a ``predecessor`` may be launched earlier: it has no drafts, and its
-    inputs are the output tokens of the predecessor, which are still on the device.
+    The constructor launches the pass. `verify` waits for its end and accepts draft tokens; it must be called once,
+    before the next pass is launched. The exception is a pass with a ``predecessor``, which is launched before the
+    predecessor is verified: it has no drafts, and its inputs are the predecessor's output tokens, which are still on
+    the device.
 
     Attributes:
-        buffer: The number (0 or 1) of the buffer that holds the drafts.
-        width: The number of positions T of each sequence.
+        buffer: Which of the two draft buffers of each sequence (0 or 1) holds its draft.
+        width: The number T of input tokens of each sequence, including padding.
         lengths: int64[B], the number of tokens of each sequence; the last token is the first input.
         seconds: The duration of the pass, known after `verify`.
         ended: The time at which the pass ended, known after `verify`.
         output_ids: int64[B, T], the accepted draft tokens of each sequence and the recovered or bonus token.
         sizes: int64[B], the number of output tokens; 0 if sampling failed or the grammar mask was not ready in time.
-        paths: int64[B, T], the accepted positions.
+        paths: int64[B, T], the indices of the first input (0) and of the accepted draft tokens among the inputs.
     """
 
     def __init__(self, target: Target, batch: Batch, buffer: int, predecessor: ForwardPass | None = None) -> None:
@@ -105,10 +106,10 @@ class ForwardPass:
         return draft_of(self.batch.sequences[b].row.drafts[self.buffer])
 
     def draft(self, b: int, num_accepted: int) -> Draft:
-        """Return the draft of sequence ``b``; a draft tree also has the path of its ``num_accepted`` accepted tokens.
+        """Return the draft of sequence ``b``, which is valid until the next drafts are made.
 
-        The draft is valid until the next drafts are made. If no draft was requested, the result is the object
-        EMPTY_DRAFT; if the drafter proposed nothing, it is another empty draft.
+        If the draft is a tree, ``Draft.path`` is set to its ``num_accepted`` accepted tokens. If no draft was
+        requested, the result is the object EMPTY_DRAFT; if the drafter proposed nothing, it is another empty draft.
         """
         if not self.batch.sequences[b].row.was_drafted[self.buffer]:
             return EMPTY_DRAFT
@@ -120,8 +121,8 @@ class ForwardPass:
     def verify(self) -> None:
         """Wait for the forward pass, sample the target's tokens, and accept the draft tokens that match them.
 
-        Afterwards the KV cache may also hold rejected draft tokens of chains; the caller must roll it back. If the pass
-        fails, its exception is raised, and the content of the KV cache is unknown.
+        Afterwards the KV cache may still hold rejected tokens of draft chains, which the caller must remove. If the
+        pass fails, its exception is raised, and the content of the KV cache is unknown.
         """
         counts, parents = self._counts, self._parents if self._has_trees else self._input_ids
         if self._predecessor is not None:
@@ -149,19 +150,24 @@ class ForwardPass:
         self.seconds = self.ended - self._started
 
     def _read_predecessor(self, predecessor: ForwardPass) -> None:
-        """Store the input tokens, which are known only now because they are the output of the preceding pass."""
         self._previous_ids[:], self._input_ids[:, 0] = predecessor._input_ids[:, 0], predecessor.output_ids[:, 0]
         self._target.record_tokens(self.batch.slots, self.lengths - 1, self._input_ids)
 
     def logits(self, b: int) -> torch.Tensor:
-        """Return the logits [>= sizes[b], V] of sequence ``b``. Output token i was sampled from row i."""
+        """Return the logits [n, V] from which the output tokens of sequence ``b`` were sampled, n >= ``sizes[b]``.
+
+        Row i belongs to output token i.
+        """
         logits = self._output.logits[b]
         if not self._has_trees:
             return logits
         return logits[torch.from_numpy(self.paths[b, : self.sizes[b]]).to(logits.device)]
 
     def _sample(self) -> dict[int, BaseException]:
-        """Sample the target's tokens, for each sequence alone if the batch fails; return the exceptions by sequence."""
+        """Sample the target's tokens after every input token; return the exceptions, by the sequence that caused them.
+
+        If sampling fails for the whole batch, each sequence is sampled alone, so that only the faulty one fails.
+        """
         try:
             if self.samples_in_pass:
                 assert self._output.sampled is not None
@@ -184,9 +190,9 @@ class ForwardPass:
         return failed
 
     def scored_pass(self) -> ScoredPass:
-        """Return the top-k token ids and logits at every position, from which the drafter learns.
+        """Return the target's top-k token ids and logits after every input token, from which drafters learn.
 
-        Call it after the output tokens were appended. Sequences without output are left out.
+        Call this after the output tokens were appended. Sequences without output have no entries.
         """
         has_output = self.batch.committed > 0
         used = np.where(has_output, self._counts, 0)
@@ -209,7 +215,7 @@ class ForwardPass:
 
 @dataclass(slots=True, eq=False)
 class CommittedPass:
-    """A forward pass whose output tokens were appended to the sequences."""
+    """A forward pass whose output tokens have been appended to the sequences."""
 
     forward_pass: ForwardPass
     # The result for each row on the slow path. For all other rows, the result is the first ``batch.committed[b]``
@@ -218,16 +224,19 @@ class CommittedPass:
 
     @property
     def ended(self) -> list[int]:
-        """The rows of the sequences that the pass ended, in order."""
+        """The indices in the batch of the sequences that ended in this forward pass."""
         return [b for b, found in self.slow_path.items() if found.finish_reason is not None]
 
     def rows(self) -> list[int]:
-        """Return the rows whose tokens were verified, i.e. for which the pass did not fail."""
+        """Return the indices in the batch of all sequences for which the forward pass did not fail."""
         rows: list[int] = np.flatnonzero(self.forward_pass.batch.committed >= 0).tolist()
         return rows
 
     def outcome(self, b: int) -> DraftOutcome:
-        """Return the outcome of the draft of sequence ``b``; read its draft before the next drafts are made."""
+        """Return the record that tells the drafter how many draft tokens of sequence ``b`` were accepted.
+
+        Its draft must be read before the next drafts are made, which overwrite it.
+        """
         forward_pass, sequence = self.forward_pass, self.forward_pass.batch.sequences[b]
         num_accepted = max(0, min(int(forward_pass.sizes[b]) - 1, int(forward_pass.batch.committed[b])))
         return DraftOutcome(
@@ -238,13 +247,12 @@ class CommittedPass:
         )
 
     def update_counts(self) -> None:
-        """Update the counters of the sequences and of the batch; call it in the step that appended the tokens."""
         update_row_counts(
             self.forward_pass.batch.address, self.forward_pass.buffer, self.forward_pass.sizes, time.perf_counter()
         )
 
     def by_row(self) -> Iterator[tuple[Sequence, Committed]]:
-        """Yield each sequence with the tokens that the forward pass added to it. Call it after ``update_counts``."""
+        """Yield each sequence that got output tokens, with these tokens. Call ``update_counts`` before."""
         forward_pass, batch = self.forward_pass, self.forward_pass.batch
         arrays = (
             batch.committed,

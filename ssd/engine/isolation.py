@@ -23,8 +23,9 @@ class FaultIsolation:
     """Ends the sequences that cause exceptions, so that all others continue with unchanged outputs.
 
     An error in the prompt, sampling or text of one sequence ends that sequence. If a forward pass over several
-    sequences fails, the cause is unknown: their KV cache is cleared, and each sequence is computed again alone, without
-    drafts. A sequence that fails alone is the cause. Exceptions that are meant to end the program are raised again.
+    sequences fails, it is unknown which of them is the cause. So their KV cache is cleared, and each sequence is
+    computed again alone, without drafts. A sequence that fails alone is ended. Exceptions that are meant to end the
+    program are raised again.
 
     Used only by the thread that steps the engine.
     """
@@ -125,14 +126,19 @@ def find_violations(
     *,
     is_in_flight: bool = False,
 ) -> list[str]:
-    """Return all inconsistencies in the state of slots and requests, each as a sentence. O(cached tokens).
+    """Check the KV cache slots and requests for internal inconsistencies; return each as a sentence. O(cached tokens).
 
-    Between two steps, every slot must be free or have one sequence, no request may occur twice, a sequence's slot must
-    hold a prefix of the sequence without its last token, and a free slot must hold the prefix that is cached for it.
-    The content of a slot is known from the target's own record of its input tokens.
+    Between two steps, four conditions must hold: Every slot is free or belongs to one sequence. No request occurs
+    twice, and the waiting requests of each tenant are in queue order. The slot of a sequence holds the beginning of its
+    tokens, without the last one. A free slot holds the prefix that the prefix cache has recorded for it.
 
-    ``arriving`` are submitted sequences that are not scheduled yet. If a forward pass ``is_in_flight``, running
-    sequences are not checked, because their slots hold drafts too.
+    Args:
+        target: The served model, which records the tokens in each slot.
+        scheduler: The scheduler of the engine.
+        prefix_cache: The prefix cache of the engine.
+        arriving: Submitted sequences that are not in a queue yet.
+        is_in_flight: Whether a forward pass is running. Then running sequences are not checked, because their slots
+            also hold draft tokens.
     """
     return [
         *_slot_violations(target, scheduler),
@@ -146,7 +152,7 @@ def find_violations(
 def handle_violations(
     found: list[str], metrics: EngineMetrics, scheduler: Scheduler, prefix_cache: PrefixCache
 ) -> None:
-    """Log and count inconsistencies; if there are any, clear all free slots, because their KV cache is not reliable."""
+    """Log and count internal inconsistencies. If there are any, clear all free slots: their KV cache may be wrong."""
     for violation in found:
         metrics.integrity_violations += 1
         log.error("internal inconsistency, please report it: %s", violation)

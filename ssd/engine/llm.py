@@ -48,7 +48,7 @@ class Choice:
         finish_reason: Why generation ended.
         stop_reason: The stop string or stop token id that ended the output; None for end of text.
         logprobs: The log-probabilities of the tokens; None if they were not requested.
-        stats: The number of forward passes and drafts, and the times.
+        stats: The numbers of forward passes and draft tokens, and the times of the request.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Completion:
 
     Attributes:
         prompt_token_ids: The token ids of the prompt.
-        outputs: The outputs; their number is the argument ``n`` of `LLM.generate`.
+        outputs: The ``n`` outputs, see `LLM.generate`.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -89,10 +89,10 @@ class Completion:
 
 
 class LLM:
-    """Completes prompts on the calling thread, and adds every output to a cache from which later outputs are drafted.
+    """Completes prompts on the calling thread, with speculative decoding: draft tokens are taken from earlier outputs.
 
-    Repeated text then needs fewer forward passes, but outputs never depend on the content of the cache. Not
-    thread-safe. Close it after use, or use it as a context manager.
+    Every output is added to a cache. If a later output repeats cached text, it needs fewer forward passes. The content
+    of the cache never changes an output. Not thread-safe. Close the object after use, or use it as a context manager.
     """
 
     def __init__(
@@ -104,9 +104,10 @@ class LLM:
         learn: bool = True,
         **options: Any,
     ) -> None:
-        """Load a model; in a terminal the current stage is shown unless ``report`` is given.
+        """Load a model and compile the kernels, which takes a minute or two the first time on a machine.
 
-        Kernels are compiled once on each machine, which takes a minute or two.
+        In a terminal, the current stage of loading is shown. The argument ``report`` of `Engine.from_pretrained`
+        replaces this.
 
         Args:
             model: A Hugging Face directory or id; the bundled model by default.
@@ -262,7 +263,6 @@ class LLM:
         *,
         continues_prompt: bool,
     ) -> list[Request]:
-        """Create ``counts[i]`` requests for the i-th prompt; ``continues_prompt`` is False for chat prompts."""
 
         def streams(count: int) -> Sequence[int | None]:
             is_shared = count > 1 and self.engine.config.coupled_streams
@@ -384,7 +384,9 @@ _VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "speculative_config": ((None,), "pass draft=DraftConfig(...), draft_model=... or draft_head=..."),
     "disable_log_stats": ((None, True, False), ""),
 }
-"""The arguments of vLLM's ``LLM`` that this project's ``LLM`` lacks: the supported values, and a reason or alternative.
+"""The arguments of vLLM's ``LLM`` that this project's ``LLM`` accepts only with certain values.
+
+Each entry has these values and a hint for the error message: why no other value is supported, or what to use instead.
 """
 
 
@@ -427,7 +429,6 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
 
 
 def _log_if_slow(work: Callable[[], None]) -> None:
-    """Call ``work``, and log that kernels are being compiled if the call takes long."""
 
     def log_compilation() -> None:
         if kernel_counts().compiled:

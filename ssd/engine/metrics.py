@@ -35,7 +35,7 @@ class FaultLog:
 
 
 class BestEffort:
-    """Calls functions of drafters and caches; exceptions are counted and logged, so that they never fail a request."""
+    """Calls functions of drafters and caches. Their exceptions are counted and logged, but never fail a request."""
 
     def __init__(self) -> None:
         self.num_failures = 0
@@ -97,8 +97,9 @@ class Histogram:
 class EngineHistograms:
     """Histograms of latencies in seconds and of sizes in tokens.
 
-    Each request is observed once when it ends or is cancelled, in the histograms of the phases that it reached. Two
-    histograms differ: ``inter_token`` is observed for each forward pass, and ``step_tokens`` for each step.
+    When a request ends or is cancelled, its values are added once, for the phases that it reached. Two histograms are
+    filled earlier: ``inter_token`` after each forward pass, for every sequence in it, and ``step_tokens`` after each
+    engine step.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ class EngineMetrics:
     """Counters of an engine, written by the thread that steps it and readable by any thread.
 
     Empty drafts are not counted. Accepted tokens are draft tokens that became output; ``accepted_per_position[i]``
-    counts how often the token at depth i of a draft was accepted.
+    counts the drafts of which at least i + 1 tokens were accepted.
     """
 
     num_verify_steps: int = 0  # a forward pass counts once per sequence in it
@@ -186,7 +187,11 @@ class EngineMetrics:
                 steps.append((int(batch.num_drafted[b]), int(batch.num_accepted[b])))
 
     def count_prompt(self, stats: RequestStats, *, queried: bool) -> None:
-        """Count the tokens of a prompt after prefill; ``queried`` tells if the prefix cache could be used for it."""
+        """Count the prompt tokens of a request when its prefill is complete.
+
+        ``queried`` is whether the request may reuse cached prefixes. Only then its tokens count as prefix cache
+        queries.
+        """
         self.prompt_tokens += stats.num_prompt_tokens
         if queried:
             self.prefix_cache_queries += stats.num_prompt_tokens

@@ -24,10 +24,11 @@ _LONGEST_S = 10.0  # no further sample is taken after this time
 
 
 def timed_passes(target: Target, max_width: int) -> dict[Size, float]:
-    """Measure the seconds of forward passes with 1 and about 8 sequences and up to ``max_width`` tokens per sequence.
+    """Measure the seconds of forward passes with 1 and with 8 sequences and of several widths, for the cost model.
 
-    All sizes are measured alternately, and the fastest sample of each size is used, because other work on a machine
-    only makes passes slower. All slots of the target must be free.
+    The passes have up to ``max_width`` tokens per sequence, and at most as many sequences as the target has slots. All
+    sizes are measured alternately, and the fastest sample of each size is used, because other work on the machine can
+    only make passes slower. All slots of the target must be free.
     """
     sizes = list(product({1, min(_ROWS, target.num_slots)}, {*(w for w in _WIDTHS if w < max_width), max_width}))
     fastest = dict.fromkeys(sizes, math.inf)
@@ -54,9 +55,10 @@ def _time_pass(target: Target, num_rows: int, width: int) -> float:
 
 
 def plausible_times(seconds: Mapping[Size, float]) -> dict[Size, float]:
-    """Lower measured times so that no forward pass is slower than a larger pass, or than several smaller passes.
+    """Lower the measured times of passes that are implausibly long, because other work interrupted all their samples.
 
-    This corrects a size if all of its samples were interrupted by other work. O(sizes squared).
+    A time is lowered to that of a larger pass, or to the total time of several smaller passes over as many tokens, if
+    that is shorter. O(sizes squared).
     """
 
     def num_passes(size: Size, other: Size) -> int:

@@ -15,12 +15,13 @@ from ssd.model.target import Target
 _MIN_DRAFTLESS_PASSES: Final = 16
 """The number of consecutive forward passes without a draft before the next pass is launched without waiting for drafts.
 
-A draft that is found one pass too late costs more than the CPU work of several passes.
+The number is high, because a pass launched early cannot verify a draft that is found meanwhile. That loses more time
+than the CPU work of several passes, which an early launch hides.
 """
 
 
 class Pipeline:
-    """Launches forward passes and waits for them; if a pass fails, `FaultIsolation` ends the request that caused it."""
+    """Launches forward passes and waits for them. If a pass fails, `FaultIsolation` ends the request that caused it."""
 
     def __init__(self, target: Target, speculation: SpeculationManager, isolation: FaultIsolation) -> None:
         self._target, self._speculation, self._isolation = target, speculation, isolation
@@ -32,7 +33,7 @@ class Pipeline:
     def launch(self, batch: Batch, buffer: int) -> None:
         """Launch the forward pass that verifies the drafts of all sequences in a batch.
 
-        ``buffer`` is the number (0 or 1) of the buffer that holds the drafts.
+        ``buffer`` says which of the two draft buffers of each sequence (0 or 1) holds its draft.
         """
         if not batch.sequences:
             return
@@ -42,10 +43,11 @@ class Pipeline:
             self._isolation.fail_batch(batch.sequences, error)
 
     def launch_ahead(self, running: Rows[Sequence]) -> None:
-        """Launch the next forward pass before the current pass ends, so that the device is not idle in between.
+        """Launch the next forward pass before the current one ends, so that the device is not idle between them.
 
-        This is possible if the current pass has no drafts, so that it adds exactly one token to each sequence, and all
-        sequences continue after it. The drafter is called without that token; if it finds a draft, nothing is launched.
+        This is possible if the current pass has no drafts, because it then adds exactly one token to each sequence, and
+        if no sequence ends. Drafts for the next pass are sought before that token is known. If one is found, nothing is
+        launched.
         """
         current = self.current
         if (
@@ -68,7 +70,7 @@ class Pipeline:
             self._isolation.fail_batch(current.batch.sequences, error)
 
     def verify(self) -> ForwardPass | None:
-        """Wait for the current forward pass, verify its drafts, and return it; None if no pass runs or it failed."""
+        """Wait for the current forward pass, accept its draft tokens, and return it; None if none runs or it failed."""
         completed, self.current, self.next = self.current, self.next, None
         if completed is not None:
             try:

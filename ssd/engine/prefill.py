@@ -16,12 +16,13 @@ _RESERVED_FRACTION = 4  # a quarter of the budget is reserved for the oldest seq
 class Prefill:
     """Computes prompts in chunks, so that a long prompt stalls neither running sequences nor short prompts.
 
-    In each step the token budget goes to sequences by priority, then to those with the fewest remaining tokens
-    (shortest remaining processing time, Schrage 1968). A quarter of the budget is reserved for the sequence that has
-    waited longest, so every prompt is finished within 4 * remaining tokens / budget steps.
+    In each step a fixed number of prompt tokens, the budget, is computed. Sequences with the most urgent priority come
+    first, and among them those with the fewest remaining tokens (shortest remaining processing time, Schrage 1968). A
+    quarter of the budget is reserved for the sequence that is first in the queue, so its prompt is finished within
+    4 * remaining tokens / budget steps.
 
-    Before a prompt is computed, prefixes that other slots have computed are copied, so several outputs of one prompt
-    compute the prompt once.
+    Before a prompt is computed, the longest prefix of it in any other slot is copied. So several outputs of one prompt
+    compute the prompt only once.
     """
 
     def __init__(
@@ -39,14 +40,14 @@ class Prefill:
         self._num_computed = 0
 
     def num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of a sequence's tokens to prefill. Its last token is left to the first decoding step."""
+        """Return the number of a sequence's tokens to prefill. The first decoding step computes the last token."""
         return sequence.num_tokens - 1 - self._target.length(sequence.slot)
 
     def run(self, running: list[Sequence]) -> list[Sequence]:
-        """Compute prompts up to the token budget of one step, and return the sequences that are ready to decode.
+        """Compute prompt tokens up to the budget of one step, and return the sequences that can decode.
 
-        A sequence whose grammar mask is not ready is not returned; if no sequence is ready, this waits briefly for a
-        mask.
+        A sequence with structured output can decode only when its next token mask is computed. If all sequences lack
+        their masks, this method waits up to 20 ms for one.
         """
         late = [s.grammar for s in running if s.grammar is not None and not s.grammar.is_ready()]
         num_cached = self._target.lengths_of([sequence.slot for sequence in running]).tolist() if running else []
@@ -74,7 +75,6 @@ class Prefill:
             budget -= self._prefill_sequence(sequence, budget, running)
 
     def _prefill_sequence(self, sequence: Sequence, budget: int, running: list[Sequence]) -> int:
-        """Compute up to ``budget`` prompt tokens of a sequence, and return their number; errors go to ``on_fault``."""
         if sequence.slot < 0 or not self.num_remaining(sequence):
             return 0
         try:

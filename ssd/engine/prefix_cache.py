@@ -21,8 +21,8 @@ Scope = tuple[str | None, str | None, str | None, str | None]
 _MIN_COPIED_TOKENS = 16
 """The minimum length of a prefix whose KV cache is copied from another slot; shorter prefixes are computed again.
 
-A copy takes two operations per layer, while a few more positions hardly slow down a forward pass. A shorter prefix is
-copied only if that saves a whole pass.
+A copy takes more time than a few more tokens in a forward pass. A shorter prefix is copied only if nothing else must be
+computed, because the copy then saves a whole pass.
 """
 
 _FIRST_COMPARED = 64  # doubled until the texts differ
@@ -30,7 +30,7 @@ _FIRST_COMPARED = 64  # doubled until the texts differ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """The token prefix whose KV cache is still stored in a free slot."""
+    """A token sequence whose KV cache is still stored in a free slot, so that later requests can reuse it."""
 
     scope: Scope  # the result of `reuse_scope` for the request that computed the prefix
     tokens: TokenIds  # int32[n], at least one
@@ -39,10 +39,11 @@ class CachedPrefix:
 def reuse_scope(request: Request) -> Scope | None:
     """Return the key that two requests must share for one to reuse the KV cache of the other; None forbids reuse.
 
-    Reuse changes no output, but it is visible in the time to the first token and in ``cached_tokens``. A client could
-    thus find out whether a text was sent before, token by token (arXiv 2502.07776, section 3). So the key consists of
-    namespace, tenant, ``cache_salt`` (as in vLLM) and LoRA adapter, whose KV cache differs from the model's. The KV
-    cache of a request with neither namespace nor salt is never reused.
+    Reuse changes no output, but a client notices it, by a shorter time to the first token and in ``cached_tokens``. A
+    client could thus guess, token by token, a text that another client has sent (arXiv 2502.07776, section 3). So only
+    requests with the same namespace, tenant and ``cache_salt`` (as in vLLM) share their KV cache; ``prefix_scope``, if
+    given, takes the place of namespace and tenant. The LoRA adapter is part of the key, because its KV cache differs
+    from the model's. The KV cache of a request with neither namespace nor salt is never reused.
     """
     if request.namespace is None and request.cache_salt is None:
         return None
@@ -65,14 +66,15 @@ def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
 
 
 class PrefixCache:
-    """Assigns slots to sequences such that as much of the KV cache as possible is reused.
+    """Automatic prefix caching: gives each sequence a slot such that as much of the KV cache as possible is reused.
 
-    A freed slot keeps its KV cache until a sequence with the same beginning gets the slot, or until it is the least
-    recently used one and another sequence needs a slot. A prefix in another slot, running or free, is copied. Outputs
-    do not change, except for the rounding of forward passes of another width, as with any chunked prefill.
+    The KV cache stays in a slot after its sequence has ended. It is lost when a later sequence gets the slot: one that
+    begins with the same tokens, or any other if the slot is the least recently used one. If another slot, in use or
+    free, holds a prefix of the sequence, the prefix is copied. As with any chunked prefill, forward passes of another
+    size round differently; otherwise outputs do not change.
 
-    Nothing is cached if prefix caching is disabled, or the model keeps running states or has no KV cache, or
-    `reuse_scope` forbids it. Used only by the thread that steps the engine.
+    Nothing is cached if prefix caching is disabled, if the model cannot copy prefixes (it has no KV cache, or it keeps
+    recurrent states), or if `reuse_scope` forbids it. Used only by the thread that steps the engine.
     """
 
     def __init__(self, target: Target, *, enabled: bool = True) -> None:
@@ -84,7 +86,11 @@ class PrefixCache:
         self._faults = FaultLog()
 
     def can_reuse(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may reuse cached prefixes; False if prompt log-probabilities are requested."""
+        """Return whether a sequence may reuse cached prefixes.
+
+        It may not if prompt log-probabilities are requested, which need a forward pass over the whole prompt, if a copy
+        failed before, or if `reuse_scope` forbids it.
+        """
         is_allowed = sequence.allow_prefix_copy and not sequence.needs_prompt_logprobs
         return self._enabled and is_allowed and reuse_scope(sequence.request) is not None
 
@@ -92,17 +98,21 @@ class PrefixCache:
         return self._cached.get(slot)
 
     def drop_overwritten(self) -> None:
-        """Drop cached prefixes in slots that another engine with the same model has overwritten. O(cached tokens)."""
+        """Clear each slot whose content is not its cached prefix: another engine of this model may have used it.
+
+        O(cached tokens).
+        """
         for slot in range(self._target.num_slots):
             cached = self._cached.get(slot)
             if cached is None or not np.array_equal(self._target.cached_tokens(slot), cached.tokens):
                 self.clear_slot(slot)
 
     def assign_slot(self, sequence: Sequence, free_slots: Iterable[int], running: Iterable[Sequence]) -> None:
-        """Assign a free slot to a sequence, and reuse the longest KV cache prefix that it has in common with any slot.
+        """Assign a free slot to a sequence, and reuse the longest prefix of it that the KV cache of any slot holds.
 
-        The sequence gets the free slot with the longest common prefix. If most of the prefix cached there would be
-        lost, the common part is copied to the least recently used slot instead. O(slots + common tokens).
+        If a free slot holds this prefix, the sequence gets that slot and continues its KV cache. But if more than half
+        of the tokens cached there would be lost, the sequence gets the least recently used slot, and the prefix is
+        copied. A prefix in the slot of a running sequence is also copied. O(slots + common tokens).
         """
         oldest = min(free_slots, key=lambda slot: (self._used_at[slot], slot))
         donor, shared = self._find_longest_prefix(sequence, running)
@@ -119,7 +129,10 @@ class PrefixCache:
             self._copy_prefix(donor, sequence, shared)
 
     def copy_cached_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> None:
-        """Copy the KV cache of a prompt's prefix that another slot has computed since the sequence was admitted."""
+        """Copy the KV cache of the longest prefix of a sequence that another slot holds now.
+
+        Other sequences may have computed the prefix since this sequence was given its slot.
+        """
         donor, shared = self._find_longest_prefix(sequence, running)
         self._copy_prefix(donor, sequence, shared)
 
@@ -145,7 +158,6 @@ class PrefixCache:
             self.clear_slot(slot)
 
     def _find_longest_prefix(self, sequence: Sequence, running: Iterable[Sequence]) -> tuple[int | None, int]:
-        """Return the other slot with the longest prefix in common with a sequence, and the prefix's length."""
         best: tuple[int | None, int] = (None, 0)
         if self.can_reuse(sequence):
             context, scope = sequence.context[:-1], reuse_scope(sequence.request)

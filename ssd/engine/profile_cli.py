@@ -63,7 +63,10 @@ _SIZES = {"context": 256, "rounds": 30, "tokens": 48}
 
 VARIANTS = ("none", "ssd")
 _NUM_BIT_COMPARED = 8
-"""The number of requests per temperature that are decoded again with log-probabilities, to check bit identity."""
+"""The number of requests per temperature that are decoded again with log-probabilities.
+
+Equal log-probabilities show that forward passes with and without drafts are bit-identical.
+"""
 _REPORT_EVERY_S = 10.0
 
 
@@ -97,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def decode(target: Target, prompt: Sequence[int], num_tokens: int) -> npt.NDArray[np.int64]:
-    """Decode greedily in slot 0, ignoring the end of text; return the last prompt token and the output tokens.
+    """Decode ``num_tokens`` - 1 tokens greedily in slot 0; return the last prompt token and the decoded tokens.
 
-    The result has ``num_tokens`` tokens. Slot 0 then holds the KV cache of the prompt without its last token.
+    An end-of-text token does not end the output. Afterwards slot 0 holds the KV cache of the prompt without its last
+    token.
     """
     target.prefill([0], np.array([prompt[:-1]], np.int64), [len(prompt) - 1])
     tokens = [prompt[-1]]
@@ -119,8 +123,9 @@ def time_rounds(
     machine affects all widths alike. A pass ends when the target's tokens are on the host.
 
     Returns:
-        The seconds, float64[rounds, widths], and for each token that differs from ``text``: the width of its pass, and
-        the difference of its logit to that of the token in ``text``.
+        The seconds, float64[rounds, widths]; and a list with an entry for each token that the target predicts
+        differently than in ``text``: the width of the pass, and the logit of the predicted token minus that of the
+        token in ``text``.
     """
     begin = target.length(0)
     random = np.random.default_rng(0)
@@ -163,9 +168,9 @@ def _open_engine(
 
 
 def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tuple[float, int, int]]]:
-    """Run one request; return its output with times and counts, and the list of its steps.
+    """Run one request; return a record of its output, times and counts, and the list of its decoding steps.
 
-    Each step is (seconds, draft tokens, output tokens). The first step is not in the list, because it includes prefill.
+    A decoding step is a tuple (seconds, draft tokens, output tokens).
     """
     items, steps, first_s = list[Any](), list[tuple[float, int, int]](), 0.0
     started = time.perf_counter()
@@ -195,7 +200,7 @@ def _complete(engine: Engine, request: Request) -> tuple[dict[str, Any], list[tu
 
 
 class _CostProfile:
-    """The ``costs`` measurement: the cost of forward passes relative to a decoding step without drafts."""
+    """Measures what ``profile_cli costs`` prints: the extra time of forward passes with more tokens and of drafting."""
 
     def __init__(self, codec: TextCodec, settings: Settings) -> None:
         self._codec = codec
@@ -203,7 +208,6 @@ class _CostProfile:
         self._prompts = self._check_prompts(settings.get("prompts"))
 
     def _check_prompts(self, given: Any) -> list[list[int]]:
-        """Return the last ``context`` tokens of each prompt, or pieces of this file's text if no prompts are given."""
         max_tokens = self._sizes["context"]
         if given is None:
             text = self._codec.encode_prompt(Path(__file__).read_text())
@@ -245,11 +249,11 @@ class _CostProfile:
         }
 
     def _time(self, model: PreTrainedModel) -> tuple[npt.NDArray[np.float64], list[list[tuple[float, int, int]]]]:
-        """Measure forward passes of all widths and decoding steps of three engines alternately.
+        """Measure forward passes of all widths, alternately with the decoding steps of three engines.
 
         Returns:
-            The seconds of forward passes, float64[rounds, widths], and the steps of the three engines: without drafts,
-            with drafts from retrieval alone, and with retrieval and token recycling.
+            The seconds of forward passes, float64[rounds, widths]; and the decoding steps of an engine without drafts,
+            of one that drafts from retrieval alone, and of one that drafts from retrieval and token recycling.
         """
         longest, number = max(self._prompts, key=len), len(self._prompts)
         room = len(longest) + max(max(WIDTHS), self._sizes["tokens"]) + 1
@@ -279,7 +283,7 @@ class _CostProfile:
 
 
 class _LogProfile:
-    """The ``log`` measurement: decodes logged requests with and without drafts, and reports tokens and times."""
+    """Measures what ``profile_cli log`` prints: logged requests are decoded with and without drafts, and timed."""
 
     def __init__(self, codec: TextCodec, settings: Settings, name: str) -> None:
         if settings["fingerprint"] != codec.fingerprint:

@@ -20,7 +20,7 @@ N = TypeVar("N", int, float)
 
 
 class FinishReason(StrEnum):
-    """The reason why an output ended; the values are those of the OpenAI API."""
+    """The reason why an output ended. "stop" and "length" are values of the OpenAI API."""
 
     STOP = "stop"
     """An end-of-text token, stop token or stop string was generated."""
@@ -39,23 +39,24 @@ class Request:
         request_id: The id, unique for the life of the engine.
         prompt_token_ids: The token ids of the prompt.
         sampling: The sampling parameters.
-        choice_index: The index among several outputs of the prompt. It makes outputs with the same seed differ.
-        noise_stream: If requests share sampling noise (``EngineConfig.coupled_streams``), the number of the shared
-            noise stream; None draws one at random.
+        choice_index: The index of the output, if several requests complete one prompt with one seed (``n``). The index
+            makes their outputs differ.
+        noise_stream: The number of the noise stream. Requests with the same stream share sampling noise if
+            ``EngineConfig.coupled_streams`` is set; None draws a stream at random.
         namespace: The namespace of the cache that drafts come from and to which the text is added; None uses no cache.
-        prediction_token_ids: The client's prediction of the output, from which only this request drafts.
+        prediction_token_ids: The client's prediction of the output. Only this request gets drafts from it.
         priority: The priority, -100..100; lower is more urgent, 0 is the default.
-        namespace_policy: The size of the namespace's cache and its prebuilt caches; the last request of a namespace
-            decides.
+        namespace_policy: The settings of the namespace's cache; those of the latest request apply.
         cache_salt: The KV cache is reused only among requests with the same salt.
-        tenant: An opaque name of the tenant; tenants take turns. None for requests without a tenant.
+        tenant: The name of the tenant, None for requests without one. Free slots are given to the tenants in turn.
         max_running: The maximum number of running requests of the tenant; None means the number of slots.
-        prefix_scope: If given, the KV cache is reused among requests with the same scope and salt, even if they have
-            different namespaces and tenants.
+        prefix_scope: A key that takes the place of namespace and tenant for reuse of the KV cache: requests with the
+            same key, salt and adapter reuse each other's KV cache.
         num_speculative_tokens: The maximum draft length, if lower than the engine's; 0 disables drafts.
         record_steps: Whether ``RequestStats.steps`` lists every draft.
         learn: Whether the text is added to the namespace's cache; the request gets drafts in any case.
-        adapter: The name of the LoRA adapter; None uses the model itself. Namespaces are shared by adapters.
+        adapter: The name of the LoRA adapter; None uses the model itself. Requests with different adapters share the
+            text of a namespace.
     """
 
     request_id: str
@@ -78,9 +79,9 @@ class Request:
 
 
 def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, int]]:
-    """Return (name, draft tokens, accepted tokens) of each draft source with draft tokens.
+    """Return a tuple (source name, draft tokens, accepted tokens) for each draft source that proposed tokens.
 
-    Both arguments are indexed by the number of the source.
+    ``drafted`` and ``accepted`` are the numbers of tokens, int64[NUM_SOURCES], indexed by the number of the source.
     """
     rows = zip(range(NUM_SOURCES), drafted, accepted, strict=True)
     return [(source_name(number), int(of_all), int(right)) for number, of_all, right in rows if of_all]
@@ -102,8 +103,9 @@ class RowCounts(Record):
 class SequenceRecord(Record):
     """The state of a sequence that compiled kernels update, in a record at a fixed address.
 
-    A prepared draft is one long draft for several forward passes: it consists of the draft being verified, the token
-    that the target is expected to add, the draft of the pass after it, and so on.
+    It includes the prepared draft: a long draft for several forward passes, made ahead while a pass runs. The prepared
+    draft consists of the draft being verified, the token that the target probably adds after it, the draft of the pass
+    after that, and so on.
     """
 
     tokens: Address  # the address of prompt and output, int32[end], of which the first ``length`` tokens exist
@@ -132,7 +134,7 @@ class SequenceRecord(Record):
 
 
 class _RecordField(Generic[N]):
-    """An attribute of `RequestStats` that is stored in its ``counts`` record, which kernels update."""
+    """An attribute of `RequestStats` whose value is stored in the ``counts`` record, which kernels update."""
 
     def __set_name__(self, _owner: type, name: str) -> None:
         self._name = name
@@ -153,7 +155,7 @@ class RequestStats:
 
     Attributes:
         num_cached_tokens: The number of prompt tokens whose KV cache was reused.
-        steps: The number of draft tokens and of accepted tokens for each draft, if ``Request.record_steps``.
+        steps: For each draft, a tuple (draft tokens, accepted tokens); None unless ``Request.record_steps``.
         is_coupled: Whether the request is sampled with noise that other requests share.
         submitted_s: The time of submission.
         started_s: The time of the first assignment of a slot.
@@ -196,13 +198,13 @@ class RequestStats:
 
     @property
     def accepted_by_source(self) -> dict[str, int]:
-        """The number of accepted draft tokens from each source of drafts, by the names in ``Draft.source``."""
+        """The number of accepted draft tokens by their source, e.g. the context or the cache, see ``Draft.source``."""
         found = counts_by_source(self.counts.by_source, self.counts.by_source)
         return {name: accepted for name, _, accepted in found}
 
 
 class VerifiedDraft(NamedTuple):
-    """The result of verifying a request's draft in one forward pass, whose output begins with the accepted tokens."""
+    """The draft of a request in one forward pass: where it came from, and how many of its tokens were accepted."""
 
     number: int  # the number of the request's forward pass, from 1
     source: str  # as in ``Draft.source``

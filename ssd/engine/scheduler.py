@@ -26,12 +26,12 @@ class Scheduler:
     request that has waited long only if the priorities differ by more than the waiting time / ``ageing_steps``. Keys
     never change, so queues need no resorting as requests age.
 
-    The memory of all slots is reserved, so no request is preempted for lack of memory. If no slot is free, a request
-    preempts the running one with the highest key among those with a higher ``priority`` value and a higher key. A
-    preempted request keeps its tokens and key, and later continues with the same output. As keys are fixed, two
-    requests never preempt each other alternately.
+    The memory of all slots is reserved, so no request is preempted for lack of memory. If a request can get no free
+    slot, it may preempt a running request of the same tenant: the one with the highest key among those with a higher
+    ``priority`` value and a higher key. A preempted request keeps its tokens and key, and later continues with the same
+    output. As keys are fixed, two requests never preempt each other alternately.
 
-    Only the thread that steps the engine may use it; any thread may read the counts.
+    Only the thread that steps the engine may use the scheduler; any thread may read the counts.
     """
 
     def __init__(self, num_slots: int, prefix_cache: PrefixCache, *, ageing_steps: int = AGEING_STEPS) -> None:
@@ -97,7 +97,7 @@ class Scheduler:
         return slot
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove a running or waiting sequence, and clear its KV cache, whose content is unknown after a failure."""
+        """Remove a running or waiting sequence after a failure, and clear its slot, whose content is then unknown."""
         if sequence.slot < 0:
             if sequence in self._queues.get(sequence.request.tenant, ()):
                 self._dequeue(sequence)
@@ -129,7 +129,6 @@ class Scheduler:
         return self._next_admission() is not None
 
     def _next_admission(self) -> tuple[Sequence, Sequence | None] | None:
-        """Return the next sequence to admit and the one to preempt for it, if any; None if none can be admitted."""
         if not self._queues:
             return None
         num_running = Counter(running.request.tenant for running in self.running)

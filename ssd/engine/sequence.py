@@ -35,15 +35,19 @@ from ssd.text.grammar_compiler import GrammarCompiler
 class Coupling:
     """Creates the Gumbel noise with which requests are sampled: from the request's seed, or from a shared noise stream.
 
-    Requests with the same stream get the same answer to the same prompt, so earlier answers can be drafted. An output
-    depends on the stream, a secret of its cache namespace, and its own text, and not on other requests. Thread-safe.
+    Sampling from a shared noise stream is coupled sampling: requests with the same stream and prompt get the same
+    answer, so earlier answers can be drafted. Each cache namespace has a secret on which its noise depends, so that
+    outputs do not reveal those of other namespaces. Other requests never change an output. Thread-safe.
     """
 
     def __init__(self, num_streams: int, window: int, root: Callable[[], bytes] | None = None) -> None:
-        """Create an engine's source of sampling noise, with ``num_streams`` streams that requests share; 0 for none.
+        """Create the source of an engine's sampling noise.
 
-        The shared noise of a token depends on the ``window`` tokens before it. ``root`` is called for each request and
-        returns the secret from which the secrets of the namespaces are derived; None draws a secret at random.
+        Args:
+            num_streams: The number of noise streams that requests share; with 0, each request has its own noise.
+            window: The number of preceding tokens on which the shared noise of a token depends.
+            root: A function that returns the secret from which the secrets of the namespaces are derived, called for
+                each request; None draws a secret at random.
         """
         self.num_streams = num_streams
         self._window = window
@@ -56,14 +60,18 @@ class Coupling:
             SequenceNoise.coupled(0, 0, self._window).advance(np.zeros(2, np.int32))
 
     def distinct_streams(self, count: int, seed: int) -> list[int]:
-        """Draw ``count`` different numbers of noise streams with ``seed``, for several outputs of one prompt. O(count).
+        """Draw ``count`` different numbers of noise streams, one for each output of a prompt. O(count).
 
-        Numbers beyond the engine's streams are drawn only if the engine has fewer than ``count`` streams.
+        The numbers are below ``num_streams``, unless the engine has fewer streams than ``count``.
         """
         return random.Random(seed).sample(range(max(self.num_streams, count)), count)
 
     def make_noise(self, request: Request, seed: int) -> SequenceNoise:
-        """Return the sampling noise of a request; ``seed`` is used if the request names neither a seed nor a stream."""
+        """Return the sampling noise of a request: from its seed, from a shared noise stream, or its own random noise.
+
+        ``seed`` is a random number that the engine draws for the request. It selects the noise stream if the request
+        names none, and seeds the request's own noise if the request has no seed.
+        """
         sampling = request.sampling
         if sampling.seed is not None:
             return SequenceNoise.seeded(sampling.seed, request.choice_index)
@@ -77,12 +85,15 @@ class Coupling:
 
 
 def namespace_secret(root: bytes, namespace: str) -> int:
-    """Derive a namespace's 64-bit secret by HMAC (RFC 2104), which hides ``root`` and other namespaces' secrets."""
+    """Derive the secret of a namespace's sampling noise, a 64-bit number, from the secret ``root`` by HMAC (RFC 2104).
+
+    The result reveals neither ``root`` nor the secrets of other namespaces.
+    """
     return int.from_bytes(hmac.digest(root, b"noise of " + namespace.encode(), hashlib.sha256)[:8], "little")
 
 
 class Committed(NamedTuple):
-    """The tokens that one forward pass added to a sequence; they may not have been detokenized yet."""
+    """The tokens that one forward pass added to a sequence; some of them may not be detokenized yet."""
 
     token_ids: tuple[int, ...]
     pending_ids: list[int]  # the tokens that are not detokenized yet
@@ -95,7 +106,7 @@ class Committed(NamedTuple):
 class Sequence:
     """A request that the engine has accepted, with its tokens, stop conditions and sampling state.
 
-    The KV cache holds all tokens but the last one, which the next forward pass computes.
+    After prefill, the KV cache holds all tokens but the last one, which is the first input of the next forward pass.
     """
 
     def __init__(
@@ -187,10 +198,10 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is not None
 
     def score_prompt(self, logits: torch.Tensor, first: int) -> None:
-        """Record the log-probabilities of prompt tokens from a chunk of prefill; chunks must come in order.
+        """Record the log-probabilities of prompt tokens from the logits of a prefill chunk; chunks must come in order.
 
         Tokens that were recorded before, e.g. before a failure, are ignored. ``logits``, [n, V], are those after the
-        prompt tokens ``first``, ``first + 1``, ...
+        prompt tokens with the indices ``first``, ``first + 1``, ...
         """
         num_top = self.request.sampling.prompt_logprobs
         start = len(self._prompt_logprobs)
@@ -199,7 +210,10 @@ class Sequence:
         self._prompt_logprobs += token_logprobs(logits[start - 1 - first :][: len(following)], following, num_top)
 
     def advance_noise(self) -> None:
-        """Update the state of the shared Gumbel noise with the tokens that were appended since the last call."""
+        """Tell the shared sampling noise about the tokens appended since the last call, because it depends on the text.
+
+        Requests with their own noise need no update.
+        """
         if self._is_coupled:
             self.sampling.noise.advance(self.context)
 

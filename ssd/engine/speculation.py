@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _REPORTED_WIDTH = 16  # tokens of the pass whose cost is logged
 _WITHHELD_STEPS = 200
-"""A warning is logged if promising drafts were not verified for this many steps, because of their estimated cost."""
+"""The number of steps after which a warning is logged if drafts are found but cost too much to be verified."""
 
 
 class SpeculationStatus(NamedTuple):
@@ -61,18 +61,18 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
 
 
 def uses_trees(shape: DraftShape, num_rows: int) -> bool:
-    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees; "auto": only for one sequence.
+    """Return whether a forward pass over ``num_rows`` sequences verifies draft trees (``shape``) instead of chains.
 
-    With several sequences trees were slower on a CPU: they add accepted tokens to one sequence, but all sequences are
-    padded to the longest draft.
+    With the shape "auto", only a single sequence has a tree. With several sequences trees were slower on a CPU: they
+    add accepted tokens to one sequence, but all sequences are padded to the longest draft.
     """
     return shape == "tree" or (shape == "auto" and num_rows == 1)
 
 
 class SpeculationManager:
-    """Decides by expected gain and measured cost when to draft and how long drafts are, and calls the drafter.
+    """Calls the drafter, and decides from expected gain and measured cost when to draft and how long drafts are.
 
-    It affects only speed, never an output token. If the drafter raises an exception, the drafts are empty.
+    These decisions affect only speed, never an output token. If the drafter raises an exception, the drafts are empty.
     """
 
     def __init__(self, target: Target, drafter: Drafter, draft: DraftConfig, best_effort: BestEffort) -> None:
@@ -128,13 +128,16 @@ class SpeculationManager:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the drafter may be called; False while its kernels are compiled in the background."""
+        """Whether the drafter may be called. False while its kernels are compiled in the background."""
         if self._compiling is not None and not self._compiling.is_alive():
             self._compiling, self._is_drafter_ready = None, True
         return self._is_drafter_ready
 
     def defer_drafting(self) -> None:
-        """Disable drafting until ``warm_up`` has compiled the drafting kernels, if the drafter needs kernels."""
+        """Disable drafting until ``warm_up`` has compiled the drafting kernels; without effect if there are none.
+
+        ``warm_up`` then compiles them on a background thread.
+        """
         self._is_drafter_ready = not self._backend.needs_kernels
 
     @property
@@ -144,8 +147,7 @@ class SpeculationManager:
     def warm_up(self, patience_s: float | None) -> None:
         """Compile the drafting kernels.
 
-        If ``defer_drafting`` was called, a background thread compiles them, and this method waits at most
-        ``patience_s`` seconds.
+        After `defer_drafting`, a background thread compiles them, and this method waits at most ``patience_s`` seconds.
         """
 
         def compile_kernels() -> None:
@@ -162,7 +164,7 @@ class SpeculationManager:
             self._compiling.join(patience_s)
 
     def publish(self) -> None:
-        """Make the drafter publish the statistics that it has learned, so that they are stored in the caches."""
+        """Make the drafter hand its learned statistics to the caches, which store them when they are closed."""
         if self.is_ready:
             self._best_effort(lambda: getattr(self._drafter, "publish", lambda: None)())
 
@@ -174,10 +176,11 @@ class SpeculationManager:
             self._cost_model.begin()
 
     def allows_early_launch(self, is_draftless: bool) -> bool:
-        """Return whether a forward pass may be launched without waiting for the drafter.
+        """Return whether the next forward pass may be launched before the output of the current pass is known.
 
-        This is allowed if speculation is off, or if no draft was found for a while (``is_draftless``) and no draft
-        model or head must read the output of each pass.
+        The drafter must then draft without that output. So this is allowed only if speculation is off, or if no draft
+        was found for a while (``is_draftless``) and no drafter, such as a draft model or head, must see the output of
+        each pass.
         """
         return self._limit == 0 or (is_draftless and not self._backend.needs_outcomes)
 
@@ -185,7 +188,7 @@ class SpeculationManager:
         self._buffer ^= 1
 
     def propose(self, batch: Batch) -> int:
-        """Make the drafts for the next forward pass, and return the number (0 or 1) of the buffer that holds them."""
+        """Make the drafts for the next forward pass; return which of the two draft buffers (0 or 1) holds them."""
         self._buffer ^= 1
         limit = self._limit if self.is_ready else 0
         should_draft_all = self._backoff.should_draft_all(len(batch.sequences))
@@ -206,10 +209,11 @@ class SpeculationManager:
         self._backoff.record_drafting(num_draft_rows, seconds, skips_some=batch.record.num_in_backoff > 0)
 
     def prepare_drafts(self, in_flight: ForwardPass) -> None:
-        """Make the next drafts while a forward pass runs, for sequences whose last draft was fully accepted.
+        """Prepare long drafts while a forward pass runs, for sequences whose last draft was fully accepted.
 
-        If a text repeats verbatim, the device then does not wait for drafting. If the running pass rejects a token, the
-        draft is not used.
+        Later passes take their drafts from a prepared draft, so that the device need not wait for the drafter while the
+        output repeats an earlier text. If the running pass rejects a draft token, the prepared draft of the sequence is
+        not used.
         """
         batch, buffer = in_flight.batch, in_flight.buffer
         if self._backend.needs_outcomes or not self.is_ready or not self._limit:
@@ -220,7 +224,6 @@ class SpeculationManager:
             store_prepared_drafts(batch.address, buffer, self._settings)
 
     def _run_drafter(self, batch: Batch) -> None:
-        """Call the drafter for the sequences that need a draft; if it raises an exception, their drafts are empty."""
         try:
             self._backend.draft(batch)
         except BaseException as error:
@@ -229,9 +232,10 @@ class SpeculationManager:
                 batch.sequences[b].row.draft_row.draft.size = 0
 
     def observe(self, committed: CommittedPass) -> None:
-        """Report the outcome of a forward pass to the drafter, and its logits unless learning from them costs too much.
+        """Report to the drafter which draft tokens of a forward pass were accepted, and the target's logits.
 
-        Call it after the output tokens were appended, and before the next drafts are made.
+        Logits of passes without drafts are reported only now and then, because learning from them takes time. Call this
+        after the output tokens were appended, and before the next drafts are made.
         """
         self._scored_pass = None
         if not self._limit or not self.is_ready:
@@ -246,9 +250,9 @@ class SpeculationManager:
         self._observing_s = time.perf_counter() - started
 
     def learn(self, completed: ForwardPass, num_tokens: int) -> None:
-        """Learn from a forward pass: update the calibration and the cost model, and let the drafter learn from logits.
+        """Update acceptance estimates and the cost model after a forward pass, and let the drafter learn from logits.
 
-        Call it while a GPU computes the next pass. Otherwise the drafter's learning time counts as a cost of drafting.
+        Call this while a GPU computes the next pass. On a CPU, the time for learning counts as a cost of drafting.
         """
         if not self._limit:
             return

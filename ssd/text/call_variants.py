@@ -9,23 +9,28 @@ from typing import Any, NamedTuple
 from ssd.text.messages import Message, equivalent_forms, hermes_calls
 
 WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str]
-"""A function that writes tool calls, mappings with ``name`` and ``arguments``, as text in the model's own format."""
+"""The type of a function that writes tool calls as text in the model's own format.
+
+Its argument is a list of mappings with ``name`` and ``arguments``.
+"""
 
 
 class Variant(NamedTuple):
-    """A rewriting of the client's conversation that has the same meaning but other messages."""
+    """A conversation with the meaning of the client's, but with messages that were rewritten for a chat template."""
 
     messages: list[Message]
     one_call_each: bool = False  # whether each message has at most one tool call
 
 
 def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Variant]:
-    """Yield a conversation and its equivalent rewritings, the least changed first, until a chat template accepts one.
+    """Yield a conversation and rewritings of it with the same meaning, the least changed first.
 
-    The changes are, in order: text next to a tool call becomes a message before it; each call becomes a message of its
-    own, followed by its result; results become user messages; calls become text. Arguments that are not a JSON object
-    are wrapped in an object with the key "arguments". Each change is combined with every form of `equivalent_forms`.
-    The order and number of the rewritings depend only on the roles of the messages and on the parts that they have.
+    Some chat templates refuse or drop tool calls in the usual form. The caller takes the first rewriting that the
+    template writes completely. The changes are, in order: text next to a tool call becomes a message before it; each
+    call becomes a message of its own, followed by its result; results become user messages; calls become text.
+    Arguments that are not a JSON object are wrapped in an object with the key "arguments". Each change is combined with
+    every form of `equivalent_forms`. The order and number of the rewritings depend only on the roles and parts of the
+    messages.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):
@@ -38,7 +43,6 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
-    """Yield (rewriting of a conversation, whether each of its messages has at most one tool call)."""
     yield messages, False
     yield _text_apart(messages), False
     yield _one_call_each(messages), True
@@ -51,7 +55,7 @@ def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[
 
 
 def functions_of(message: Message) -> list[Mapping[str, Any]]:
-    """Return the functions that a message's tool calls name; malformed tool calls are left out."""
+    """Return the field ``function`` (name and arguments) of each tool call in a message; skip malformed tool calls."""
     functions = [call.get("function") for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function, Mapping)]
 
@@ -62,7 +66,6 @@ def has_object_arguments(function: Mapping[str, Any]) -> bool:
 
 
 def _text_apart(messages: Sequence[Message]) -> list[Message]:
-    """Move text that is in the same message as tool calls to a separate message before it."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:
@@ -73,10 +76,6 @@ def _text_apart(messages: Sequence[Message]) -> list[Message]:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Write each tool call as a message of its own, followed by its result.
-
-    The result of a call is the tool message with the call's id, or else the next tool message.
-    """
     found: list[Message] = []
     at = 0
     while at < len(messages):
@@ -108,7 +107,6 @@ def _results_as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _calls_as_text(messages: Sequence[Message], write_calls: WriteCalls, *, beside_text: bool = False) -> list[Message]:
-    """Append tool calls as text to the content of their messages; with ``beside_text``, only to non-empty content."""
     found: list[Message] = []
     for message in messages:
         functions = functions_of(message)

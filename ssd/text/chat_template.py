@@ -48,7 +48,7 @@ class Loss(NamedTuple):
 
 
 class VariantChoice(NamedTuple):
-    """The rewriting of a conversation by `variants` from which the chat template leaves out the fewest parts."""
+    """The best of the rewritings of a conversation by `variants`: the template leaves out the fewest parts of it."""
 
     number: int | None  # the index of the variant in `variants`; None if the template refuses all of them
     losses: tuple[Loss, ...] = ()  # the parts that this variant leaves out
@@ -56,14 +56,18 @@ class VariantChoice(NamedTuple):
 
 
 class CallSample(NamedTuple):
-    """The text that a chat template writes for a call of the tool ``SAMPLE_NAME``, to show the model's format."""
+    """A tool call as a chat template writes it, which shows the model's format for tool calls."""
 
     prompt: str  # the generation prompt before the assistant's message
     texts: tuple[str, ...]  # the message, once for each plausible end of its header
 
 
 class ChatTemplate:
-    """A chat template, and the function of a tokenizer that renders the template. Thread-safe."""
+    """A chat template, with tests of what it supports. Thread-safe.
+
+    Attributes:
+        source: The text of the template.
+    """
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
         self.source = source
@@ -79,12 +83,16 @@ class ChatTemplate:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the template writes a system message before the first user message."""
+        """Whether the template writes a system message before the first user message into the prompt."""
         return self._writes([_turn("system"), _turn("user")], 0)
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools. If it refuses the test conversations, a mention in its source counts."""
+        """Whether the template writes the descriptions of tools into the prompt.
+
+        Two short conversations with a tool are rendered to find out. If the template raises an exception for both, the
+        word "tools" in its source decides.
+        """
         trials = ([_turn("user")], [_turn("system"), _turn("user", 1)])
         written = [self._try(trial, tools=_SAMPLE_TOOLS, add_generation_prompt=True) for trial in trials]
         return mentions_tools(self.source) and (
@@ -109,7 +117,10 @@ class ChatTemplate:
         return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
 
     def with_fields(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Add fields to tools that the API lets clients omit but the template requires, e.g. empty descriptions."""
+        """Add missing fields to the tools in template variables if the template requires them, e.g. empty descriptions.
+
+        The API lets clients omit these fields.
+        """
         tools = variables.get("tools")
         if not tools:
             return {**variables, "tools": []} if tools is None and self._needs_tools else dict(variables)
@@ -130,10 +141,10 @@ class ChatTemplate:
     def choose(
         self, messages: list[Message], variables: Mapping[str, Any], write_calls: WriteCalls, **options: Any
     ) -> VariantChoice:
-        """Return the first rewriting of a conversation by `variants` that the template writes completely.
+        """Return the first rewriting of a conversation by `variants` of which the template leaves out no part.
 
-        If there is none, return the rewriting with the fewest lost parts. Conversations with the same roles and parts,
-        apart from repetitions, are tested once. O(variants x renderings).
+        If there is none, return the rewriting with the fewest missing parts. The result is cached for conversations
+        with the same sequence of roles and parts, apart from repetitions. O(variants x renderings).
         """
         signs = list(map(_sign, messages))
         kept = _without_repetition(signs)
@@ -162,12 +173,12 @@ class ChatTemplate:
         return best
 
     def refuses_tools(self, variables: Mapping[str, Any]) -> bool:
-        """Return whether the template raises an exception with the conversation's tools, but not without them."""
+        """Return whether the template raises an exception because of the tools in ``variables``."""
         user, without = [_turn("user")], {name: value for name, value in variables.items() if name != "tools"}
         return bool(variables.get("tools")) and self._try(user, **variables) is None != self._try(user, **without)
 
     def sample_call(self) -> CallSample | None:
-        """Render a sample tool call to show the model's format; None if the template refuses or drops tool calls."""
+        """Render a tool call to show the model's format of tool calls; None if the template refuses or drops it."""
         options = {"tools": _SAMPLE_TOOLS}
         for as_text, id in product((False, True), _SAMPLE_IDS):
             call = _sample_call(id, as_text=as_text)
@@ -196,7 +207,6 @@ class ChatTemplate:
         return self._try(user) is None and self._try(user, tools=[]) is not None
 
     def _parts_alone(self, role: str) -> bool:
-        """Return whether the template drops contents of ``role`` as strings, but writes them as lists of parts."""
         if (found := self._reads_parts_alone.get(role)) is None:
             self._reads_parts_alone[role] = False  # `render` reads this during the test
             before = [_turn("user", 1)] if role == "assistant" else []
@@ -238,7 +248,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
-    """Return, for each part of a conversation, the unique text (mark) that ``_marked`` writes in its place."""
+    """Return a unique text (mark) for each part of a conversation that a template should write into the prompt."""
     found: dict[Loss, str] = {}
     for number, message in enumerate(messages):
         if message["content"].strip():
@@ -250,7 +260,7 @@ def _marks(messages: Sequence[Message]) -> dict[Loss, str]:
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
-    """Return a test conversation: ``messages`` with unique marks in place of their contents and call arguments."""
+    """Return the conversation with marks in place of contents and call arguments, to test a template."""
 
     def call_of(number: int, place: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
         function, mark = call.get("function"), _mark(number, place)
@@ -275,7 +285,6 @@ def _kind(function: Mapping[str, Any]) -> str:
 
 
 def _sign(message: Message) -> str:
-    """Return a cache key for the shape of a message: its role, its parts, and the form of its calls' arguments."""
     calls = ""
     if "tool_calls" in message:
         calls = re.sub(r"(.)\1\1+", r"\1\1", "".join(map(_kind, functions_of(message))))
@@ -284,9 +293,10 @@ def _sign(message: Message) -> str:
 
 
 def _without_repetition(signs: Sequence[str]) -> list[int]:
-    """Return the indices of ``signs`` to keep, so that no series of up to 6 signs occurs more than twice in a row.
+    """Return the indices of the messages to keep, so that no series of up to 6 messages repeats more than twice.
 
-    A long conversation then has the shape of a shorter conversation, whose test result can be reused.
+    ``signs`` are the shapes of the messages. A long conversation is tested as a shorter one, whose result may be
+    cached.
     """
     if len(set(signs)) > len(signs) - 2:
         return list(range(len(signs)))
@@ -301,7 +311,6 @@ def _without_repetition(signs: Sequence[str]) -> list[int]:
 
 
 def _outline(variables: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return a cache key for template variables: their names, short values, and whether long values are empty."""
 
     def outline(value: object) -> object:
         is_short = isinstance(value, str | bool | int | float) and len(str(value)) < _LONGEST_VALUE

@@ -104,7 +104,7 @@ class TextCodec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the vocabulary, xxh3-128 in hexadecimal, by which caches check that token ids mean the same text.
+        """A hash of the vocabulary, xxh3-128 in hexadecimal, which a cache compares to detect another tokenizer.
 
         Two tokenizers with the same fingerprint may split text differently, but a token id means the same text in both.
         """
@@ -155,7 +155,7 @@ class TextCodec:
             chat_template: A template that replaces the tokenizer's own.
             allow_special_tokens: Whether text in messages and variables that spells a special token becomes this token.
                 By default such text is encoded as ordinary text, see `SpecialTokens`.
-            tools_in_words: Whether the tools are described in words, because the template ignores tools.
+            tools_in_words: Whether the tools are described in the text of a message, for a template that ignores tools.
             write_calls: Writes tool calls as text in the model's format, for a template that drops tool calls.
 
         Raises:
@@ -266,7 +266,7 @@ class TextCodec:
         return found
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether a token is an added token, whose spelling in the vocabulary is its text."""
+        """Return whether a token is an added token, i.e. whether it was added to the vocabulary as a whole text."""
         return token_id in self._added_ids
 
     @cached_property
@@ -288,7 +288,10 @@ class TextCodec:
 
     @cached_property
     def pieces(self) -> dict[tuple[int, int], tuple[str, str]]:
-        """A cache for `TextStream`, from (previous token, token) to (text that the token adds, its text alone)."""
+        """A cache of token texts for `TextStream`, empty at first.
+
+        It maps a pair (previous token, token) to the text that the token adds after it and the text of the token alone.
+        """
         return {}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -311,7 +314,6 @@ def _render(
     write_calls: WriteCalls,
     options: Mapping[str, Any],
 ) -> str:
-    """Render rewriting ``number`` of a conversation; if it is None or fails, the first form that can be rendered."""
     if number is not None:
         chosen = next(islice(variants(messages, write_calls), number, None))
         with suppress(Exception):  # the test with marks succeeded, but the real contents may fail
@@ -326,7 +328,6 @@ def _render(
 
 
 def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> list[int]:
-    """Return, for each message in ``told``, the index of the first of the ``messages`` from which it was made."""
     follows = zip(messages, [{}, *messages], strict=False)
     numbers = [
         number
@@ -346,7 +347,6 @@ def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
 
 
 def _without_object(messages: Sequence[Message]) -> str:
-    """Return a note for an error message that names the first tool call whose arguments are not a JSON object."""
     for number, message in enumerate(messages):
         for place, call in enumerate(message.get("tool_calls", ())):
             function = call.get("function")
@@ -356,7 +356,7 @@ def _without_object(messages: Sequence[Message]) -> str:
 
 
 def _rust_decode(tokenizer: Any) -> Callable[..., str] | None:
-    """Return the tokenizer's faster ``decode`` in Rust; None if its class does not decode as transformers does."""
+    """Return the faster ``decode`` of the tokenizer's Rust backend; None if the tokenizer has a decoding of its own."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -372,10 +372,11 @@ _SPACE_MARK = "\u2581"
 
 
 class TokenTexts:
-    """Returns the bytes and the text of single tokens; the bytes of an output's tokens, joined, are the output's text.
+    """Returns the bytes and the text of single tokens, e.g. for log-probabilities.
 
-    The bytes of a token are decoded from its spelling in the vocabulary, which is that of GPT-2 (bytes as characters)
-    or sentencepiece (space marks, byte tokens). With other tokenizers, each token is decoded alone.
+    The bytes of an output's tokens, joined, are the output's text. The bytes of a token follow from its spelling in the
+    vocabulary, if that is as in GPT-2 (each character stands for a byte) or sentencepiece (a mark stands for a space).
+    In all other vocabularies, the token is decoded alone.
     """
 
     def __init__(self, codec: TextCodec) -> None:
@@ -405,7 +406,6 @@ class TokenTexts:
 
 
 def _spelling(codec: TextCodec) -> tuple[bool, bool]:
-    """Return whether the vocabulary spells bytes as characters (as GPT-2 does), and whether it marks spaces."""
     try:
         decoder: Any = json.loads(codec.to_json())["decoder"] or {}
     except ValueError:  # not one of Rust's: tokens are decoded alone
@@ -416,7 +416,10 @@ def _spelling(codec: TextCodec) -> tuple[bool, bool]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of GPT-2's vocabulary stands for (printable Latin-1, and U+0100 on)."""
+    """Return the byte that each character of GPT-2's vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves, and characters from U+0100 on for the other bytes.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -429,10 +432,10 @@ MAX_BAD_WORDS = 1000
 
 
 def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Encode each bad word twice, as vLLM does: without and with a leading space.
+    """Encode each bad word without and, as vLLM does, also with a leading space, because the two are different tokens.
 
-    The output may still contain a bad word that is spelled by unusual tokens. Raises RequestError if a word has no
-    token or if there are too many words.
+    The model may still spell a bad word with other tokens. Raises RequestError if a word has no token or if there are
+    too many words.
     """
     found: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -17,12 +17,12 @@ class TextStream:
     """Incremental detokenizer of one output, which also finds stop strings. Not thread-safe.
 
     The returned texts, joined, are the decoded output without special tokens, up to the first stop string. Only the
-    number of U+FFFD characters may differ, if a sentencepiece-like tokenizer spells characters by bytes that are not
+    number of U+FFFD characters may differ, if the tokens of a sentencepiece-like tokenizer spell bytes that are not
     UTF-8.
 
-    Whether a token begins with a space depends on the token before it, and several tokens may spell one character. So a
-    window of the last tokens is decoded for each new token, in O(1). The window begins with context tokens, whose text
-    was already returned, followed by pending tokens, whose text was not.
+    The text of a token depends on the tokens before it: it may begin with a space, or continue a character that needs
+    several tokens. So each new token is decoded together with a window of the last tokens, in O(1). The text of the
+    first tokens in the window (context) was already returned; that of the last ones (pending) was not.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TextStream:
     def following(
         cls, codec: TextCodec, sampling: SamplingParams, prompt: Sequence[int], *, stops: bool = True
     ) -> TextStream:
-        """Create the detokenizer for one output of a request. If ``stops`` is False, stop strings are not searched."""
+        """Create the detokenizer for one output of a request. If ``stops`` is False, stop strings are ignored."""
         return cls(
             codec,
             stop=sampling.stop if stops else (),
@@ -70,18 +70,22 @@ class TextStream:
         return bool(self._stop)
 
     def is_silent(self, token_id: int) -> bool:
-        """Return whether a token adds no text because it is special."""
+        """Return whether a token adds no text to the output because it is a special token."""
         return token_id in self._silent
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the new text that is safe to send; faster than calling `push_token` for each token."""
+        """Add tokens, and return the new text that can be sent to the client.
+
+        Text is held back while it may be an incomplete character or the beginning of a stop string. One call is faster
+        than calling `push_token` for each token.
+        """
         if len(token_ids) < 2:
             return self.push_token(token_ids[0]) if token_ids else ""
         together = None if self._is_known(token_ids) else self._push_together(token_ids)
         return "".join([self.push_token(token_id) for token_id in token_ids]) if together is None else together
 
     def push_token(self, token_id: int) -> str:
-        """Add a token, and return the new text that is safe to send; sets ``stop_hit`` if a stop string is complete."""
+        """Add a token, and return the new text that can be sent; set ``stop_hit`` if a stop string is complete."""
         codec, window = self._codec, self._window
         pair = (window[0], token_id) if self._num_context == len(window) == 1 else None
         known = None if pair is None else codec.pieces.get(pair)
@@ -121,7 +125,6 @@ class TextStream:
         )
 
     def _push_together(self, token_ids: Sequence[int]) -> str | None:
-        """Add tokens with one decoder call and return the new text; None, without effect, if that is not possible."""
         codec, silent = self._codec, self._silent
         if self._stop or not silent.isdisjoint(token_ids) or min(token_ids) < 0 or max(token_ids) >= codec.vocab_size:
             return None
@@ -133,7 +136,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the remaining text, with incomplete characters as U+FFFD; it may complete a stop string."""
+        """Return the text that was held back, with incomplete characters as U+FFFD; it may complete a stop string."""
         if self.stop_hit is not None:
             return ""
         sent = self._send(self._new_text(self._codec.decode(self._window), len(self._window)))
@@ -150,7 +153,6 @@ class TextStream:
         )  # bytes that changed the text of the tokens before them
 
     def _split_broken(self, text: str) -> tuple[str, int]:
-        """Return the text up to the last complete character, and the number of tokens that spell the rest."""
         for kept in range(1, 4):
             head = self._codec.decode(self._window[:-kept])
             if head + self._codec.decode(self._window[-kept:]) == text:
@@ -158,7 +160,6 @@ class TextStream:
         return text, 0
 
     def _send(self, piece: str) -> str:
-        """Return the text that is safe to send, and keep a suffix that may become a stop string; set ``stop_hit``."""
         if not self._stop:
             return piece
         text = self._unsent + piece
@@ -173,7 +174,7 @@ class TextStream:
 
 
 def _end_of(token_ids: Sequence[int], codec: TextCodec) -> list[int]:
-    """Return the fewest last tokens that spell complete characters; empty if the last character is incomplete."""
+    """Return the shortest list of last tokens that spells whole characters; empty if no 8 tokens do."""
     for count in range(1, min(len(token_ids), _MAX_INCOMPLETE_TOKENS) + 1):
         end = list(token_ids[-count:])
         if end[0] in codec.special_ids:

@@ -21,10 +21,11 @@ _CONSTRAINTS = _BOUNDS | {
 
 
 def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = None) -> bool:
-    """Return whether an enum or const in a JSON schema contains a number that 64-bit floats cannot represent.
+    """Return whether an enum or const in a JSON schema has a number of 2^53 or more.
 
-    ``root`` is the whole schema, in which references are resolved; ``node`` is the part that is searched, with
-    everything that it refers to; ``seen`` are the ids of parts that were searched already.
+    A 64-bit float may not represent such a number. ``root`` is the whole schema, in which references are resolved. Only
+    the part ``node`` and everything that it refers to are searched. ``seen`` are the ids of parts that were searched
+    already.
     """
     seen = set() if seen is None else seen
     if not isinstance(node, dict) or id(node) in seen:
@@ -37,12 +38,18 @@ def has_inexact_constants(root: Schema, node: Schema, seen: set[int] | None = No
 
 
 class ExactRules:
-    """The Lark rules for one JSON schema, which contain the schema's large numbers with all their digits."""
+    """Lark grammar rules for a JSON schema with numbers beyond 2^53, which contain all digits of these numbers.
+
+    llguidance computes with 64-bit floats, so it cannot enforce such numbers in a JSON schema.
+
+    Attributes:
+        rules: The body of each rule, by the rule's name.
+    """
 
     def __init__(self, root: dict[str, Any], prefix: str, options: Mapping[str, Any]) -> None:
-        """Compile ``root``, the result of `prepare_schema`, to rules whose names begin with ``prefix``.
+        """Translate ``root``, the result of `prepare_schema`, to rules whose names begin with ``prefix``.
 
-        ``options`` are llguidance's options for JSON, such as separators.
+        The first rule is ``prefix`` + "0". ``options`` are llguidance's options for JSON, such as separators.
         """
         self._root, self._prefix, self._options = root, prefix, options
         self._comma, self._colon = (f"/{options[name]}/" for name in ("item_separator", "key_separator"))
@@ -51,9 +58,10 @@ class ExactRules:
         self.rule(root, "")
 
     def rule(self, node: Schema, at: str) -> str:
-        """Return the name of the Lark rule for a subschema at the JSON pointer ``at``; the first call compiles it.
+        """Return the name of the Lark rule for a subschema. The rule is made at the first call.
 
-        Raises SchemaError if a number cannot be represented.
+        ``at`` is the JSON pointer of the subschema. Raises SchemaError if the large numbers are combined with keywords
+        that Lark rules cannot express.
         """
         if id(node) not in self._names:
             name = self._names[id(node)] = f"{self._prefix}{len(self._names)}"
@@ -99,7 +107,6 @@ class ExactRules:
         return f'"{{" {self._listed(items)} "}}"'
 
     def _listed(self, items: list[tuple[str, bool]]) -> str:
-        """Return a Lark rule for comma-separated items in order; the bool of an item is whether it is required."""
         first = next((number for number, (_, is_required) in enumerate(items) if is_required), None)
         if first is not None:
             before = [f"({item} {self._comma})?" for item, _ in items[:first]]
@@ -119,7 +126,6 @@ class ExactRules:
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _literal(self, value: Any) -> str:
-        """Return a Lark rule for one JSON value, with all digits of its numbers."""
         if isinstance(value, dict):
             items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
@@ -128,7 +134,6 @@ class ExactRules:
         return _quoted(value)
 
     def _rule_of(self, body: str) -> str:
-        """Add a Lark rule with the given body, and return its name."""
         name = f"{self._prefix}{len(self._names)}"
         self._names[-len(self._names)] = name
         self.rules[name] = body
@@ -140,7 +145,6 @@ def _quoted(value: Any) -> str:
 
 
 def _is_within(node: Mapping[str, Any], value: Any) -> bool:
-    """Return whether a value satisfies the type and the bounds of a schema; integers are compared exactly."""
     if not (types_of({"const": value}) or set()) <= (types_of(node) or set()):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -28,10 +28,10 @@ from ssd.text.grammar_memory import GrammarReservation, allocated_bytes
 Mask = npt.NDArray[np.bool_]
 
 PATIENCE_S = 0.02
-"""The maximum time in seconds that a forward pass waits for token masks.
+"""The maximum time in seconds that a forward pass waits for token masks of structured output.
 
-Usual masks are far faster. A mask that needs more processor time than this is costly: if many costly masks were
-computed simultaneously, they would take the processors from the forward passes.
+Most masks are computed far faster. A mask that needs more processor time than this counts as costly. Costly masks are
+computed one at a time, because several at once would slow down the forward passes.
 """
 
 
@@ -43,7 +43,7 @@ _MOST_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The position in a draft at which llguidance cannot continue, and the reason."""
+    """The position in a draft at which llguidance cannot continue with the grammar, and the reason."""
 
     at: int  # the number of draft tokens before the failure
     reason: str
@@ -57,7 +57,7 @@ _DEAD_END = (
 
 
 class _Trial:
-    """The token masks for one draft; one thread computes the masks while another thread reads those that are ready."""
+    """The token masks for one draft, which one thread computes while another thread reads those that are ready."""
 
     def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
         self.draft = draft
@@ -70,16 +70,17 @@ class _Trial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all masks are computed, up to the end of the draft or to a draft token that the grammar forbids."""
+        """Whether all masks are computed, up to the end of the draft or to its first token that the grammar forbids."""
         at = len(self.masks) - 1
         return at >= len(self.draft) or (at >= 0 and not self.masks[at][self.draft[at]])
 
 
 class GrammarState:
-    """The structured-output state of one request: a grammar, the tokens generated so far, and the next token masks.
+    """The structured-output state of one request: its grammar, its generated tokens, and the token masks for a draft.
 
     One thread calls the methods; other threads compute the masks. After an end-of-text token only end-of-text is
-    allowed. Whether the grammar becomes too complex or reaches a dead end depends only on the output and not on drafts.
+    allowed. The output may have to end because the grammar becomes too complex or allows no further token. Drafts do
+    not influence whether this happens.
     """
 
     def __init__(
@@ -93,9 +94,14 @@ class GrammarState:
     ) -> None:
         """Create the state before the first token.
 
-        ``open_it(may_refuse)`` reserves memory for the compiled grammar; with True, it may return None if memory is
-        full. ``param`` is the request field with the constraint, for error messages. ``tenant`` matters if masks are
-        costly: then they are computed for one tenant after the other.
+        Args:
+            open_it: A function that reserves memory for the compiled grammar. Called with True, it may return None if
+                memory is full.
+            eos_token_ids: The token ids that end an output.
+            vocab_size: The number of logits.
+            param: The request field with the constraint, for error messages.
+            threads: The threads that compute masks.
+            tenant: The tenant; costly masks are computed for one tenant after the other.
         """
         self._open_it = open_it
         self._open: GrammarReservation | None = None
@@ -122,9 +128,10 @@ class GrammarState:
         return self._made is not None and not self._made.done()
 
     def is_ready(self) -> bool:
-        """Return whether the next forward pass may include this sequence; if a mask is missing, start to compute it.
+        """Return whether the next forward pass may include this sequence; if not, start to compute the missing mask.
 
-        A sequence whose masks were late, or whose grammar is not in memory yet, needs its first mask before the pass.
+        Usually the masks are computed while the pass runs. But a sequence whose last masks were late, or whose grammar
+        is not in memory yet, needs its first mask before the pass.
         """
         if self.is_busy:
             return False
@@ -139,7 +146,7 @@ class GrammarState:
         return True
 
     def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Start to compute the token masks for a draft; no other computation of this state may be running."""
+        """Start to compute the token masks for a draft. No other draft's masks may be in computation."""
         self._try(draft, self._run)
 
     def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
@@ -148,7 +155,7 @@ class GrammarState:
         return self._threads.submit(make, trial)
 
     def settle(self) -> int:
-        """Return the number of token masks that the next forward pass can use; masks finished later are ignored."""
+        """Return the number of token masks that are ready for the current forward pass; later ones are not used."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
@@ -157,12 +164,14 @@ class GrammarState:
         return len(trial.taken)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
-        """Return the allowed tokens, bool[V], at the position of each draft token and at the position after the draft.
+        """Return the masks of allowed tokens, bool[V], for each draft token and for the token after the draft.
 
-        For k draft tokens there are at most k + 1 masks. Masks after a draft token that is not allowed are left out,
-        because that token is rejected. Late masks are left out too, see `settle`. A mask allows at least one token:
-        only end-of-text if no other token may follow, or if `advance` will report that the grammar is too complex or at
-        a dead end. Masks that were not started are computed here. Exceptions of the computation are raised here.
+        A draft of k tokens has k + 1 masks. Fewer are returned if the grammar forbids a draft token, because the masks
+        after it are not needed, or if masks were late, see `settle`. If `begin` was not called for this draft, its
+        masks are computed here. Exceptions of the computation are raised here.
+
+        Every mask allows at least one token. It allows only end-of-text if the output is complete, or if `advance` will
+        report that the output has to end.
         """
         draft = list(map(int, draft))
         trial = self._trial
@@ -178,9 +187,9 @@ class GrammarState:
         return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Append generated tokens, all of which the masks allowed.
+        """Append generated tokens, which must be tokens that the masks allowed.
 
-        Raises RequestError if the output has to end because the grammar became too complex or reached a dead end.
+        Raises RequestError if the output has to end because the grammar became too complex or allows no further token.
         """
         trial, self._trial = self._trial, None
         for number, token in enumerate(token_ids):
@@ -197,7 +206,7 @@ class GrammarState:
             self._token_ids.append(token)
 
     def release_memory(self) -> None:
-        """Release the compiled grammar after the sequence has ended or lost its slot; it can be compiled again."""
+        """Release the compiled grammar after the sequence ended or lost its slot. It is compiled again when needed."""
         if self._trial is not None:
             self._trial.may_stop = self._trial.is_abandoned = True
         if not self.is_busy:
@@ -208,7 +217,6 @@ class GrammarState:
         draft: Sequence[int] | npt.NDArray[np.int32],
         run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
     ) -> _Trial:
-        """Compute the masks for a draft by ``run``, except those known from an earlier draft after the same output."""
         assert not self.is_busy
         wanted = list(map(int, draft))
         trial = _Trial(wanted, len(self._token_ids), [], None)
@@ -241,17 +249,14 @@ class GrammarState:
                 self._matcher = self._open = None
 
     def _count_growth(self, num_masks: int) -> None:
-        """Count the memory that computing masks has added to the grammar, estimated from the process's allocations.
-
-        Other threads allocate memory too, so only slow masks count, and with at most _MOST_GROWTH bytes per second.
-        """
+        # Other threads allocate memory too, so only slow masks count, and with a limit per second.
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
             most = int(_MOST_GROWTH * self._costs_s)
             grown = allocated_bytes() - self._allocated - num_masks * self._vocab_size
             self._open.grow(max(-most, min(grown, most)))
 
     def _follow(self, trial: _Trial) -> None:
-        """Compute the token masks of a draft with a copy of llguidance's matcher, which stays at the end of the output.
+        """Compute the token masks of a draft. A copy of llguidance's matcher reads the draft tokens.
 
         Copying takes 1 us. llguidance's own rollback is not used, because it could return masks of an earlier draft.
         """
@@ -284,7 +289,6 @@ class GrammarState:
             self._matcher = at_output
 
     def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
-        """Create a new llguidance matcher, and advance it over the output and the draft tokens ``tried``."""
         if self._open is None:
             self._open = self._open_it(False)
         assert self._open is not None
@@ -294,7 +298,6 @@ class GrammarState:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
     def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
-        """Return the tokens that may follow the output and the draft tokens ``tried``, which the matcher has read."""
         if self._matcher.is_error():  # perhaps caused by an earlier draft, which a new matcher has not seen
             self._begin_again(trial, tried)
         if not self._matcher.is_stopped():
@@ -310,10 +313,10 @@ class GrammarState:
 
 
 def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
-    """Return, for each sequence of a forward pass, the number of positions whose grammar mask is ready.
+    """Wait at most `PATIENCE_S` for the token masks of a forward pass; return the number that each sequence has.
 
-    Waits at most `PATIENCE_S`. Waits for sequences whose masks were late before only if the pass has no other
-    sequences.
+    The result is int64[B]; a sequence without structured output has no limit. Sequences whose last masks were late are
+    waited for only if the pass has no other sequences.
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
@@ -332,10 +335,10 @@ def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
 
 
 class MaskThreads:
-    """The threads that compute token masks: each sequence has its own thread, so that no sequence waits for another.
+    """The threads that compute token masks. Up to 1,024 masks are computed concurrently, so that requests rarely wait.
 
-    Costly masks are computed one at a time on a thread of low priority, for one tenant after the other. The shortest
-    mask of a tenant is computed first.
+    Costly masks are computed one at a time on a thread of low priority, for one tenant after the other. Of a tenant's
+    masks, the shortest is computed first.
     """
 
     def __init__(self) -> None:
@@ -348,7 +351,7 @@ class MaskThreads:
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
         """Queue the computation of a token mask that is expected to take ``costs_s`` seconds.
 
-        A mask that has waited long is computed before shorter masks that were queued much later.
+        A mask that has waited long is computed before a shorter one that was queued much later.
         """
         costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:

@@ -53,10 +53,10 @@ _LARGE_COST = 1 << 12  # above it, a source may take megabytes
 
 
 def expected_cost(output: StructuredOutput) -> int:
-    """Estimate the time to compile a constraint, in units of about 10 us, the time per character of a usual source.
+    """Estimate the time to compile a constraint, in units of about 10 us, without compiling it.
 
-    The estimate depends only on the source's length and the repetitions in regular expressions; few sources take far
-    longer than estimated.
+    The estimate is the number of characters, multiplied by the repetitions in regular expressions. The actual time is
+    seldom far longer.
     """
     cost = len(output.source)
     if output.kind != "json_schema":
@@ -177,10 +177,10 @@ class GrammarCompiler:
 
 
 def _rename_special_tokens(tokenizer_json: str) -> tuple[str, dict[str, str]]:
-    """Rename special tokens in a ``tokenizer.json`` to random names; return the new file and the new names.
+    """Rename the special tokens in a ``tokenizer.json`` to random names; return the new file and the new names.
 
-    If a grammar allows only one continuation, llguidance encodes its bytes with this tokenizer and allows only the
-    resulting tokens. If text could spell the names, e.g. <|endoftext|>, such text would become a control token.
+    Otherwise text in a grammar that spells a special token, e.g. <|endoftext|>, would become that control token,
+    because llguidance encodes text that a grammar forces with this tokenizer.
     """
     tokenizer = json.loads(tokenizer_json)
     secret = secrets.token_hex(16)
@@ -204,7 +204,6 @@ def _digest(output: StructuredOutput, tenant: str | None) -> bytes:
 
 
 def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[str, str]) -> tuple[Any, float]:
-    """Compile a constraint to an llguidance matcher; also return the processor seconds. May raise ValueError."""
     from llguidance import LLMatcher, LLParserLimits
 
     began = time.thread_time()
@@ -225,7 +224,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
 
 
 def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return llguidance's list of grammars for a constraint, the main grammar first; ValueError if it is malformed."""
+    """Translate a constraint to llguidance's list of grammars, the main one first; ValueError if it is malformed."""
     from llguidance import LLMatcher
 
     if output.kind == "parts":
@@ -263,8 +262,8 @@ _CONTROL_CHARACTERS = re.compile(r"\\u00[01]|\\\\[cux]")
 def json_options(schema: Any) -> dict[str, Any]:
     r"""Return llguidance's options for generating JSON under a schema.
 
-    Escapes like \u0041 are disabled, because they would spell an existing key in a second way. They are enabled only if
-    the schema requires control characters.
+    The options disable escapes like \u0041, because a model could spell a key twice with them. Only if the schema
+    requires control characters, which need such escapes, they are enabled.
     """
     escapes = 'nrbtf\\"' + ("u" if _CONTROL_CHARACTERS.search(json.dumps(schema, ensure_ascii=False)) else "")
     return {**JSON_OPTIONS, "json_allowed_escapes": escapes}
@@ -283,9 +282,10 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%j
 
 
 def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
-    """Rewrite the JSON schemas in a Lark grammar with `prepare_schema`, and rename special tokens by ``token_names``.
+    """Prepare a Lark grammar for llguidance: rewrite its JSON schemas by `prepare_schema`, and rename special tokens.
 
-    Raises ValueError for a schema that cannot be enforced. Invalid JSON is passed on to llguidance.
+    ``token_names`` are the new names of the special tokens. Raises ValueError for a schema that cannot be enforced.
+    Invalid JSON is left unchanged, so that llguidance reports it.
     """
     made: list[str] = []
     more: dict[str, str] = {}
@@ -320,7 +320,7 @@ _MOST_LOOKED_THROUGH = 1 << 22  # characters of schemas compiled to find the fau
 
 
 def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
-    """Return the reason in an llguidance error; if it is about a schema, with the keyword and its JSON pointer."""
+    """Return the reason of an llguidance error. If a JSON schema causes it, name the keyword and its JSON pointer."""
     from llguidance import LLMatcher
 
     if output.kind == "regex":
@@ -393,7 +393,7 @@ _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """Call a function on a thread with a stack of 512 MB, for deep recursion; this adds 0.1 ms."""
+    """Call a function on a thread with a stack of 512 MB, because it recurses deeply. The thread costs 0.1 ms."""
     returned: list[T] = []
     raised: list[BaseException] = []
 

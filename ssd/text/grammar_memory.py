@@ -44,7 +44,7 @@ class Compiled:
 
 
 class GrammarReservation:
-    """The memory that is reserved for one request's grammar; it is released when this object is garbage collected."""
+    """The memory reserved for one request's grammar. It is released when this object is garbage collected."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class GrammarReservation:
 
     @property
     def costs_s(self) -> float:
-        """The processor seconds until a matcher is ready: the compilation time, or 0 if the grammar is cached."""
+        """The processor seconds that `start` will take: the compilation time, or 0 if the grammar is cached."""
         return self.weight.seconds if self.compiled is None else 0.0
 
     def start(self) -> Any:
-        """Return an llguidance matcher in its initial state; compile the grammar again if it is no longer cached."""
+        """Return a copy of the grammar's llguidance matcher in its initial state; compile the grammar if needed."""
         if self.compiled is None:
             self.compiled = self._compile()
         return self.compiled.start.deep_copy()
@@ -75,12 +75,15 @@ class GrammarReservation:
 
     @property
     def num_bytes(self) -> int:
-        """The memory in bytes of this request's copy of the grammar, in addition to the part that requests share."""
+        """The memory in bytes that this request adds: that of a copy, or of the whole grammar if it is not cached."""
         return self.weight.num_bytes // (1 if self.compiled is None else _COPY_PARTS)
 
 
 class GrammarMemory:
-    """A cache of compiled grammars. Cached grammars and grammars in use stay within one memory budget. Thread-safe."""
+    """A cache of compiled grammars. Cached grammars and grammars in use stay within one memory budget. Thread-safe.
+
+    If memory is short, the tenant whose cached grammars use the most memory loses one.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -102,7 +105,7 @@ class GrammarMemory:
             return kept.get(output)
 
     def keep(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
-        """Cache a compiled grammar; cached grammars that no request uses may take half of the memory budget."""
+        """Cache a compiled grammar. All cached grammars together use at most half of the memory budget."""
         with self._lock:
             self._compiled.add(compiled)
             self._kept.setdefault(tenant, OrderedDict())[output] = compiled
@@ -111,10 +114,16 @@ class GrammarMemory:
     def open(
         self, weight: GrammarCost, compiled: Compiled | None, compile_it: Callable[[], Compiled], *, may_refuse: bool
     ) -> GrammarReservation | None:
-        """Reserve memory for a request's grammar, evicting cached grammars if needed.
+        """Reserve memory for a request's grammar, and evict cached grammars if memory is short.
 
-        ``compiled`` is the grammar if it is cached; else ``compile_it`` compiles it. With ``may_refuse``, a large
-        grammar that does not fit next to the grammars in use is refused: the result is None.
+        If ``may_refuse`` is True, the result is None for a large grammar that does not fit next to the grammars in use;
+        the request then waits. Otherwise the budget may be exceeded.
+
+        Args:
+            weight: The memory of the grammar and its compilation time.
+            compiled: The grammar if it is cached, else None.
+            compile_it: A function that compiles the grammar.
+            may_refuse: Whether None may be returned.
         """
         opened = GrammarReservation(weight, compiled, compile_it, self.grow)
         with self._lock:
@@ -127,7 +136,7 @@ class GrammarMemory:
             return opened
 
     def grow(self, compiled: Compiled, num_bytes: int) -> None:
-        """Count memory that a compiled grammar allocated while computing masks; evict cached grammars if needed."""
+        """Count memory that a compiled grammar allocated for token masks; evict cached grammars if memory is short."""
         with self._lock:
             compiled.num_bytes = max(compiled.weight.num_bytes, compiled.num_bytes + num_bytes)
             self._evict_excess()
@@ -141,14 +150,12 @@ class GrammarMemory:
         return Counter(kept)
 
     def _evict_excess(self) -> None:
-        """Evict cached grammars until they take at most half of the budget, and all grammars at most the budget."""
         while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
             self._evict_one()
         while self._used() > self._most and self._kept:
             self._evict_one()
 
     def _evict_one(self) -> None:
-        """Evict the least recently used grammar of the tenant whose cached grammars use the most memory."""
         tenant = self._weights().most_common(1)[0][0]
         self._kept[tenant].popitem(last=False)
         if not self._kept[tenant]:
@@ -164,7 +171,6 @@ class _Mallinfo2(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Any:
-    """Return glibc's function ``mallinfo2`` for allocation statistics; None if the C library is not glibc."""
     found = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
     if found is not None:
         found.restype = _Mallinfo2
@@ -183,7 +189,10 @@ _trim: threading.Timer | None = None
 
 
 def trim_soon() -> None:
-    """Let glibc return freed memory to the system a moment later. Acquires no lock and never raises an exception."""
+    """Let the C library return freed memory to the system in 0.1 s, if it is glibc.
+
+    The function may be called from a finalizer: it acquires no lock and raises no exception.
+    """
     global _trim
     if _trim is None and _mallinfo() is not None:
         timer = threading.Timer(_TRIM_AFTER_S, _trim_now)

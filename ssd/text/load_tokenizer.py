@@ -31,7 +31,7 @@ def is_offline() -> bool:
 
 
 def go_offline_without_a_hub() -> str | None:
-    """Set HF_HUB_OFFLINE for this process if the Hugging Face Hub cannot be reached, and return the reason."""
+    """Set HF_HUB_OFFLINE for this process if the Hugging Face Hub cannot be reached; return the reason, else None."""
     if is_offline():
         return None
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
@@ -50,7 +50,7 @@ def go_offline_without_a_hub() -> str | None:
 
 
 def _failure_to_connect(host: str, port: int) -> str | None:
-    """Try a TCP connection; return why it was not made within ``_PATIENCE_S`` seconds, or None if it was made."""
+    """Try a TCP connection; return the reason if it cannot be made within ``_PATIENCE_S`` seconds, else None."""
     failures: list[str | None] = ["no answer"]
 
     def connect() -> None:
@@ -134,7 +134,7 @@ _MOST_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
-    """Return the tokenizer unchanged; raise ValueError if its rules can turn a short text into gigabytes."""
+    """Return the tokenizer unchanged; raise ValueError if its rules make a text thousands of times longer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "post_processor"):
         if (rules := getattr(backend, name, None)) is None:
@@ -171,7 +171,7 @@ def _load_lone_file(path: Path) -> Any:
 def eos_token_ids_of(tokenizer: Any, model: str, hub: HubOptions | None = None) -> tuple[int, ...]:
     """Return the token ids that end a model's output: first the tokenizer's own, then those in the model's files.
 
-    The ids are read from ``generation_config.json`` or, if that file has none, from ``config.json``.
+    The model's ids are read from ``generation_config.json`` or, if that file has none, from ``config.json``.
     """
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     hub = hub or HubOptions()
@@ -214,7 +214,7 @@ def _read_json(found: Path | None) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """The Jinja tag ``{% generation %} ... {% endgeneration %}``, which encloses the assistant's text in templates."""
+    """A Jinja extension for ``{% generation %} ... {% endgeneration %}``, which templates put around the answer."""
 
     tags = {"generation"}  # noqa: RUF012  # as the base class has it
 

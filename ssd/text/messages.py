@@ -116,7 +116,6 @@ def _said_by(part: Any, kind: str) -> str:
 
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:
-    """Parse the JSON ``arguments`` of tool calls, because chat templates need objects instead of strings."""
     if not isinstance(tool_calls, list) or not all(isinstance(call, Mapping) for call in tool_calls):
         raise _wrong(f"{where}.tool_calls must be a list of objects")
     normalized = []
@@ -136,15 +135,16 @@ _ALTERNATING = frozenset({("user", "user"), ("assistant", "assistant")})
 
 
 def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """Yield a conversation and its equivalent forms, the least changed first, until a chat template accepts one.
+    """Yield a conversation and forms of it with the same meaning, the least changed first.
 
-    The forms are, in order: (1) consecutive messages of one role are joined; (2) the system messages at the beginning
-    are joined, and later ones become user messages; (3) both 1 and 2; (4) as 3, and a user message after a tool result
-    is appended to the result; (5) as 4, and the system message becomes a user message. Each form occurs twice: with
-    tool-call arguments as objects, and with arguments as JSON text, which a few templates require. ``messages`` must be
-    normalized. O(characters).
+    Some chat templates require alternating roles, or a single system message or none. The caller takes the first form
+    that the template accepts. The forms are, in order: (1) consecutive messages of one role are joined; (2) the system
+    messages at the beginning are joined, and later ones become user messages; (3) both 1 and 2; (4) as 3, and a user
+    message after a tool result is appended to the result; (5) as 4, and the system message becomes a user message. Each
+    form occurs twice: with tool-call arguments as objects, and with arguments as JSON text, which a few templates
+    require. ``messages`` must be normalized. O(characters).
 
-    The changes are small, so a longer conversation begins with the same text as before and hits the prefix cache.
+    If a conversation gets longer, its beginning keeps its form, so the prompt still hits the prefix cache.
     """
     said = [messages]
     yield messages
@@ -171,7 +171,10 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join consecutive messages whose roles are one of ``pairs``, except after tool calls. The first role is kept."""
+    """Join two consecutive messages if their roles are one of ``pairs``, with the role of the first message.
+
+    Nothing is joined to a message with tool calls.
+    """
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
@@ -226,8 +229,8 @@ def describe_tools_in_words(
 ) -> list[Message]:
     """Rewrite a conversation with tools as plain messages, for a chat template without support for tools.
 
-    ``messages`` are normalized, ``tools`` are in OpenAI's format. If ``has_system`` is False, the template supports no
-    system message, and the tools are described in the first message. O(characters).
+    The system message describes the tools; if ``has_system`` is False, because the template supports no system message,
+    the first message does. ``messages`` are normalized, ``tools`` are in OpenAI's format. O(characters).
     """
     told: list[Message] = []
     before = None

@@ -39,7 +39,7 @@ _LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusi
 
 
 class SchemaError(ValueError):
-    """A JSON schema cannot be enforced; the message names the keyword at fault and its JSON pointer."""
+    """Raised if a JSON schema cannot be enforced. The message names the keyword at fault and its JSON pointer."""
 
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -61,9 +61,9 @@ FORMATS: Final[Mapping[str, str | None]] = {
     "duration": f"^P(?:{_DAYS}(?:{_SECONDS})?|{_SECONDS}|{_N}W)$",
     **dict.fromkeys(("email", "hostname", "ipv4", "ipv6", "uri", "uuid")),
 }
-"""The JSON schema string formats that are enforced: the pattern of each format, or None if llguidance implements it.
+"""The JSON schema string formats that are enforced, each with the regular expression that is used as its pattern.
 
-Other formats are treated as annotations, which have no effect.
+None means that llguidance implements the format. All other formats are ignored.
 """
 
 UNSUPPORTED: Final = (
@@ -80,7 +80,10 @@ UNSUPPORTED: Final = (
     *("maxContains", "minContains", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
     "uniqueItems",
 )
-"""The JSON schema keywords that are refused unless they have no effect or can be rewritten."""
+"""The JSON schema keywords that llguidance does not support.
+
+A schema with such a keyword is refused, unless the keyword has no effect or can be expressed by other keywords.
+"""
 
 _INSTEAD = {
     "propertyNames": ", or give an object without properties names of an enum, a const, a pattern or a length",
@@ -109,21 +112,22 @@ _VALUES: Final[Mapping[str, tuple[str, type | tuple[type, ...]]]] = {
         ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), ("an integer", int)
     ),
 }
-"""The valid values of each JSON schema keyword: a description for error messages, and the Python types."""
+"""The type that the value of each JSON schema keyword must have: in words for error messages, and as Python types."""
 # A schema with these keywords constrains one object in several places, none of which lists all of its keys.
 _SEVERAL = frozenset({"allOf", "oneOf"})
 _BESIDE = ("$ref", "anyOf", "patternProperties")
 
 
 def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
-    """Return a JSON schema that llguidance enforces exactly, and whose values are all valid under ``schema``.
+    """Rewrite a JSON schema so that llguidance enforces it exactly; return the new schema.
 
-    If ``schema`` does not say whether an object may have additional keys, the object has none, see `close_objects`.
-    Preparing a prepared schema changes nothing. O(schema).
+    Every value that the new schema allows is valid under ``schema``. If ``schema`` does not say whether an object may
+    have additional keys, the new schema forbids them, see `close_objects`. Preparing a prepared schema changes nothing.
+    O(schema).
 
     Args:
         schema: The client's schema.
-        strict: Whether SchemaError is raised for a constraint that cannot be enforced, instead of removing it.
+        strict: Whether a constraint that cannot be enforced raises SchemaError. If False, the constraint is removed.
     """
     try:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
@@ -177,7 +181,7 @@ def resolve(root: Schema, reference: object) -> Schema | None:
 
 
 def subschema_at(root: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """Return the subschema at a JSON pointer as a separate schema that includes everything it refers to. O(schema)."""
+    """Return the subschema at a JSON pointer as a schema of its own, with everything to which it refers. O(schema)."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -234,7 +238,7 @@ def _accepts_all(schema: Schema) -> bool:
 
 
 class _Preparation:
-    """The rewriting of one JSON schema; the schema is modified in place so that references into it stay valid."""
+    """The work of `prepare_schema` on one JSON schema, changed in place so that references into it stay valid."""
 
     def __init__(self, root: dict[str, Any], strict: bool) -> None:
         self._root = root
@@ -270,7 +274,7 @@ class _Preparation:
         self._with_branches.append(node)
 
     def finish(self) -> None:
-        """Rewrite constraints that depend on other parts of the schema, after all parts have been rewritten."""
+        """Check endless references and rewrite ``oneOf``, after `prepare` has rewritten all parts of the schema."""
         for node, at in self._references:
             self._require_progress(node, at, frozenset())
             self._num_looked_at = 0
@@ -280,13 +284,13 @@ class _Preparation:
             self._prepare_branches(node)
 
     def _refuse(self, node: dict[str, Any], key: str, at: str, reason: str, keyword: str | None = None) -> None:
-        """Raise SchemaError for a keyword that cannot be enforced, or remove it if the preparation is not strict."""
+        """Raise SchemaError for a keyword that cannot be enforced; remove the keyword instead if not strict."""
         if self._strict:
             raise SchemaError(f"{keyword or key} at {at}/{escape(key)} {reason}")
         del node[key]
 
     def _resolved(self, node: Schema) -> Schema:
-        """Follow a chain of ``$ref`` to its last schema; stop at a schema with other constraints next to ``$ref``."""
+        """Return the last schema in a chain of ``$ref``; other constraints next to ``$ref`` end the chain."""
         seen = set()
         while isinstance(node, dict) and "$ref" in node and node.keys() - {"$ref"} <= _ANNOTATIONS:
             target = resolve(self._root, node["$ref"])
@@ -297,7 +301,10 @@ class _Preparation:
         return node
 
     def _require_progress(self, node: Schema, at: str, begun: frozenset[int]) -> None:
-        """Raise SchemaError if references lead from a schema back to it for the same value: no value is valid then."""
+        """Raise SchemaError if a schema refers to itself for the same value, e.g. ``{"$ref": "#"}``.
+
+        No value is valid under such a schema.
+        """
         if not isinstance(node, dict) or id(node) in self._progressing:
             return
         if id(node) in begun:
@@ -308,7 +315,10 @@ class _Preparation:
         self._progressing.add(id(node))
 
     def _never_ends(self, node: Schema, begun: frozenset[int]) -> bool:
-        """Return whether every valid value is infinite, because it must contain a value of a schema in ``begun``."""
+        """Return whether every value of a schema must contain another value of the same schema, and so on without end.
+
+        ``begun`` are the ids of the schemas around ``node``.
+        """
         if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
             return False
         if id(node) in begun:
@@ -329,7 +339,7 @@ class _Preparation:
         return False
 
     def _check_values(self, node: dict[str, Any], at: str) -> None:
-        """Raise SchemaError for keywords with invalid values; remove keywords for types that are not allowed."""
+        """Check the types of keyword values; remove keywords that apply only to types that the schema forbids."""
         for bound, exclusive in (_BOUNDS[:2], _BOUNDS[2:]):
             if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and bound in node:  # draft 4
                 node[exclusive] = node.pop(bound)
@@ -356,7 +366,7 @@ class _Preparation:
     # -- objects
 
     def _list_names(self, node: dict[str, Any], at: str) -> None:
-        """Rewrite ``propertyNames``, which llguidance does not support, as ``properties`` or ``patternProperties``."""
+        """Replace ``propertyNames``, which llguidance does not support, by ``properties`` or ``patternProperties``."""
         if "propertyNames" not in node:
             return
         self.prepare(node["propertyNames"], f"{at}/propertyNames")
@@ -382,7 +392,7 @@ class _Preparation:
             self._refuse(node, "propertyNames", at, "is not supported: leave it out" + _INSTEAD["propertyNames"])
 
     def _add_names(self, node: dict[str, Any], at: str, names: Iterable[str], schema: Schema) -> None:
-        """Require that values of the keys ``names`` are valid under ``schema``, in addition to their own schemas."""
+        """Add the keys ``names`` to ``properties`` with ``schema``, in addition to the schema that a key has."""
         properties = node.setdefault("properties", {})
         for name in names:
             known = properties.get(name, True)
@@ -395,7 +405,10 @@ class _Preparation:
                 known["allOf"] = [*known.get("allOf", []), schema]
 
     def _list_patterns(self, node: dict[str, Any], at: str) -> None:
-        """Replace patterns in ``patternProperties`` that match few keys by these keys, so that no key occurs twice."""
+        """Replace each pattern in ``patternProperties`` that matches few keys by these keys in ``properties``.
+
+        llguidance lets a key that only matches a pattern occur twice in an object.
+        """
         patterns = node.get("patternProperties", {})
         for pattern in list(patterns):
             if complaint := _pattern_complaint(pattern):
@@ -468,7 +481,10 @@ class _Preparation:
     def _move_bound(
         self, node: dict[str, Any], bound: str, exclusive: str, tighter: Callable[..., Any], inwards: int
     ) -> None:
-        """Move a numeric bound inwards to the next number that llguidance represents exactly."""
+        """Replace a numeric bound that llguidance cannot enforce exactly by the next bound inwards that it can.
+
+        These bounds are numbers beyond 2^53 and integral exclusive bounds.
+        """
         if exclusive in node and _is_whole(node[exclusive]):
             limit = int(node.pop(exclusive))
             if node.get("type") == "integer" or abs(limit) >= MOST_EXACT:
@@ -482,7 +498,10 @@ class _Preparation:
             node[bound] = tighter(moved, -inwards * _MOST_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
-        """Raise SchemaError if no number is within the bounds; add the missing bound if llguidance needs two bounds."""
+        """Raise SchemaError if bounds beyond 2^53 leave no number after they were moved; if not strict, remove them.
+
+        If a bound is so large that llguidance needs both bounds of the range, add the missing one.
+        """
         if node.get("minimum", 0) >= _OPEN_BOUND:
             node.setdefault("maximum", _MOST_BOUND)
         if node.get("maximum", 0) <= -_OPEN_BOUND:
@@ -499,7 +518,11 @@ class _Preparation:
     # -- branches
 
     def _prepare_branches(self, node: dict[str, Any]) -> None:
-        """Turn ``oneOf`` into ``anyOf`` if its branches exclude each other; require OpenAPI's discriminator key."""
+        """Turn ``oneOf`` into ``anyOf`` if no value is valid under two of its branches, or if not strict.
+
+        Branches with the key of an OpenAPI discriminator must require this key. Raises SchemaError for too many
+        branches.
+        """
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
             raise SchemaError(
@@ -517,7 +540,7 @@ class _Preparation:
             node["anyOf"] = node.pop("oneOf")
 
     def _exclude(self, one: Schema, other: Schema, depth: int = 4) -> bool:
-        """Return whether the types and constants of two schemas prove that no value is valid under both schemas."""
+        """Return whether the types and constants of two schemas show that no value is valid under both schemas."""
         one, other = self._resolved(one), self._resolved(other)
         if one is False or other is False:
             return True
@@ -562,7 +585,7 @@ def types_of(node: Mapping[str, Any]) -> set[str] | None:
 
 
 def _listed_values(node: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the values that const or enum allows, as JSON text in which 1 equals 1.0; None without a keyword."""
+    """Return the values that const or enum lists, as JSON text (1.0 is written as 1); None if there is neither."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     if values is None:
         return None
@@ -641,10 +664,6 @@ def _names_matched_by(pattern: str) -> list[str] | None:
 
 
 def _expanded(items: Iterable[Any]) -> list[str] | None:
-    """Return the strings that a parsed regular expression matches; None if there are more than `_MOST_NAMES`.
-
-    It also returns None if the expression contains anything but texts, choices and short repetitions.
-    """
     found = [""]
     for kind, argument in items:
         if str(kind) == "LITERAL":
@@ -682,9 +701,10 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
 def close_objects(schema: Schema) -> Schema:
     """Set additionalProperties to false for each object whose schema does not say whether additional keys are allowed.
 
-    Without this, a weak model invented keys, and wrote one of them five times. All JSON values that the result accepts
+    Otherwise a weak model may invent keys; one model wrote the same key five times. All values that the result allows
     are also valid under the original schema. Objects without named keys stay open. The schema is returned unchanged if
-    several parts constrain one object together, or if it is nested too deeply for Python. O(schema).
+    several of its parts constrain one object together (e.g. allOf), because none of them lists all keys, or if it is
+    nested too deeply for Python. O(schema).
     """
     try:
         return _closed(schema)
@@ -721,7 +741,6 @@ def _closed(schema: Schema) -> Schema:
 
 
 def _without_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema without its ``allOf`` if that consists only of patterns, which do not constrain objects."""
     parts = schema.get("allOf")
     if isinstance(parts, list) and all(isinstance(part, dict) and part.keys() == {"pattern"} for part in parts):
         return {key: value for key, value in schema.items() if key != "allOf"}

@@ -21,7 +21,7 @@ _SENTINELS = 0x100000  # code points for token numbers; the 2^16 before it hold 
 
 
 class Marks(NamedTuple):
-    """A pair of characters that enclose text that spells a special token, so that it is encoded as ordinary text."""
+    """Two characters that are put around text that spells a special token, so that it is encoded as ordinary text."""
 
     begin: str
     end: str
@@ -30,14 +30,14 @@ class Marks(NamedTuple):
         return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
 
     def plain(self, text: str) -> str:
-        """Replace the JSON escapes of the two mark characters, which some chat templates write, by the characters."""
+        """Replace JSON escapes of the two characters by the characters: some chat templates write text as JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
 class _Kept(NamedTuple):
-    """The special tokens that are enclosed in marks if a message spells them, and all prefixes of these tokens."""
+    """The texts of the special tokens that are marked in a message, all their beginnings, and the greatest length."""
 
     tokens: frozenset[str]
     beginnings: frozenset[str]
@@ -47,18 +47,19 @@ class _Kept(NamedTuple):
 class SpecialTokens:
     """Encodes a rendered chat prompt such that only the template's own special tokens become control tokens.
 
-    Text that spells special tokens in the client's strings is enclosed in marks before the template is rendered. In the
-    rendered prompt, marked text is plain text. Unmarked text that spells an added token is that token, and is replaced
-    by an unguessable string (sentinel). The result is encoded by a copy of the tokenizer that knows the sentinels in
-    place of the added tokens. So marked text is tokenized as if it were not special. The end of a string is also marked
-    if a special token could begin there, so that it does not combine with the template's next characters.
+    A client thus cannot inject control tokens by text that spells them. First, `mark` puts two unused characters
+    (marks) around such text in messages, before the template is rendered. It also marks the end of a string that the
+    template's next characters could complete to a special token. Then `encode` replaces the added tokens in the
+    rendered prompt that are not marked by unguessable strings, and removes the marks. Last, a copy of the tokenizer,
+    which knows the unguessable strings in place of the added tokens, encodes the result. So marked text is encoded as
+    ordinary text.
 
-    Other tokens that the template writes, such as "<tool_call>", are treated in the same way, except in assistant
-    messages, because the model itself generates them there. Thread-safe.
+    Added tokens that are not special but written by the template, such as "<tool_call>", are treated in the same way,
+    except in assistant messages, because the model itself generates them there. Thread-safe.
     """
 
     def __init__(self, tokenizer: Any, special_ids: Collection[int]) -> None:
-        """Prepare a transformers tokenizer; text that spells one of the ``special_ids`` is marked in all messages."""
+        """Prepare a transformers tokenizer. Text that spells one of the ``special_ids`` is marked in every message."""
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._special = frozenset(content for content, id in self._ids.items() if id in special_ids)
@@ -77,10 +78,15 @@ class SpecialTokens:
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Mark text that spells special tokens in the strings of normalized messages and of template variables.
+        """Mark text that spells special tokens in normalized messages and in template variables.
 
-        ``template``, the source of the chat template, shows which special tokens the template writes itself. The
-        returned marks are None if nothing was marked. Raises RequestError if the text cannot be encoded unambiguously.
+        ``template`` is the source of the chat template. Added tokens that occur in it are marked too.
+
+        Returns:
+            The messages, the variables, and the characters used as marks, or None if nothing was marked.
+
+        Raises:
+            RequestError: The tokenizer cannot encode such text as ordinary text.
         """
         spoken, given = self._kept(""), self._kept(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
@@ -96,7 +102,10 @@ class SpecialTokens:
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
     def encode(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with marks; raise RequestError if plain text would become control tokens."""
+        """Encode a prompt that was rendered from marked messages; marked text becomes ordinary text.
+
+        Raises RequestError if the tokenizer would make a control token of ordinary text.
+        """
         if self._twin is None:
             return self._encode_unmarked(marks.plain(text), marks)
         parts: list[str] = []
@@ -123,10 +132,9 @@ class SpecialTokens:
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
-        """Encode a rendered prompt with a tokenizer that cannot be modified because it is not implemented in Rust.
+        """Encode a rendered prompt with a tokenizer that is not implemented in Rust, so that it has no modified copy.
 
-        With such a tokenizer, the client's strings must not spell special tokens. Only the ends of strings may be
-        marked.
+        The client's strings must not spell special tokens. Only the ends of strings may be marked.
         """
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
@@ -158,7 +166,7 @@ class SpecialTokens:
         return "".join(parts) + whole[done:]
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
-        """Return the ranges of a text that spell added tokens, the longest token at each position. O(characters)."""
+        """Return the ranges of a text that spell added tokens, at each position the longest. O(characters)."""
         if not self._ids:
             return []
         found = self._finder.encode(text, add_special_tokens=False)
@@ -166,7 +174,7 @@ class SpecialTokens:
 
     @cached_property
     def _finder(self) -> Any:
-        """A tokenizer that only finds added tokens in a text; all other text becomes token 0."""
+        """A tokenizer that finds added tokens in a text. All other text becomes token 0."""
         from tokenizers import AddedToken, Tokenizer, models
 
         finder = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
@@ -178,7 +186,7 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> Any:
-        """A copy of the tokenizer with unguessable strings in place of the added tokens; None if it is not in Rust."""
+        """A copy of the tokenizer that knows unguessable strings instead of added tokens; None if not in Rust."""
         from tokenizers import AddedToken, Tokenizer
 
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -196,7 +204,7 @@ class SpecialTokens:
 
     @cached_property
     def _real_ids(self) -> dict[int, int]:
-        """Maps the id of each added token in the copy of the tokenizer to its original id."""
+        """The original id of each added token, by the id of its unguessable string in the tokenizer's copy."""
         return {self._twin.token_to_id(self._sentinels[content]): id for content, id in self._ids.items()}
 
 
@@ -210,7 +218,6 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a JSON value, including object keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -223,7 +230,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with ``change`` applied to every string, including object keys."""
+    """Apply ``change`` to every string in a JSON value, including object keys; return the new value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -234,7 +241,7 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(*texts: str) -> Marks:
-    """Return two mark characters that occur in none of the texts, neither directly nor as JSON escapes."""
+    """Return two characters that occur in none of the texts, neither directly nor as JSON escapes."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:
