@@ -49,8 +49,6 @@ class Block:
     """A sequence of input files, or parts of files, that one process tokenizes and writes to segments.
 
     Attributes:
-        number: The index of the block in the order of the inputs.
-        parts: The files, or the parts of files.
         key: A hash of the inputs, their modification times and the build options. If it is unchanged, a resumed build
             reuses the finished block.
         place: A hash of the names and byte ranges of the inputs, which makes the ids of the block's segments unique.
@@ -187,10 +185,7 @@ def build_block(
 
 
 def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
-    """Return the stored result of a block that an earlier build finished; None if files are missing or damaged.
-
-    All segments of the block are read to verify their checksums.
-    """
+    """Return the stored result of a finished block after checking its files; None if one is missing or damaged."""
     try:
         segments, counts = json.loads(journal.read_bytes())
         for segment_id, num_tokens in segments:
@@ -279,10 +274,7 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """Return the id of a segment: a hash of its tokens and of ``place``, the segment's position in the inputs.
-
-    Without ``place``, two segments with equal tokens would have the same id and thus the same file name.
-    """
+    """Return a hash of a segment's tokens and of its place in the inputs, so that equal segments have different ids."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
@@ -299,9 +291,8 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""Neighbouring segments are merged if one of them has less than 1/SMALL_SHARE of the maximum segment size.
-
-The size of the merged segment must not exceed the maximum either. Sizes are in tokens.
+"""Neighbouring segments are merged if one has less than 1/SMALL_SHARE of the maximum size, and both together fit into
+it.
 """
 
 

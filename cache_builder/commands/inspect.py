@@ -120,17 +120,12 @@ def all_as_text(facts: Facts) -> str:
 
 
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
-    """List all caches in a server's cache directory with their owners, without changing them. Raises CacheError.
+    """List all caches in a server's cache directory with their owners, and return the object that ``--json`` prints.
 
-    A server stores each tenant's cache under a name that is derived from the server's secret.
-
-    Args:
-        root: The server's cache directory.
-        secret_file: The file with the server's secret. None: the secret in ``root``.
-
-    Returns:
-        The object that ``--json`` prints. "of" tells to whom a cache belongs. "orphans" are caches of tenants that were
-        created with another secret. "faults" reports the orphans, and a missing or damaged secret.
+    A tenant's cache has a name derived from the server's secret, which is read from ``secret_file`` (default: from the
+    directory). In the result, "of" tells to whom a cache belongs. "orphans" are caches of tenants that were created
+    with another secret. "faults" reports orphans, and a missing or damaged secret. Nothing is changed. Raises
+    CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()

@@ -64,9 +64,7 @@ BLOCK_TOKENS: Final = 64
 """The number of tokens in a block, the unit in which `prune` counts the use of a cache and keeps its text."""
 
 RUN_TOKENS: Final = 8
-"""The number of consecutive tokens by which the text of an accepted draft is found again in the cache.
-
-Shorter sequences of tokens would also occur in unrelated text.
+"""The number of consecutive tokens by which accepted text is found again in the cache; fewer would match by accident.
 """
 
 _WARM: Final = SOURCES.index("prebuilt")

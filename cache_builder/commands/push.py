@@ -75,10 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 REPLICA_ID: Final = b"ssd-push"
-"""The replica id in Redis entries that ``ssd-cache push`` writes, so that ``redis-status`` can name their writer.
-
-Servers have random replica ids.
-"""
+"""The replica id of Redis entries that ``ssd-cache push`` writes, by which ``redis-status`` recognizes them."""
 
 _BATCH: Final = 64
 _SGLANG_TIMEOUT_S: Final = 300.0

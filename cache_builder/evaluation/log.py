@@ -166,7 +166,6 @@ def log_of_texts(texts: Sequence[FollowedText]) -> Log:
 
 
 def _label(record: InputRecord, path: str) -> str:
-    """Return the name of a record's class: the value of the field at ``path``, which may be any JSON, as text."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"
