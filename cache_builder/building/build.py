@@ -291,9 +291,7 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""Neighbouring segments are merged if one has less than 1/SMALL_SHARE of the maximum size, and both together fit into
-it.
-"""
+"""A segment of less than 1/SMALL_SHARE of the maximum size is merged with a neighbour if both fit into one segment."""
 
 
 SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]

@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def store_text(caches: CacheManager, text: FollowedText) -> None:
-    """Append a text that an engine has generated to the cache of the text's namespace, see `namespace_of`."""
+    """Append a text that was received from an engine to the cache of the text's namespace, see `namespace_of`."""
     cache = caches.get(namespace_of(caches.namespace, text.lora, text.cache_salt))
     cache.append(text.tokens, prompt_length=text.prompt_length)
 

@@ -135,7 +135,7 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens kept before each used block of a cache, so that the block's first tokens can follow a match."""
+"""The number of tokens kept before each used block: if a context matches there, the block's tokens are drafted."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949

@@ -76,10 +76,9 @@ class StepCosts:
         curve: The cost of forward passes.
         source: A sentence for the report that tells how the costs were obtained.
         step_ms: The duration of a step without drafting in milliseconds. None: unknown.
-        overhead: The additional cost of each step if drafting is on (search, verification, learning). None: not
-            measured.
-        recycling: The measured speed-up from token recycling, which is added to the estimate. A replay cannot determine
-            it, because token recycling drafts from the model's earlier candidates.
+        overhead: The additional cost of each step if drafting is on (search, verification, learning). None: unknown.
+        recycling: The measured increase of the speed-up by token recycling, which is added to the estimate. A replay
+            cannot determine it, because token recycling drafts from the model's earlier candidates.
     """
 
     curve: CostCurve
@@ -119,7 +118,8 @@ class StepCosts:
 
 
 FLAT_WIDTH = 32
-"""By default, a forward pass of up to this many tokens is assumed to be as fast as a pass of a single token."""
+"""The number of tokens up to which a forward pass is assumed to be as fast as for one token, unless costs are measured.
+"""
 _PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 

@@ -76,7 +76,7 @@ _decoder_at = view_of(Decoder)
 
 @kernel
 def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
-    """Replay one recorded output and return the number of decoding steps. A kernel, called with addresses.
+    """Replay one recorded output and return the number of decoding steps. ``at`` is the address of a `Decoder`.
 
     ``text_at`` is the address of the ``length`` token ids of the prompt and the output. ``steps``, int32[3 * output],
     receives three numbers for each step: draft tokens, accepted draft tokens, and the index of the draft's source. A

@@ -153,7 +153,7 @@ def limitations(log: Log, plan: Plan) -> list[str]:
 
 
 def count_replayed_tokens(log: Log, plan: Plan) -> int:
-    """Return how many output tokens `evaluate` replays, with all uses of the cache together, for its progress bar."""
+    """Return how many output tokens `evaluate` replays in total, over all uses of the cache, for its progress bar."""
     return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
 
 
@@ -174,7 +174,7 @@ def evaluate(
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
     def growth(of: Flags) -> list[dict[str, Any]]:
-        """Return the figures of the selected requests for each tenth of the log, because the cache grows meanwhile."""
+        """Return the figures of the selected requests for each tenth of the log: the effect of the growing cache."""
         parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
@@ -259,7 +259,7 @@ def _tenths(count: int) -> Iterator[tuple[int, int]]:
 
 
 LEAST_REQUESTS: Final = 30
-"""The number of requests from which on the report's first line shows a speed-up; below, the speed-up would be noise."""
+"""The minimum number of requests for which the report's first line shows a speed-up; fewer would give only noise."""
 MeasuredRequest = Mapping[str, Any]
 """The measurements of one request that was decoded twice: with drafts (key "ssd") and without (key "none")."""
 

@@ -53,7 +53,7 @@ class Log:
         labels: The class of each request, from the field of ``--class-by``. None: requests are not classified.
         records: int64[n], the index of the record that contains the request. None: each record has one request.
         num_invalid: The number of records skipped because of ``--skip-invalid``.
-        num_without_prompt: The number of records with an answer only, which are replayed from their first token on.
+        num_without_prompt: The number of records with an answer only, whose first token is replayed as the prompt.
         num_without_answer: The number of records without an answer, which are left out.
     """
 

@@ -38,7 +38,7 @@ BlockHash = int | bytes
 
 
 class InvalidEvents(SSDError):
-    """A message is not a batch of KV events, or an event in it contradicts itself."""
+    """A message is not a batch of KV events, or an event in it is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StoredBlocks:
 
 
 class AllCleared:
-    """The publisher has emptied its prefix cache, so no later block continues an earlier one."""
+    """The event that a publisher has emptied its prefix cache, so that no later block continues an earlier one."""
 
 
 Event = StoredBlocks | AllCleared
@@ -133,10 +133,10 @@ def _decode(event: Any, vocab_size: int) -> Event | None:
 
 
 def _salt(extra_keys: Any, lora: Any) -> str | None:
-    """Return the cache salt from ``extra_keys``, which contain all that separates equal tokens in vLLM's prefix cache.
+    """Return the cache salt from ``extra_keys``, a list with the keys that vLLM adds to the hash of each block.
 
-    These are the keys of each block. All strings of the first block except the adapter's name are taken as the salt.
-    One of them may be a digest of prompt embeddings, by which texts must be separated too.
+    All strings of the first block except the adapter's name are taken as the salt. One of them may be a digest of
+    prompt embeddings, by which texts must be separated too.
     """
     first = extra_keys[0] if isinstance(extra_keys, list) and extra_keys else None
     texts = [each for each in first if isinstance(each, str)] if isinstance(first, list) else []

@@ -72,7 +72,7 @@ class Source:
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
-    """Resolve the command line's inputs to files in order: paths, patterns, directories, URLs, - for standard input.
+    """Resolve inputs (paths, patterns, directories, URLs, and "-" for standard input) to files, in the given order.
 
     Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
     joined with the files of their requests. Raises InputError.

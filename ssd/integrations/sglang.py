@@ -33,7 +33,7 @@ _server_args: Any = None
 
 
 def remember_server(_worker: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Store the server arguments, in a hook before the worker's ``__init__``; SGLang does not pass them to the corpus."""
+    """Store the server arguments that the worker gets, because SGLang does not pass them to the worker's corpus."""
     global _server_args
     _server_args = server_args
 
@@ -125,9 +125,9 @@ class SsdCorpus:
             total_lens: The number of tokens of each request.
 
         Returns:
-            The tokens of all trees, int64[n * draft_token_num]. The root of a tree is the last token of the text, draft
-            tokens follow, and zeros fill the rest. And the attention masks, bool[n * draft_token_num *
-            draft_token_num]: entry [i, j] is whether node i is node j or one of its descendants.
+            The tokens of all trees, int64[n * draft_token_num]: the last token of the text as the root, then draft
+            tokens, then zeros. The second array, bool[n * draft_token_num * draft_token_num], contains the attention
+            masks: entry [i, j] is whether node i is node j or one of its descendants.
         """
         tokens = np.zeros((len(req_ids), self._size), np.int64)
         parents = np.zeros((len(req_ids), self._size), np.int64)

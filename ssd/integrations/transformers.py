@@ -281,9 +281,9 @@ SampleToken = Callable[[torch.Tensor, torch.Tensor], int]
 class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
     """A logits processor that samples the next token itself: it sets the scores of all other tokens to -inf.
 
-    Before, it calls all other logits processors. transformers calls it for every position of a draft, but it does
-    nothing at the positions after a rejected draft token. So processors with a state, and the random generator, are
-    used as often as in ``model.generate`` without drafts.
+    It first calls all other logits processors. transformers calls it for every position of a draft, but it does nothing
+    at the positions after a rejected draft token. So processors with a state, and the random generator, are used as
+    often as in ``model.generate`` without drafts.
     """
 
     def __init__(self, processors: LogitsProcessorList, sample: SampleToken, *, keep_scores: bool) -> None:

@@ -195,7 +195,7 @@ class Speculator(VllmDrafter):
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
-        """Register new requests, and again preempted requests with their output so far. Never raises an exception."""
+        """Register requests that join the batch, a preempted one with its output so far. Never raises an exception."""
         core = self._core
         if core is None or not scheduler_output.scheduled_new_reqs:
             return
