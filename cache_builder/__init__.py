@@ -2,4 +2,4 @@
 
 
 class Terminated(BaseException):
-    """The process received SIGTERM. While this exception propagates, partial results are removed."""
+    """The exception that ``ssd-cache`` raises at SIGTERM, so that ``finally`` blocks remove partial results."""

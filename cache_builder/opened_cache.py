@@ -94,7 +94,7 @@ def read_cache_manifest(path: Path) -> Manifest:
 
 
 Decode: TypeAlias = Callable[[Sequence[int]], str] | None
-"""A function that decodes token ids to text. None: there is no tokenizer, and token ids are shown instead."""
+"""A function that decodes token ids to text; None if there is no tokenizer, so that token ids are shown instead."""
 
 
 def format_tokens(ids: Sequence[int], decode: Decode) -> str:

@@ -80,7 +80,7 @@ def _begin(parent: int) -> None:
 
 
 def prepare_worker() -> None:
-    """Prepare a worker process: limit libraries to one thread each, and make torch unimportable."""
+    """Set up a worker process: turn off the tokenizers library's threads, and hide torch to start faster."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from ssd.text.load_tokenizer import hide_torch
 

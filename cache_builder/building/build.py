@@ -33,23 +33,26 @@ from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
 MOST_BLOCK_BYTES: Final = 48 << 20
-"""The maximum size of a block of input in bytes of text, about 12 million tokens.
+"""The maximum size of a block of the inputs in bytes of text, about 12 million tokens.
 
-A block becomes one segment. If a build is killed, only unfinished blocks are lost.
+One process tokenizes a block and writes it to one or more segments, the immutable files of a cache. If a build is
+killed, the next build repeats only unfinished blocks.
 """
 
 LEAST_BLOCK_BYTES: Final = 1 << 20
 BLOCKS: Final = 16
-"""The number of blocks that a small corpus is divided into, so that several cores have work."""
+"""The number of blocks into which a small corpus is divided, so that all processor cores have work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A sequence of input files, or parts of files, that one process builds into segments.
+    """A sequence of input files, or parts of files, that one process tokenizes and writes to segments.
 
-    ``key`` is a hash of the inputs, their modification times and the build options, by which a later build finds the
-    finished block. ``place`` is a hash of the names and ranges of the inputs, ``weight`` the approximate number of
-    bytes of text.
+    Attributes:
+        key: A hash of the inputs, their modification times and the build options. If it is unchanged, a resumed build
+            reuses the finished block.
+        place: A hash of the names and byte ranges of the inputs, which makes the ids of the block's segments unique.
+        weight: The approximate number of bytes of text.
     """
 
     number: int
@@ -60,10 +63,10 @@ class Block:
 
 
 def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = None) -> list[Block]:
-    """Divide the inputs into blocks, in order. One process builds each block. Raises InputError.
+    """Divide the inputs of a build into blocks of about ``block_bytes`` bytes of text, in order. Raises InputError.
 
-    Small inputs share a block, and a large input is split if its format allows it. ``how`` describes all build options
-    that influence the segments.
+    Several small files form one block, and a large file is split if its format allows it. ``how`` is a text with all
+    build options that influence the result; it is hashed into each block's key.
     """
     if block_bytes is None:
         total = sum(map(estimate_text_bytes, sources))
@@ -92,11 +95,13 @@ def _make_block(number: int, parts: list[Source], how: str, weight: int) -> Bloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """The options of ``ssd-cache build``, which are sent to worker processes.
+    """The options of ``ssd-cache build``, in a form that can be sent to worker processes.
 
-    ``jobs`` is the number of processes, by default one for each core. ``block_bytes`` is the size of a block in bytes
-    of text, by default chosen by `plan_blocks`. `build` fills in ``directory``, its working directory, and
-    ``fingerprint``.
+    Attributes:
+        jobs: The number of processes. None: one for each processor core.
+        block_bytes: The size of a block in bytes of text. None: `plan_blocks` chooses the size.
+        directory: The working directory of the build, which `build` sets.
+        fingerprint: The hash that identifies the tokenizer, which `build` sets.
     """
 
     namespace: str
@@ -118,7 +123,7 @@ class BuildOptions:
 
     @property
     def journal(self) -> Path:
-        """The directory with one journal file for each finished block, from which an interrupted build resumes."""
+        """The directory with one file for each finished block; an interrupted build resumes from these files."""
         return self.directory / "journal"
 
 
@@ -130,7 +135,7 @@ class BuildResult:
     num_sequences: int = 0
     num_tokens: int = 0
     num_skipped_prompt_tokens: int = 0
-    """The number of prompt tokens that were not stored, because an earlier sequence of the segment begins with them."""
+    """The number of prompt tokens that were not stored again, because an earlier prompt began with the same tokens."""
     num_invalid: int = 0
     """The number of invalid lines that were skipped because of ``--skip-invalid``."""
     num_without_prompt: int = 0
@@ -148,7 +153,7 @@ class BuildResult:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """The segments built from one block, in order, as pairs of segment id and number of tokens."""
+    """The segments built from one block of the inputs, in order, as pairs of segment id and number of tokens."""
 
     number: int
     segments: tuple[tuple[str, int], ...]
@@ -163,10 +168,10 @@ def load_codec(tokenizer: str, chat_template: str | None) -> TextCodec:
 def build_block(
     block: Block, options: BuildOptions, progress: Progress = lambda num_bytes, num_tokens: None
 ) -> BlockResult:
-    """Tokenize a block of the inputs and write its segments, unless an earlier build has already written them.
+    """Tokenize a block of the inputs and write its segments; if an earlier build did so, only read the result.
 
-    The same block and options always give the same files. It needs 4 bytes of memory per token of a segment, and 14
-    more while the segment is sorted. Raises InputError, CacheError, ModelError or OSError.
+    The same block and options always give the same files. Building needs 4 bytes of memory per token of a segment, and
+    14 more while the segment's suffix array is sorted. Raises InputError, CacheError, ModelError or OSError.
     """
     journal = options.journal / block.key
     known = _read_journal(journal, block, options)
@@ -180,7 +185,7 @@ def build_block(
 
 
 def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockResult | None:
-    """Return the result of a block that an earlier build finished; None if files are missing or damaged. O(tokens)."""
+    """Return the stored result of a finished block after checking its files; None if one is missing or damaged."""
     try:
         segments, counts = json.loads(journal.read_bytes())
         for segment_id, num_tokens in segments:
@@ -196,7 +201,7 @@ def _read_journal(journal: Path, block: Block, options: BuildOptions) -> BlockRe
 
 
 class _Builder:
-    """Tokenizes one block of the inputs and writes its segments, without duplicate prompts within a segment."""
+    """Tokenizes one block of the inputs and writes segments, which contain equal beginnings of prompts once."""
 
     def __init__(self, block: Block, options: BuildOptions, progress: Progress) -> None:
         self._block = block
@@ -232,7 +237,10 @@ class _Builder:
             yield from read_part(part, lambda num_bytes: self._progress(num_bytes, 0), self._options.fields)
 
     def _pieces(self, found: EncodedRecord | None) -> tuple[list[Tokens], BuildResult]:
-        """Return the parts of a record that the current segment does not contain yet, and the record's counts."""
+        """Return the tokens of a record that must be stored, and the record's counts.
+
+        The beginning of a prompt is left out if the current segment already contains it.
+        """
         if found is None:
             return [], BuildResult(num_invalid=1)
         counts = BuildResult(
@@ -266,7 +274,7 @@ class _Builder:
 
 
 def content_id(tokens: Tokens, place: str) -> str:
-    """Return a segment's id, a hash of its tokens and its place in the inputs, because two segments may be equal."""
+    """Return a hash of a segment's tokens and of its place in the inputs, so that equal segments have different ids."""
     digest = xxhash.xxh3_128(tokens.data)
     digest.update(place.encode())
     return f"static-{digest.hexdigest()}"
@@ -283,7 +291,7 @@ def write_new_segment(tokens: Tokens, segment_id: str, options: BuildOptions) ->
 
 
 SMALL_SHARE = 4
-"""A segment with less than 1/SMALL_SHARE of the maximum number of tokens is merged with its neighbours if they fit."""
+"""A segment of less than 1/SMALL_SHARE of the maximum size is merged with a neighbour if both fit into one segment."""
 
 
 SegmentGroup: TypeAlias = tuple[tuple[str, int], ...]
@@ -297,7 +305,10 @@ def merged_id(neighbours: SegmentGroup) -> str:
 
 
 def group_small_segments(segments: Sequence[tuple[str, int]], most: int) -> Iterator[SegmentGroup]:
-    """Group neighbouring segments to merge, with up to ``most`` tokens per group. Two large ones are not merged."""
+    """Yield groups of neighbouring segments to merge into one, because lookups are faster with fewer segments.
+
+    A group has at most ``most`` tokens. A segment that needs no merge is yielded as a group of its own.
+    """
     held: list[tuple[str, int]] = []
     size = 0
     for segment in segments:
@@ -318,10 +329,13 @@ def merge_group(neighbours: SegmentGroup, options: BuildOptions, progress: Progr
 
 
 _ALONE_WEIGHT = 8 << 20
-"""Inputs with fewer bytes of text than this are built by one process, because starting more processes takes longer."""
+"""One process builds inputs with less text than this (in bytes), because starting more processes would take longer."""
 
 Executor: TypeAlias = Callable[[Sequence[Block], BuildOptions, Progress], Iterator[BlockResult]]
-"""A function that calls `build_block` for blocks, in any order, in processes that can reach ``options.directory``."""
+"""A function that distributes blocks over processes, each of which runs `build_block`, and yields the results.
+
+The results may arrive in any order. All processes must be able to write to ``options.directory``.
+"""
 
 
 def build(
@@ -385,7 +399,6 @@ def build(
 
 
 def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
-    """Return a text with all options that influence segments; blocks built with other options are not reused."""
     try:
         tokenizer = xxhash.xxh3_128_hexdigest(codec.to_json().encode())
     except ValueError:
@@ -406,9 +419,9 @@ def _describe_options(options: BuildOptions, codec: TextCodec) -> str:
 
 
 def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequence[Block]) -> int:
-    """Return the number of worker processes.
+    """Return the number of worker processes; 0 means that the calling process builds all blocks itself.
 
-    The result is 0 if only this process can read the inputs, e.g. standard input, and 1 for a small corpus.
+    The result is 0 if other processes cannot read the inputs (standard input, pipes), and 1 for a small corpus.
     """
     if any(source.name == STANDARD_INPUT or not is_regular(source.name) for source in sources):
         return 0
@@ -418,7 +431,7 @@ def _num_processes(wanted: int | None, sources: Sequence[Source], blocks: Sequen
 
 
 def _publish(out: Path, working: Path, final: Sequence[SegmentGroup], options: BuildOptions) -> None:
-    """Write the manifest of the finished segments and move the working directory's cache to ``out``."""
+    """Write the manifest of the finished cache and move the cache from the working directory to ``out``."""
     sizes = {merged_id(neighbours): sum(size for _, size in neighbours) for neighbours in final}
     for file in options.segments.iterdir():
         if file.stem not in sizes:

@@ -21,7 +21,7 @@ _RETRIES = 5
 
 _BYTES_A_TOKEN = 18
 _BYTES_A_WORKER = 512 << 20
-"""The bytes of memory that Ray reserves for each task, which needs them mainly to sort the tokens of a segment."""
+"""The memory in bytes that Ray reserves for each task in addition to 18 bytes per token of a segment."""
 
 
 def ray_executor(address: str | None) -> Executor:

@@ -26,10 +26,10 @@ def resumable_directory(out: Path) -> Path:
 
 @contextmanager
 def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
-    """Create the locked working directory of a build, and delete it at the end.
+    """Yield the working directory of a build, locked against other builds, and delete it when the context ends.
 
-    After an error it is not deleted if it contains a finished block, so that the next build can resume. ``fresh``
-    deletes the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
+    If an exception ends the context and at least one block is finished, the directory is kept, so that the next build
+    resumes from it. ``fresh`` deletes the files of an earlier build first. Raises ConfigError, CacheLocked or OSError.
     """
     path = resumable_directory(out)
     try:
@@ -87,13 +87,13 @@ def find_resumable(out: Path) -> Path | None:
 
 
 def _restore_output(out: Path, working: Path) -> None:
-    """Move the old cache back to ``out`` if `replace_directory` was interrupted after it had moved the cache away."""
+    """Move the old cache back to ``out`` if `replace_directory` was interrupted between its two renames."""
     if (working / _OLD).exists() and not out.exists():
         (working / _OLD).rename(out)
 
 
 def replace_directory(out: Path, working: Path) -> None:
-    """Replace the cache at ``out`` by the finished cache in the working directory.
+    """Replace the cache at ``out`` by the new cache in the working directory, with two renames.
 
     Raises CacheLocked if a server writes to ``out``.
     """

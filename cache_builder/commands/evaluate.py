@@ -163,7 +163,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
-    """Receive KV events, and return a log of the texts of requests without LoRA adapter and without cache_salt."""
+    """Receive KV events from engines and return the received texts as a log, with the tokenizer.
+
+    Requests with a LoRA adapter or a ``cache_salt`` are left out. Their text belongs to other namespaces, from which
+    requests to the base model never draft.
+    """
     from cache_builder.evaluation.log import log_of_texts
     from cache_builder.following.block_chains import FollowedText
     from ssd.text.codec import TextCodec
@@ -197,7 +201,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _some_prompts(log: Log) -> list[list[int]]:
-    """Return a few prompts, evenly spaced in the log, for measurements."""
+    """Return a few prompts of the log, evenly spaced, with which the costs of forward passes are measured."""
     numbers = log.replayable
     some = numbers[:: max(1, len(numbers) // _MEASURED_PROMPTS)].tolist()
     return [log.row(number).context.tolist() for number in some]

@@ -130,9 +130,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
-    """Read the acceptance model from learned.bin, and the number of draft tokens that it was trained on.
+    """Read the acceptance model that a server stored with the cache (learned.bin).
 
-    If the file is missing or damaged, return an untrained model and None.
+    Also returns the number of candidate tokens that the model was trained on. If the file is missing or damaged, the
+    result is an untrained model and None.
     """
     stored = read_learned_state(path)
     try:
@@ -142,9 +143,9 @@ def _read_acceptance_model(path: Path) -> tuple[LearnedState, int | None]:
 
 
 def _find_occurrences(cache: OpenedCache, context: Tokens, length: int) -> Iterator[dict[str, Any]]:
-    """Find every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
+    """Yield every occurrence of the last ``length`` tokens of the context in the cache. O(tokens of the cache).
 
-    Yields for each occurrence the segment, the ``position`` of the next token, and the surrounding text.
+    Each occurrence is a JSON object: the segment, the position of the next token, and the tokens around this position.
     """
     tail = context[-length:]
     for segment in cache.segments:
@@ -202,7 +203,10 @@ def _end(context: Tokens, count: int, decode: Decode) -> str:
 
 
 def _format_descendants(after: int, indent: int, draft: dict[str, Any], decode: Decode) -> Iterator[str]:
-    """Format the nodes below a node of a draft tree, one line each, indented by the number of branchings above."""
+    """Yield one line of text for each token of a draft tree below the token ``after``, with its acceptance probability.
+
+    Tokens with alternatives, and all tokens below them, are indented by one more level.
+    """
     children = [node for node, parent in enumerate(draft["parents"]) if parent == after]
     for node in children:
         chances = (

@@ -137,13 +137,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def store_text(caches: CacheManager, text: FollowedText) -> None:
-    """Append a text to the cache of its namespace."""
+    """Append a text that was received from an engine to the cache of the text's namespace, see `namespace_of`."""
     cache = caches.get(namespace_of(caches.namespace, text.lora, text.cache_salt))
     cache.append(text.tokens, prompt_length=text.prompt_length)
 
 
 def namespace_of(base: str, lora: str | None, cache_salt: str | None) -> str:
-    """Return the cache namespace of a text: ``base``, or a hash that reveals neither the adapter nor the salt."""
+    """Return the cache namespace in which a text is stored, so that drafts never mix adapters or cache salts.
+
+    Text of the base model without ``cache_salt`` is stored in ``base``. Any other text is stored in a namespace whose
+    name is a hash, which reveals neither the adapter nor the salt.
+    """
     if lora is None and cache_salt is None:
         return base
     return "kv-" + xxhash.xxh3_128_hexdigest(json.dumps([base, lora, cache_salt]).encode())
@@ -178,7 +182,7 @@ def follow(
 
 
 class _Progress:
-    """Prints the counters of received texts every 30 seconds, or a hint as long as no event has arrived."""
+    """Prints the number of received texts every 30 seconds, or a hint while no event has arrived."""
 
     def __init__(self, endpoints: list[str]) -> None:
         self._endpoints, self._began, self._next = endpoints, time.monotonic(), time.monotonic() + _PROGRESS_S
@@ -208,7 +212,6 @@ class _Progress:
 
 @contextmanager
 def _until_interrupted() -> Iterator[None]:
-    """End the context without an exception at SIGTERM or Ctrl-C, so that all received texts are stored afterwards."""
     try:
         yield
     except (KeyboardInterrupt, Terminated):

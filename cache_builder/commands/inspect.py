@@ -120,11 +120,12 @@ def all_as_text(facts: Facts) -> str:
 
 
 def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
-    """Read the caches of all namespaces in a server's cache directory, without changing them.
+    """List all caches in a server's cache directory with their owners, and return the object that ``--json`` prints.
 
-    Returns the object that ``--json`` prints. Its field "of" names the owner of each namespace. Its field "faults"
-    reports a missing or damaged secret, and caches that belong to no tenant. ``secret_file`` contains the server's
-    secret; by default the secret in the directory is used. Raises CacheError.
+    A tenant's cache has a name derived from the server's secret, which is read from ``secret_file`` (default: from the
+    directory). In the result, "of" tells to whom a cache belongs. "orphans" are caches of tenants that were created
+    with another secret. "faults" reports orphans, and a missing or damaged secret. Nothing is changed. Raises
+    CacheError.
     """
     kept_at = secret_file or root / STATE_DIRECTORY / SECRET_NAME
     faults, namespaces, orphans = list[str](), list[Facts](), list[str]()
@@ -164,15 +165,16 @@ def inspect(
 
     Args:
         path: The cache directory.
-        deep: Also check the order of each suffix array, token ids and learned.bin, which checksums cannot verify.
+        deep: Also check properties that checksums cannot verify: the order of each suffix array, token ids,
+            learned.bin.
         codec: The tokenizer that the cache must have been built with, for ``deep``. None: not checked.
         progress: Called with the number of tokens read since the last call.
 
     Returns:
         The object that ``--json`` prints. Token counts exclude separators. The "error" of a segment is None if its file
         exists and all checksums match. "faults" describe each problem and its remedy. With ``deep`` there are also
-        "notes" about harmless findings, "num_sequences", and "learned_from", the number of draft tokens that
-        learned.bin was trained on.
+        "notes" about harmless findings, "num_sequences", and "learned_from", the number of candidate tokens that the
+        acceptance model in learned.bin was trained on.
 
     Raises:
         CacheError: The directory contains no cache.
@@ -190,9 +192,10 @@ def inspect(
 def _facts(
     path: Path, manifest: Manifest, deep: bool, codec: TextCodec | None, progress: Callable[[int], object]
 ) -> Facts:
-    """Return the result of `inspect` for one version of the manifest.
+    """Return the result of `inspect` for the segments that ``manifest`` lists.
 
-    If a server has deleted a segment file since the manifest was read, this is reported as a fault.
+    A listed segment whose file is missing is a fault, also if a server has deleted the file since the manifest was
+    read.
     """
     segments, faults, notes = list[Facts](), list[str](), list[str]()
     learned_from = None

@@ -28,9 +28,10 @@ def merge(
 ) -> None:
     """Write the sequences of several caches, in order, to one cache directory, and print a summary.
 
-    Repeated sequences are kept by default, because drafts are ranked by how often a text occurs. ``out`` may be one of
-    ``paths``, and is unchanged after an error. The largest segment needs 18 bytes of memory per token, and ``unique``
-    about 100 bytes per sequence. Raises ConfigError, CacheError or OSError.
+    Sequences that occur several times are kept by default, because drafts are ranked by how often a text occurs;
+    ``unique`` keeps only the first of them. ``out`` may be one of ``paths``, and is unchanged after an error. The
+    largest segment needs 18 bytes of memory per token, and ``unique`` about 100 bytes per sequence. Raises ConfigError,
+    CacheError or OSError.
     """
     check_output(out, force=force)
     caches = open_caches(paths)

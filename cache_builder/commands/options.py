@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 CACHE_DIRECTORY = "Cache directory that `ssd-cache build` wrote, or CACHE_DIR/NAMESPACE of a server"
-"""The help text of an argument that names an existing cache directory."""
+"""The text that ``--help`` shows for an argument that names an existing cache directory."""
 
 
 def token_count(text: str) -> int:
@@ -85,10 +85,10 @@ def escape_value(value: object) -> str:
 
 @contextmanager
 def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
-    """Yield a Redis client whose errors are raised as StoreUnavailable, in one line and without passwords.
+    """Yield a Redis client for a ``with`` block; errors of Redis leave the block as StoreUnavailable.
 
-    ``failed`` returns a description of the step that failed, for the error message. Raises ConfigError for an invalid
-    URL.
+    The error message has one line and contains no password. ``failed`` returns the part of the message that describes
+    the step that failed. Raises ConfigError for an invalid URL.
     """
     from ssd.replication.connection import connect, redact_password, redacted_address
 
@@ -108,9 +108,10 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iter
 
 
 def find_fingerprints(client: redis.Redis, options: argparse.Namespace) -> list[str]:
-    """Return the fingerprints of all tokenizers with text of ``--namespace`` in Redis, or only ``--fingerprint``.
+    """Return the fingerprint of each tokenizer whose text Redis contains in the namespace that ``--namespace`` names.
 
-    Raises ConfigError, and the errors of redis-py.
+    If ``--fingerprint`` is given, only this fingerprint is returned, without a search in Redis. Raises ConfigError, and
+    the errors of redis-py.
     """
     from ssd.replication.entry import stream_key
     from ssd.retrieval.files import check_fingerprint, check_namespace
@@ -189,7 +190,8 @@ def chat_template_from_options(options: argparse.Namespace) -> str | None:
 def read_logs(options: argparse.Namespace, names: list[str], class_by: str | None = None) -> tuple[TextCodec, Log]:
     """Load the tokenizer and read the recorded requests in log files, with a progress bar.
 
-    ``class_by`` is the field by which requests are classified. Raises InputError, ConfigError or SSDError.
+    ``class_by`` is the name of the record's field by which the report groups requests. Raises InputError, ConfigError
+    or SSDError.
     """
     from cache_builder.evaluation.log import read_log
     from cache_builder.inputs.sources import find_sources

@@ -61,14 +61,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 BLOCK_TOKENS: Final = 64
-"""The number of tokens in a block of a cache. `prune` counts for each block how often logs use it."""
+"""The number of tokens in a block, the unit in which `prune` counts the use of a cache and keeps its text."""
 
 RUN_TOKENS: Final = 8
-"""Accepted drafts are searched in a cache by their runs of this many tokens, because shorter runs match by accident."""
+"""The number of consecutive tokens by which accepted text is found again in the cache; fewer would match by accident.
+"""
 
 _WARM: Final = SOURCES.index("prebuilt")
 _WIDTH: Final = 32
-"""The replay assumes that verifying up to this many draft tokens costs nothing, so that drafts are long."""
+"""The number of tokens up to which a forward pass is assumed to take constant time in the replay of a log.
+
+With this assumption the replay makes long drafts, which show the use of more of the cache's text.
+"""
 
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
@@ -80,9 +84,11 @@ Flags = npt.NDArray[np.bool_]
 def accepted_runs(
     directory: Path, log: Log, fingerprint: str, progress: Callable[[int], object] = lambda num_tokens: None
 ) -> list[Keys]:
-    """Replay a log with drafts from a cache; return the hashes of all runs of RUN_TOKENS tokens in accepted drafts.
+    """Replay a log with drafts from a cache, and return which token sequences of the cache were accepted as drafts.
 
-    It takes about 30 microseconds per output token, and less if drafts are accepted. Raises CacheError.
+    A token sequence is represented by the hash of ``RUN_TOKENS`` consecutive tokens; there is one array of hashes for
+    each accepted draft. It takes about 30 microseconds per output token, and less if drafts are accepted. Raises
+    CacheError.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
     found: list[Keys] = []
@@ -110,9 +116,10 @@ def _hash_runs(tokens: Tokens) -> Keys:
 
 
 def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
-    """Count for each block of a cache how many token runs of accepted drafts first occur in this block: int64[blocks].
+    """Return for each block of a cache how often accepted drafts contained text of this block: int64[blocks].
 
-    Later occurrences of a run do not count, so that repeated text is kept only once. O(tokens).
+    ``found`` is the result of `accepted_runs`. If a text occurs several times in the cache, only the block of its first
+    occurrence is counted, so that pruning keeps repeated text once. O(tokens).
     """
     keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
@@ -128,25 +135,25 @@ def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
 
 
 LEAD_IN_TOKENS: Final = BLOCK_TOKENS // 2
-"""The number of tokens kept before each used cache block, so that a context can match before the block's first token.
-"""
+"""The number of tokens kept before each used block: if a context matches there, the block's tokens are drafted."""
 
 _STRETCH_BLOCKS: Final = 4
 _GOLDEN_RATIO: Final = 0.6180339887498949
 
 LEAST_TOKENS: Final = 8
-"""Pruning drops parts of a sequence with fewer tokens than this, because they hardly yield any drafts."""
+"""The minimum length in tokens of a kept part of a sequence; pruning drops shorter parts, which hardly yield drafts."""
 
 
 def choose_half_blocks(credits: Counts, budget: int) -> Flags:
-    """Choose the half blocks of a cache to keep within a budget, bool[2 n]: two entries for each block.
+    """Choose the half blocks of a cache that pruning keeps: bool[2 n], two entries for each block. O(n log n).
 
-    The most used blocks are kept first. Among blocks with equal counts, stretches of a few blocks are kept that are
-    spread evenly over the text. For blocks that no log used, this served held-out requests better than keeping the
-    newest blocks, or the blocks near used ones.
+    The most used blocks are kept first, each with the half block before it as a lead-in. Blocks with equal counts are
+    chosen in stretches of a few blocks that are spread evenly over the text. For unused blocks, this served held-out
+    requests better than the newest blocks, or the blocks next to used ones.
 
-    ``credits`` is the usage count of each block (int64[n]), ``budget`` the maximum number of kept tokens,
-    including separators. O(n log n).
+    Args:
+        credits: The usage count of each block, int64[n].
+        budget: The maximum number of kept tokens, including separators.
     """
     count = len(credits)
     spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # even for any number of blocks
@@ -168,7 +175,10 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
-    """Return the parts of a sequence that pruning keeps, in order. ``kept`` has a flag per half block of the cache."""
+    """Return the parts of a sequence that pruning keeps, in order.
+
+    The sequence begins at position ``start`` of the cache. ``kept`` is the result of `choose_half_blocks`.
+    """
     first, last = start // LEAD_IN_TOKENS, (start + len(tokens) - 1) // LEAD_IN_TOKENS
     flags = np.concatenate([[False], kept[first : last + 1], [False]])
     edges = np.flatnonzero(flags[1:] != flags[:-1]).reshape(-1, 2) + first
@@ -183,9 +193,9 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
 def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
     """Write the most used text of a cache, at most ``budget`` tokens with separators, to ``out``, and print a summary.
 
-    ``found`` is the result of `accepted_runs`. ``out`` may be ``directory``, and is unchanged after an error. It takes
-    O(tokens) time, and memory for 1/64 of the tokens and one segment of the result. Raises ConfigError, CacheError or
-    OSError.
+    ``found``, the result of `accepted_runs`, tells which text was used. ``out`` may equal ``directory``, and is
+    unchanged after an error. It takes O(tokens) time, and memory for 1/64 of the tokens and one segment of the result.
+    Raises ConfigError, CacheError or OSError.
     """
     (cache,) = open_caches([directory])
     credits = count_uses(cache, found)

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 REPLICA_ID: Final = b"ssd-push"
-"""The replica id of Redis entries written by ``ssd-cache push``. Servers have random replica ids."""
+"""The replica id of Redis entries that ``ssd-cache push`` writes, by which ``redis-status`` recognizes them."""
 
 _BATCH: Final = 64
 _SGLANG_TIMEOUT_S: Final = 300.0
@@ -84,10 +84,10 @@ _SGLANG_TIMEOUT_S: Final = 300.0
 def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Append the sequences of a cache directory to the Redis stream of a namespace, and print a summary.
 
-    If not all sequences fit into the stream, the newest sequences are written. ``max_tokens`` must equal the limit of
-    the replicas. Replicas ignore entries that were pushed before, as long as they remember the entries' ids. It takes
-    O(tokens) time, and memory for a few blocks and the longest sequence. Raises ConfigError, CacheError or
-    StoreUnavailable.
+    If not all sequences fit into ``max_tokens``, the newest ones are written. ``max_tokens`` must equal the servers'
+    ``--cache-tokens``, because every writer trims the stream to its own limit. If a cache is pushed again, its entries
+    have the same ids, and servers ignore entries whose ids they remember. It takes O(tokens) time, and memory for a few
+    blocks and the longest sequence. Raises ConfigError, CacheError or StoreUnavailable.
     """
     if namespace is not None:
         check_namespace(namespace)
@@ -130,7 +130,10 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
 
 
 def _first_that_fits(segments: Sequence[Segment], max_tokens: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the length of each sequence, and the index of the first one so that it and all later ones fit."""
+    """Return the lengths of all sequences (int64[n]), and the index of the first of the newest sequences that fit.
+
+    The sequences from this index on have at most ``max_tokens`` tokens together.
+    """
     lengths = np.fromiter(map(len, iter_sequences(segments)), np.int64)
     return lengths, len(lengths) - int(np.searchsorted(np.cumsum(lengths[::-1]), max_tokens, side="right"))
 
@@ -138,8 +141,8 @@ def _first_that_fits(segments: Sequence[Segment], max_tokens: int) -> tuple[npt.
 def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> None:
     """Load the newest sequences of a cache directory into a running SGLang server, and print a summary.
 
-    Until it exits, SGLang keeps the sequences as external corpus "ssd-ID", where ID is the last segment's id. Raises
-    CacheError, or StoreUnavailable if SGLang rejects the sequences.
+    SGLang drafts from the sequences as external corpus "ssd-ID" until the server exits; ID is the id of the cache's
+    last segment. Raises CacheError, or StoreUnavailable if SGLang rejects the sequences.
     """
     (cache,) = open_caches([directory])
     lengths, first = _first_that_fits(cache.segments, max_tokens)

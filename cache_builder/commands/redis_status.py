@@ -139,7 +139,7 @@ def _server_facts(address: str, server: redis.Redis) -> Facts:
 
 
 def _warnings(server: Facts) -> Iterator[str]:
-    """Yield one sentence for each setting of the Redis server that an operator should change."""
+    """Yield one sentence for each problem of the Redis server that an operator should correct."""
     where = f" at {server['address']}" if server["address"] else ""
     if server.get("role") == "slave":
         yield f"the server{where} is a replica, which rejects writes: use the URL of its master or sentinels"
@@ -154,7 +154,10 @@ def _warnings(server: Facts) -> Iterator[str]:
 
 
 def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
-    """Return the tokenizer fingerprint and name of each namespace in Redis, from a bounded number of keys."""
+    """Return the pair of tokenizer fingerprint and name of each namespace in Redis.
+
+    At most 20,000 keys are read, so the result may be incomplete if Redis contains more keys.
+    """
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
@@ -196,7 +199,7 @@ def _sample_stream(client: redis.Redis, key: str) -> Facts:
 
 
 def decode_any_entry(raw: RawEntry, key: str) -> Entry | None:
-    """Decode a Redis stream entry of any tokenizer. Returns None if the entry is not in our format."""
+    """Decode an entry of a Redis stream, whatever tokenizer its text has; None if SSD did not write the entry."""
     try:
         return unpack_entry(value_of(raw), key, vocab_size=_ANY_TOKEN)
     except InvalidEntryError:

@@ -47,12 +47,14 @@ class CostCurve:
 
 
 def flat_curve(width: int) -> CostCurve:
-    """Return a cost curve that is constant up to ``width`` tokens (memory-bound) and proportional above."""
+    """Return a cost curve that is constant up to ``width`` tokens, and above proportional to the number of tokens.
+
+    On a GPU, a pass of few tokens mostly takes the time to read the weights.
+    """
     return CostCurve(f"flat {width}", np.array([1.0, width, 2.0 * width]), np.array([1.0, 1.0, 2.0]))
 
 
 def _parse_curve(result: object, name: str) -> CostCurve:
-    """Parse a cost curve from a measurement's JSON object. Raises ConfigError that mentions the file ``name``."""
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
@@ -68,14 +70,15 @@ def _parse_curve(result: object, name: str) -> CostCurve:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The costs of decoding steps, relative to a step that decodes one token without drafting.
+    """The costs of decoding steps, in units of the cost of a step that decodes one token without drafting.
 
     Attributes:
         curve: The cost of forward passes.
         source: A sentence for the report that tells how the costs were obtained.
         step_ms: The duration of a step without drafting in milliseconds. None: unknown.
-        overhead: The additional cost of a step with drafting (search, verification, learning). None: not measured.
-        recycling: The additional tokens per step from token recycling, which a replay cannot determine.
+        overhead: The additional cost of each step if drafting is on (search, verification, learning). None: unknown.
+        recycling: The measured increase of the speed-up by token recycling, which is added to the estimate. A replay
+            cannot determine it, because token recycling drafts from the model's earlier candidates.
     """
 
     curve: CostCurve
@@ -84,15 +87,15 @@ class StepCosts:
     overhead: float | None = None
     recycling: float = 0.0
     condition: str = ""
-    """The assumption under which the estimated speed-up holds, shown in the report's headline."""
+    """The assumption on which the estimated speed-up is based, shown next to the speed-up in the report."""
 
     def speed_up(
         self, num_output_tokens: int, steps_by_drafted: npt.NDArray[np.int64], propose_s: float = 0.0
     ) -> float:
-        """Return the time of decoding without drafts divided by the time with drafts.
+        """Return the estimated speed-up: the time of decoding without drafts divided by the time with drafts.
 
         ``steps_by_drafted`` (int64[k + 1]) are the numbers of steps with 0, 1, ... k draft tokens. ``propose_s`` is the
-        total time of drafting in seconds, which is used if the time of a step is known but ``overhead`` is not.
+        total time of drafting in seconds, used only if ``overhead``, which includes this time, was not measured.
         """
         passes = self.curve.costs_up_to(len(steps_by_drafted))[1:]
         times = steps_by_drafted * (passes + (self.overhead or 0.0))
@@ -115,7 +118,8 @@ class StepCosts:
 
 
 FLAT_WIDTH = 32
-"""By default, a forward pass of up to this many tokens is assumed to be as fast as a pass of a single token."""
+"""The number of tokens up to which a forward pass is assumed to be as fast as for one token, unless costs are measured.
+"""
 _PROGRAM = "ssd.engine.profile_cli"
 _MOST_BYTES = 1 << 20
 
@@ -136,7 +140,7 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def costs_from_options(options: argparse.Namespace, sample: Sample) -> StepCosts:
-    """Return the decoding costs that ``--measure`` or ``--cost`` selects, or else assumed costs.
+    """Return the decoding costs: measured with ``--measure``, read from the file of ``--cost``, or else assumed.
 
     Raises ConfigError or ModelError.
     """
@@ -162,9 +166,10 @@ def measure_costs(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any
 
 
 def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a measurement that loads torch, in a process of its own, and return its result as a JSON object.
+    """Measure with a real model in a new process, because this process cannot import torch, and return the result.
 
-    ``what`` is the kind of measurement, "costs" or "log", and ``asked`` its parameters. Raises ModelError.
+    ``what`` is the kind of measurement: "costs" of forward passes, or "log" to decode logged requests. ``asked`` are
+    its parameters. Raises ModelError.
     """
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     try:
@@ -201,7 +206,7 @@ def read_step_costs(path: Path) -> StepCosts:
 
 
 def parse_step_costs(result: object, name: str) -> StepCosts:
-    """Parse decoding costs from a measurement's JSON object. Raises ConfigError that mentions the file ``name``."""
+    """Parse decoding costs from a measurement's JSON object. Errors (ConfigError) mention the file ``name``."""
     curve = _parse_curve(result, name)
     assert isinstance(result, dict)  # `_parse_curve` has checked it
     numbers = {

@@ -45,13 +45,15 @@ NUM_SOURCES: Final = len(SOURCES)
 
 
 class Decoder(Record):
-    """The parameters and the state of a replay of recorded outputs, in memory that the compiled kernel reads.
+    """The parameters and the state of `OutputDecoder`, in a record that the compiled kernel reads by its address.
 
     Attributes:
-        settings: The address of the `DraftBatch`.
-        costs: float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
-        more: float64[num_more], the minimum cost of each additional draft token, non-decreasing.
-        by_source: For each of `SOURCES`, the numbers of drafts, of their tokens and of their accepted tokens.
+        settings: The address of the `DraftBatch` with the options of drafting.
+        model: The address of the acceptance model.
+        costs: The address of float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
+        more: The address of float64[num_more], the cost of each further draft token, see `rising`.
+        rate: Tokens and costs of recent passes, from which the cost of a draft token in output tokens follows.
+        by_source: For each of `SOURCES`, the numbers of drafts, of draft tokens and of accepted draft tokens.
         row: The output that is replayed. All further fields are scratch memory.
     """
 
@@ -74,11 +76,11 @@ _decoder_at = view_of(Decoder)
 
 @kernel
 def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_length: int, steps: TokenIds) -> int:
-    """Replay one recorded output and return the number of decoding steps. Called with addresses of records and arrays.
+    """Replay one recorded output and return the number of decoding steps. ``at`` is the address of a `Decoder`.
 
-    ``text_at`` refers to the ``length`` token ids of the prompt and the output. ``steps`` (int32[3 * output]) receives
-    for each step the numbers of drafted and accepted tokens and the draft's source. A step emits one more token than it
-    accepts, so the last token of the text never counts as accepted.
+    ``text_at`` is the address of the ``length`` token ids of the prompt and the output. ``steps``, int32[3 * output],
+    receives three numbers for each step: draft tokens, accepted draft tokens, and the index of the draft's source. A
+    step generates one token in addition to the accepted ones, so the last token of the text never counts as accepted.
     """
     decoder = _decoder_at(at)
     settings, row = draft_batch_at(decoder.settings), decoder.row
@@ -138,11 +140,11 @@ class Decoded:
 
 
 class OutputDecoder:
-    """Replays recorded outputs with the suffix drafter, to count the steps that a server would need. Deterministic.
+    """Replays recorded outputs with the suffix drafter, to count the decoding steps that a server would need.
 
-    It decodes like an engine that runs one sequence at a time, without drafts that depend on a running target model,
-    such as token recycling. ``sure`` is the minimum acceptance probability of the first draft token in a request's
-    first pass. Must be used by one thread.
+    It decodes one sequence at a time. Draft sources that need the target model, such as token recycling, are left out.
+    The result is deterministic. In a request's first pass, a draft is only made if the acceptance probability of its
+    first token is at least ``sure``. Must be used by one thread.
     """
 
     def __init__(
@@ -195,10 +197,11 @@ def warm_up() -> None:
 
 
 def rising(costs: Floats) -> Floats:
-    """Return the increments of the greatest convex curve below ``costs``: float64[max(1, n - 1)].
+    """Return the costs of each further draft token, float64[max(1, n - 1)], from the costs of passes of 1 to n tokens.
 
-    The increments are used as the costs of further draft tokens. In a measured curve, a steep step would end a draft
-    even if more tokens beyond the step would pay off.
+    The returned costs never decrease from one token to the next: they are the increments of the greatest convex curve
+    below ``costs``. In a measured curve, a steep step would end a draft even if tokens beyond the step were worth their
+    cost.
     """
     corners = [0]
     for width in range(1, len(costs)):

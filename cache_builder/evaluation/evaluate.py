@@ -49,7 +49,11 @@ class Plan:
 
     @property
     def lesser_uses(self) -> tuple[CacheUse, ...]:
-        """The cache settings that are replayed for comparison. "none" drafts only from a request's own context."""
+        """The uses of the cache that are also replayed, so that the report shows how much the cache contributes.
+
+        "none" searches no cache and drafts only from a request's own context; "frozen" searches only prebuilt
+        directories.
+        """
         return ("none", "frozen") if self.cache == "growing" and self.warm else ("none",)
 
 
@@ -60,7 +64,7 @@ class Outcome:
     Attributes:
         requests: int64[r], the indices of the replayed requests in the log.
         drafted: int16[steps], the number of draft tokens of each step, for all requests one after the other.
-        ns: The processor time of all proposals in nanoseconds.
+        ns: The processor time of drafting in nanoseconds, in total.
         by_source: Drafts by source, see `OutputDecoder.by_source`.
     """
 
@@ -81,8 +85,8 @@ def replay(
 ) -> Outcome:
     """Replay a log with the server's drafter and count the decoding steps. Raises CacheError.
 
-    ``use`` selects the caches that are searched, see `Plan.lesser_uses`. ``tell`` is called with the number of output
-    tokens of each request.
+    ``use`` selects the caches that are searched, see `Plan.lesser_uses`. After each request, ``tell`` is called with
+    the request's number of output tokens.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.tree)
@@ -149,7 +153,7 @@ def limitations(log: Log, plan: Plan) -> list[str]:
 
 
 def count_replayed_tokens(log: Log, plan: Plan) -> int:
-    """Return the number of output tokens that `evaluate` replays with all cache settings, for its progress bar."""
+    """Return how many output tokens `evaluate` replays in total, over all uses of the cache, for its progress bar."""
     return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
 
 
@@ -170,7 +174,7 @@ def evaluate(
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
     def growth(of: Flags) -> list[dict[str, Any]]:
-        """Return figures of the selected requests for each tenth of the log, during which the cache grows."""
+        """Return the figures of the selected requests for each tenth of the log: the effect of the growing cache."""
         parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
@@ -214,9 +218,10 @@ def evaluate(
 
 
 def figures_of(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
-    """Return the speed-up and related figures of a replay.
+    """Return the figures of a replay for the report: speed-up, tokens per step, acceptance rate and others.
 
-    ``best`` (int64[n]) is the minimum number of steps of each request, and ``of`` (bool[r]) selects the requests.
+    ``best``, the result of `hindsight_steps`, is the number of steps that each request needs with the best drafts.
+    ``of`` (bool[r]) selects the requests; None selects all.
     """
     chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
     drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
@@ -254,9 +259,9 @@ def _tenths(count: int) -> Iterator[tuple[int, int]]:
 
 
 LEAST_REQUESTS: Final = 30
-"""With fewer requests than this, the headline shows no speed-up, because noise would be as large as the effect."""
+"""The minimum number of requests for which the report's first line shows a speed-up; fewer would give only noise."""
 MeasuredRequest = Mapping[str, Any]
-"""The measurements of one request, decoded with drafts ("ssd") and without drafts ("none")."""
+"""The measurements of one request that was decoded twice: with drafts (key "ssd") and without (key "none")."""
 
 
 def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCosts) -> dict[str, Any] | None:
@@ -286,7 +291,10 @@ def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCo
 
 
 def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
-    """Return a log with the greedy outputs of the measured model; None if no output was generated greedily."""
+    """Return a log of the outputs that the measured model generated greedily, which is then replayed.
+
+    The replay's speed-up can be compared with the measured one. Returns None if nothing was generated greedily.
+    """
     rows: Sequence[MeasuredRequest] = next(
         (each["requests"] for each in found["temperatures"] if not each["temperature"]), []
     )
@@ -321,10 +329,10 @@ def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compute_figures(rows: Sequence[MeasuredRequest]) -> dict[str, Any]:
-    """Return tokens per second with and without drafts, and the speed-up with and without the time of prompts.
+    """Return throughput and speed-up of measured requests, with prefill ("speedup") and without ("output_speedup").
 
-    The speed-up without the time of prompts is comparable with a replay's speed-up. A prompt's pass also yields the
-    first output token, so the time of one step without drafts is not counted as time of the prompt.
+    Only "output_speedup" is comparable with the speed-up of a replay. The pass over the prompt also yields the first
+    output token, so the prefill time is the time of this pass minus the time of one step without drafts.
     """
     tokens = sum(row["ssd"]["tokens"] for row in rows)
     off_s, on_s = (sum(row[way]["seconds"] for row in rows) for way in ("none", "ssd"))

@@ -12,16 +12,16 @@ from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_suffix_array
 
 _MOST_TOKENS: Final = 1 << 26
-"""The maximum size of a log in tokens; the computation requires 24 bytes per token."""
+"""The maximum number of tokens of a log for which the optimum is computed, which needs 24 bytes of memory per token."""
 
 
 @kernel
 def _longest_before(text: TokenIds, order: TokenIds) -> TokenIds:
-    """Return for each position the length of the longest token run that also occurs earlier: int32[n]. O(n).
+    """Return for each position the length of the longest token run from there that also begins earlier: int32[n]. O(n).
 
-    It computes the common prefixes of neighbors in the suffix array (Kasai et al. 2001), and removes positions from the
-    last to the first to find the nearest earlier positions (Crochemore and Ilie 2008, "Computing longest previous
-    factor").
+    The longest common prefixes of neighbours in the suffix array are computed first (Kasai et al. 2001). Then positions
+    are removed from the array, the last one first, so that all remaining neighbours are earlier positions (Crochemore
+    and Ilie 2008, "Computing longest previous factor").
     """
     n = len(text)
     ranks, common = np.empty(n, np.int32), np.zeros(n + 1, np.int32)
@@ -67,11 +67,11 @@ def _count_steps(runs: TokenIds, begins: Int64s, ends: Int64s, limit: int) -> In
 def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: int) -> Int64s | None:
     """Return how many decoding steps each request would need if every draft were the best one in all earlier text.
 
-    At each step the last token is searched in all earlier requests and in the request itself. The occurrence whose
-    continuation agrees with the output for longest is drafted, up to ``limit`` tokens. If a request has several choices
-    (``n`` > 1), each counts as earlier text for the next one, although a server generates them at the same time. A gain
-    computed from the result is therefore an upper limit. Returns None for more than 64 million tokens. O(n log n) in
-    all tokens.
+    At each step, all occurrences of the last token in earlier requests and in the request itself are compared. The
+    draft is the continuation, up to ``limit`` tokens, that agrees with the recorded output for longest. No drafter can
+    know this, so the result is a lower limit of the steps. If a request has several choices (``n`` > 1), each choice
+    counts as earlier text for the next one, although a server generates them at the same time. Returns None for more
+    than 64 million tokens. O(n log n) in all tokens.
     """
     if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
         return None

@@ -53,7 +53,7 @@ class Log:
         labels: The class of each request, from the field of ``--class-by``. None: requests are not classified.
         records: int64[n], the index of the record that contains the request. None: each record has one request.
         num_invalid: The number of records skipped because of ``--skip-invalid``.
-        num_without_prompt: The number of records with an answer only, which are replayed from their first token on.
+        num_without_prompt: The number of records with an answer only, whose first token is replayed as the prompt.
         num_without_answer: The number of records without an answer, which are left out.
     """
 
@@ -166,7 +166,6 @@ def log_of_texts(texts: Sequence[FollowedText]) -> Log:
 
 
 def _label(record: InputRecord, path: str) -> str:
-    """Return the name of a record's class: the value of the field at ``path``, which may be any JSON, as text."""
     value = get_at_path(fields_of(record), path) if record.is_json else None
     if value is None:
         return "(no such field)"

@@ -47,7 +47,7 @@ def require_matplotlib() -> None:
 
 
 def write_page(evaluation: Evaluation, path: Path) -> None:
-    """Write an evaluation as an HTML file. Names are escaped, because they come from logs. Raises OSError."""
+    """Write the report of an evaluation as an HTML file, with text from logs escaped. Raises OSError."""
     assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
     path.write_text(
         _PAGE.substitute(
@@ -65,7 +65,7 @@ def _escaped(text: str) -> str:
 
 
 def _figure(evaluation: Evaluation) -> str:
-    """Draw the speed-up in each part of the log, for all requests and by class, as an SVG element."""
+    """Return a figure as an SVG element: the speed-up in each tenth of the log, for all requests and for each class."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -44,7 +44,7 @@ class Peer:
 
 
 class SuffixPeer(Peer):
-    """vLLM's ``suffix`` method: suffix trees of the request's text and of earlier outputs; prompts are not kept."""
+    """vLLM's ``suffix`` method, which drafts from suffix trees of the request's text and of earlier outputs."""
 
     def __init__(self, longest: int, *, tokens: int = _DEPTH, factor: float = 1.0) -> None:
         library = import_module("arctic_inference.suffix_decoding")
@@ -74,7 +74,7 @@ class SuffixPeer(Peer):
 
 
 class NgramPeer(Peer):
-    """vLLM's ``ngram`` method: the tokens after the longest n-gram that the request's own text repeats."""
+    """vLLM's ``ngram`` method, which drafts the tokens after an earlier occurrence of the request's last tokens."""
 
     def __init__(self, longest: int, *, tokens: int = 5, least: int = 5, most: int = 5) -> None:
         library = import_module("vllm.v1.spec_decode.ngram_proposer")
@@ -98,7 +98,7 @@ class NgramPeer(Peer):
 
 
 class LookupPeer(Peer):
-    """transformers' prompt lookup: the tokens after the first place where the request's last tokens occur."""
+    """transformers' prompt lookup, which drafts the tokens after the first occurrence of the request's last tokens."""
 
     def __init__(self, longest: int, *, tokens: int = 10, most: int = 2) -> None:
         self._torch = import_module("torch")
@@ -134,7 +134,9 @@ PEERS: Final[dict[str, tuple[Callable[..., Peer], str, str, _Settings]]] = {
         [{}, {"tokens": 5}, {"tokens": 10, "most": 3}, {"tokens": 16, "most": 3}],
     ),
 }
-"""By name: the class, the package that must be installed, how to install it, and the settings; {} is the default."""
+"""Maps each value of ``--against`` to the class of the draft method, the package that this class imports, advice how to
+install this package, and the settings to replay. The empty setting is the method's default.
+"""
 
 
 def require_peers(names: Sequence[str]) -> None:
@@ -156,11 +158,11 @@ def compare(
     *,
     progress: Callable[[int], object] = lambda num_tokens: None,
 ) -> list[dict[str, Any]]:
-    """Replay a log with SSD's draft chains and with other draft methods, and return one row of figures for each.
+    """Replay a log with other draft methods and with SSD, and return one row of figures for each method and setting.
 
-    The first row has the figures of SSD's draft trees, from the result ``evaluation`` of `evaluate` for the same log.
-    A method other than SSD has two rows: its default setting, and the setting with the largest speed-up. O(settings *
-    tokens).
+    SSD has two rows: with draft trees, copied from ``evaluation``, the result of `evaluate` for the same log, and with
+    draft chains. Each other method in ``names`` has two rows: with its default setting, and with the setting that has
+    the largest speed-up. O(settings * tokens).
     """
     chains = figures_of(costs, None, replay(log, replace(plan, tree=False), costs.curve, plan.cache, progress))
     trees = {key: evaluation[key] for key in chains}

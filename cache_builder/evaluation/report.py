@@ -29,7 +29,10 @@ _SOURCES: Final = {
 
 
 def headline(evaluation: Evaluation) -> str:
-    """Return a line with the speed-up and its assumptions. With too few requests, the line contains no speed-up."""
+    """Return the report's first line: the speed-up and its assumptions.
+
+    Instead, the line says so if there were too few requests, or if drafts changed a measured output, which is a bug.
+    """
     measured, condition = evaluation.get("measured"), evaluation["cost"].get("condition") or "see its costs"
     if measured is None:
         if evaluation["requests"] < LEAST_REQUESTS:

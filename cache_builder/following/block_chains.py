@@ -15,21 +15,24 @@ from cache_builder.following.kv_events import BlockHash, StoredBlocks
 Tokens = npt.NDArray[np.int32]
 
 MAX_TEXT_TOKENS: Final = 8192
-"""A text that does not end is returned in parts of about this number of new tokens."""
+"""The number of new tokens after which a text is yielded although it may still grow, so that it is stored in time."""
 
 LEAD_IN_TOKENS: Final = 64
-"""The maximum number of earlier tokens that a part of a text repeats, so that later matches can span both parts."""
+"""The maximum number of already yielded tokens that are repeated before the new tokens of a text.
+
+With them, the stored parts of a text overlap, so that a match can span the boundary between two parts.
+"""
 
 Key = tuple[Hashable, BlockHash]
 
 
 @dataclass(frozen=True, slots=True)
 class FollowedText:
-    """The new part of a text that an engine has computed.
+    """The tokens of a text that an engine has computed since the text was last yielded.
 
     Attributes:
-        tokens: int32[n], some tokens from the end of the text's earlier part, then the new tokens.
-        prompt_length: The number of tokens at the beginning that were in a prompt, as far as the events show it.
+        tokens: int32[n], a lead-in of tokens that were yielded before, then the new tokens.
+        prompt_length: The number of tokens at the beginning of ``tokens`` that belong to the lead-in or to a prompt.
     """
 
     tokens: Tokens
@@ -50,10 +53,11 @@ class _Block:
 
 
 class BlockChains:
-    """The blocks that engines have published lately, joined to texts. Memory is bounded by ``max_tokens``.
+    """Joins KV cache blocks, which engines publish one by one, to the texts of requests.
 
-    Blocks that arrive together are regarded as a part of a prompt, because engines compute prompts many tokens at a
-    time. A block that arrives alone is regarded as output, unless it begins a text.
+    Memory is limited to ``max_tokens``. The events do not tell prompts from outputs. Blocks that arrive together are
+    regarded as a prompt, because engines compute prompts many tokens at a time. A block that arrives alone is regarded
+    as output, unless it begins a text.
     """
 
     def __init__(self, *, max_tokens: int, idle_s: float, lead_in_tokens: int = LEAD_IN_TOKENS) -> None:
@@ -61,23 +65,25 @@ class BlockChains:
 
         Args:
             max_tokens: The maximum number of tokens in memory.
-            idle_s: A text ends if no block continues it for this many seconds.
-            lead_in_tokens: The maximum number of earlier tokens that are repeated before the new tokens of a text.
+            idle_s: The number of seconds without a new block after which a text is regarded as finished.
+            lead_in_tokens: The maximum number of already yielded tokens that are repeated before the new tokens of a
+                text.
         """
         self._max_tokens, self._idle_s, self._lead_in_tokens = max_tokens, idle_s, lead_in_tokens
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()  # oldest first
         self._ends: OrderedDict[Key, float] = OrderedDict()  # when each end of a chain arrived, oldest first
         self.num_tokens = 0
         self.num_orphans = 0
-        """The number of events that were dropped because the block before them is not in memory."""
+        """The number of events that were dropped because their parent block is not in memory."""
         self.num_repeated = 0
         """The number of received blocks that were already in memory."""
 
     def store(self, publisher: Hashable, blocks: StoredBlocks, now: float) -> Iterator[FollowedText]:
-        """Add blocks. Yield texts that have ``MAX_TEXT_TOKENS`` new tokens, and old texts if the memory is full.
+        """Add consecutive blocks of a text. Yields each text that has ``MAX_TEXT_TOKENS`` new tokens.
 
-        Blocks that continue an unknown block are dropped: only the first block of a text names its cache salt, so they
-        could belong to any namespace.
+        If more than ``max_tokens`` tokens are in memory, the oldest texts are yielded and their blocks deleted. Blocks
+        whose parent block is not in memory are dropped. They could belong to any namespace, because only the first
+        block of a text names the cache salt.
         """
         parent = None if blocks.parent is None else (publisher, blocks.parent)
         lora, salt = blocks.lora, blocks.cache_salt
@@ -117,7 +123,7 @@ class BlockChains:
             yield self._text(next(iter(self._ends)))
 
     def close(self, publisher: Hashable | None = None) -> Iterator[FollowedText]:
-        """Yield all texts and forget all blocks; if ``publisher`` is given, only those of this publisher."""
+        """Yield all texts with new tokens and delete all blocks; with ``publisher``, only those of this publisher."""
         for key in [key for key in self._ends if publisher in (None, key[0])]:
             yield self._text(key)
         for key in [key for key in self._blocks if publisher in (None, key[0])]:
@@ -128,7 +134,7 @@ class BlockChains:
         self._ends.pop(key, None)
 
     def _text(self, key: Key) -> FollowedText:
-        """Return the new part of the text that ends with a block, and mark the blocks of this part as returned."""
+        """Return the new tokens of the text that ends with the block ``key``, and mark them as returned."""
         del self._ends[key]
         end = block = self._blocks[key]
         chain, lead_in, num_known = list[_Block](), list[Tokens](), 0

@@ -29,18 +29,22 @@ class FollowCounts:
     repeated_blocks: int = 0
     """The number of received blocks that were already in memory."""
     orphaned_events: int = 0
-    """The number of events that were dropped because the block before them was not received or is no longer in memory.
-    """
+    """The number of events that were dropped because their parent block was not received, or is no longer in memory."""
     texts: int = 0
-    """The number of texts, or new parts of texts, that were passed on."""
+    """The number of calls of the function to which a `Follower` passes texts. A long text is passed in several parts.
+    """
     tokens: int = 0
-    """The number of tokens in these texts and parts of texts."""
+    """The number of tokens that were passed to the function, including the repeated ones at the beginning of each part.
+    """
     pending_tokens: int = 0
-    """The number of tokens in memory, in blocks to which later blocks can be joined."""
+    """The number of tokens now in memory, in blocks that later blocks may continue."""
 
 
 class Follower:
-    """Passes the texts that engines compute to a function. Must be used by one thread."""
+    """Receives the KV events of running engines and passes the text of their requests to a function.
+
+    Must be used by one thread, as a context manager.
+    """
 
     def __init__(
         self,
@@ -58,13 +62,14 @@ class Follower:
 
         Args:
             endpoints: ``tcp://HOST:PORT`` of each publisher.
-            learn: Called with each text.
+            learn: Called with each text, and for a long text with each new part, see `FollowedText`.
             vocab_size: The tokenizer's vocabulary size. Events with other token ids are counted and dropped.
             topic: The topic of the publishers; all topics by default.
             replay_port: The port of the first publisher's replay endpoint.
-            idle_s: A text ends if it does not grow for this many seconds.
+            idle_s: The number of seconds without a new block after which a text is regarded as finished.
             max_pending_tokens: The maximum number of tokens in memory, to which later blocks are joined.
-            lead_in_tokens: The maximum number of earlier tokens that are repeated before the new tokens of a text.
+            lead_in_tokens: The maximum number of already passed tokens that are repeated before the new tokens of a
+                text.
 
         Raises:
             ConfigError: An endpoint is invalid, or a package is missing.
@@ -78,12 +83,12 @@ class Follower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Learn the texts that have not ended, and close the connections."""
+        """Close the connections, and pass the unfinished texts to the function."""
         self._subscriber.close()
         self._take(self._chains.close())
 
     def run(self, until: float | None = None, on_tick: Callable[[FollowCounts], None] = lambda _: None) -> None:
-        """Follow until the time ``until`` of ``time.monotonic``, or for ever. ``on_tick`` is called twice a second."""
+        """Receive events until ``time.monotonic()`` is ``until``, or for ever; ``on_tick`` is called twice a second."""
         next_tick = time.monotonic()
         while until is None or time.monotonic() < until:
             for message in self._subscriber.receive(_TICK_S):

@@ -29,7 +29,7 @@ _FIELDS: Final = (
     "extra_keys",
     "group_idx",
 )
-"""The fields of ``BlockStored`` in the order of the packed array."""
+"""The fields of a ``BlockStored`` event in their order, because vLLM encodes an event as a list without field names."""
 
 _MOST_BLOCKS: Final = 1 << 16
 _MOST_CHARACTERS: Final = 256
@@ -38,7 +38,7 @@ BlockHash = int | bytes
 
 
 class InvalidEvents(SSDError):
-    """A message is not a batch of KV events, or an event in it contradicts itself."""
+    """A message is not a batch of KV events, or an event in it is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class StoredBlocks:
 
 
 class AllCleared:
-    """The publisher has emptied its prefix cache, so no later block continues an earlier one."""
+    """The event that a publisher has emptied its prefix cache, so that no later block continues an earlier one."""
 
 
 Event = StoredBlocks | AllCleared
 
 
 def decode_batch(payload: bytes, vocab_size: int) -> tuple[list[Event], int]:
-    """Decode a message, and return its events and the number of invalid events.
+    """Decode a message with a batch of KV events, and return its events and the number of invalid events.
 
-    Left out are removals of blocks, blocks without token ids (copies on another medium), and blocks of further groups
-    of a hybrid KV cache, which contain the same text again.
+    Three kinds of valid events are left out: removals of blocks; blocks without token ids, which are copies on another
+    medium; and blocks of a hybrid KV cache's further groups, which repeat the text of the first group.
 
     Raises:
         InvalidEvents: The message is not a batch of events.
@@ -133,9 +133,10 @@ def _decode(event: Any, vocab_size: int) -> Event | None:
 
 
 def _salt(extra_keys: Any, lora: Any) -> str | None:
-    """Return the cache salt from the keys of the first block: all strings except the adapter's name.
+    """Return the cache salt from ``extra_keys``, a list with the keys that vLLM adds to the hash of each block.
 
-    The digest of prompt embeddings is such a string, too; as part of the salt it separates texts just as well.
+    All strings of the first block except the adapter's name are taken as the salt. One of them may be a digest of
+    prompt embeddings, by which texts must be separated too.
     """
     first = extra_keys[0] if isinstance(extra_keys, list) and extra_keys else None
     texts = [each for each in first if isinstance(each, str)] if isinstance(first, list) else []

@@ -32,7 +32,7 @@ class _Publisher:
 
 
 class EventSubscriber:
-    """Subscriptions to the KV events of several engines. Must be used by one thread; ``close`` ends all connections."""
+    """Subscriptions to the KV events that several engines publish over ZeroMQ. Must be used by one thread."""
 
     def __init__(self, endpoints: Sequence[str], *, topic: str = "", replay_port: int | None = None) -> None:
         """Connect to publishers, which may start later.
@@ -40,8 +40,9 @@ class EventSubscriber:
         Args:
             endpoints: ``tcp://HOST:PORT`` of each publisher, one per data-parallel rank.
             topic: The topic of the publishers; all topics by default.
-            replay_port: The port from which the first publisher sends past events again; the other publishers' ports
-                have the same distance from their own. None: lost messages stay lost.
+            replay_port: The port of the first publisher's replay endpoint, which sends past events again. For the other
+                publishers, the difference between this port and the port of events is the same. None: lost messages
+                stay lost.
 
         Raises:
             ConfigError: An endpoint is invalid, or pyzmq or msgspec is not installed.
@@ -84,7 +85,7 @@ class EventSubscriber:
     def receive(self, timeout_s: float) -> Iterator[Message]:
         """Wait at most ``timeout_s`` seconds for messages, and yield those that have arrived, in order.
 
-        The first call also yields the messages that the publishers' replay endpoints still have.
+        The first call begins with the past messages that the publishers' replay endpoints still have.
         """
         if not self._has_asked:
             self._has_asked = True
@@ -99,7 +100,6 @@ class EventSubscriber:
             yield from self._in_order(self._publishers[socket], int.from_bytes(frames[1], "big"), frames[2])
 
     def _past_messages(self, publisher: _Publisher) -> Iterator[Message]:
-        """Yield the past messages that a publisher's replay endpoint still has; none if it does not answer."""
         if publisher.replay_endpoint is not None:
             for number, content in self._replay(publisher.replay_endpoint, 0, _END_OF_REPLAY):
                 self.num_replayed += 1
@@ -107,7 +107,10 @@ class EventSubscriber:
                 yield Message(publisher.endpoint, content)
 
     def _in_order(self, publisher: _Publisher, number: int, payload: bytes) -> Iterator[Message]:
-        """Yield the missed messages before a message, if the publisher still has them, and then the message itself."""
+        """Yield a message, and before it the messages that were missed since the previous one and can be fetched again.
+
+        Missed messages that the publisher's replay endpoint no longer has are counted as lost.
+        """
         expected = publisher.next_number
         is_restart = expected is not None and number < expected
         next_number = 0 if expected is None or is_restart else expected

@@ -27,13 +27,14 @@ _MOST_DEPTH: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers, extracted from a record.
+    """A prompt with its answers, or a conversation, extracted from a record.
 
     Attributes:
-        asked: The prompt as text, messages or token ids. None: unknown.
-        said: The answers, each a text or an assistant message. Empty if ``asked`` is a conversation with its answers.
+        asked: The prompt as text, messages or token ids; or a whole conversation. None: unknown.
+        said: The answers to the prompt, each a text or an assistant message. Empty if ``is_conversation``.
+        is_conversation: Whether ``asked`` is a conversation that contains its answers, the assistant messages.
         tools: The tools in OpenAI's format.
-        template_kwargs: The variables of the chat template, which may have any type.
+        template_kwargs: The variables of the chat template as they are in the record, not yet validated.
     """
 
     asked: str | Sequence[Any] | None
@@ -44,7 +45,7 @@ class Exchange:
 
 
 _LISTS: Final = ("samples", "data", "runs", "results", "items", "records", "entries", "rows")
-"""Keys under which a file that is a single JSON object may contain the list of records."""
+"""Keys under which a file that is one JSON object may contain the list of its records."""
 
 
 def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, list[Mapping[str, Any]]] | None:
@@ -264,7 +265,10 @@ _PLAIN: Final = ("messages", "prompt", "input")
 
 
 def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
-    """Return whether a record's field ``key`` is a prompt; "params" and "body" contain other data in some formats."""
+    """Return whether a record contains a prompt under the key ``key``.
+
+    The fields "request", "params" and "body" contain a prompt in some formats and other data in other formats.
+    """
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
     return not isinstance(_parsed(line[key]), str) and _read_prompt(line, key)[0] is not None
@@ -422,9 +426,9 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
 # -- what was said ----------------------------------------------------------------------------------------------------
 
 ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
-"""Keys under which records may contain the answer; the first key that exists is used.
+"""Keys under which records may contain the answer; the first key with a value that is not empty is used.
 
-The last keys are for records that consist of an API response only.
+"choices" is the key of records that are API responses themselves.
 """
 _NO_MODEL: Final = ("SPAN", "EVENT", "AGENT", "TOOL", "CHAIN", "RETRIEVER", "EVALUATOR", "EMBEDDING", "GUARDRAIL")
 """Types of Langfuse's observations that are not model calls."""
@@ -493,7 +497,7 @@ def _is_redacted(asked: Any) -> bool:
 
 
 def _parsed(value: Any) -> Any:
-    """If a value is a string that contains JSON, as in some exports, parse it; return any other value unchanged."""
+    """Return the JSON value in a string that contains JSON, as some exports do; return any other value unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -503,7 +507,10 @@ def _parsed(value: Any) -> Any:
 
 
 def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the JSON body of a recorded request or response, which may be nested (batches) or text (HTTP archives)."""
+    """Return the JSON body of a recorded request or response; return ``part`` itself if it contains no separate body.
+
+    In a batch the body is an object in ``part``, and in an HTTP archive it is a text in ``part``.
+    """
     for name in ("body", "params"):
         if isinstance(part.get(name), dict):
             return part[name]  # type: ignore[no-any-return]

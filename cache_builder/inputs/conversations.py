@@ -18,11 +18,11 @@ Encode = Callable[..., list[int]]
 
 
 class EncodedAnswer(NamedTuple):
-    """The token ids of an answer with its prompt. Answers of one conversation share the beginning of their token ids.
+    """The token ids of one answer and of its prompt. The answers of a conversation share one array of token ids.
 
     Attributes:
-        history: int32[n], the shared beginning, a view.
-        rest: The token ids after ``history``.
+        history: int32[n], a view of the conversation's token ids up to the last turn before the answer.
+        rest: The token ids after ``history``: the end of the prompt, then the answer.
         prompt_length: The number of prompt tokens, counted from the beginning of ``history``.
     """
 
@@ -37,7 +37,7 @@ class EncodedAnswer(NamedTuple):
 
 
 _FEW: Final = 8
-"""Conversations with up to this many answers are tokenized answer by answer, which is faster than turn by turn."""
+"""Conversations with more answers than this are tokenized turn by turn, which is faster for long conversations."""
 _STUB: Final = ({"role": "user", "content": "x"},)
 _TOOL: Final = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {"type": "object"}}}
 
@@ -72,10 +72,10 @@ def _has_output(answer: Message) -> bool:
 def _append_answer(
     prompt: list[int], messages: Sequence[Message], answer: Message, encode: Encode, codec: TextCodec
 ) -> Iterator[Example]:
-    """Append an answer to the token ids of its prompt.
+    """Yield the token ids of a prompt with its answer, which is rendered as the server's model would have written it.
 
-    The chat template writes tool calls and reasoning. If the rendered conversation does not start with the prompt, only
-    the answer's text is appended.
+    An answer with tool calls or reasoning is rendered by the chat template. If the rendered conversation does not begin
+    with the prompt's tokens, only the answer's text is appended.
     """
     if answer.get("tool_calls") or answer.get("reasoning_content"):
         whole = encode([*messages, answer], add_generation_prompt=False)
@@ -90,11 +90,11 @@ def _append_answer(
 def _encode_turn_by_turn(
     messages: Sequence[Message], places: list[int], kwargs: dict[str, Any], codec: TextCodec
 ) -> list[EncodedAnswer] | None:
-    """Tokenize a long conversation in linear time, turn by turn, instead of each answer with its whole prompt.
+    """Tokenize a long conversation in linear time: each turn once, not each answer with its whole prompt.
 
-    Each turn is tokenized after a short stub conversation, and its tokens are appended to the tokens of earlier turns.
-    Returns None if the chat template renders turns differently in the whole conversation. To detect this, a few answers
-    are also tokenized separately.
+    Each turn is rendered after a short stub conversation, and the tokens after the stub are appended to the tokens of
+    earlier turns. This is wrong if the chat template renders a turn differently within the whole conversation. To
+    detect this, a few answers are also tokenized with their whole prompts. Returns None if they differ.
     """
     encode = chat_encoder(codec, kwargs)
     encode_turn = chat_encoder(codec, {**kwargs, "tools": [_TOOL]}) if kwargs.get("tools") else encode
@@ -126,10 +126,10 @@ def _encode_turn_by_turn(
 
 
 def chat_encoder(codec: TextCodec, kwargs: dict[str, Any]) -> Encode:
-    """Return `TextCodec.encode_chat` with the arguments that the server uses.
+    """Return the function `TextCodec.encode_chat` with the arguments that the server uses for this chat template.
 
-    Tools are described in words if the chat template ignores tools. Tool calls that the template ignores are written in
-    the Hermes format, although the server writes them in the model's own format.
+    If the template ignores tools, the tools are described in words, as the server does. The server then expects tool
+    calls in the model's own format, but here they are written in the Hermes format.
     """
     template = codec.template(with_tools="tools" in kwargs)
     in_words = template is not None and not template.takes_tools

@@ -29,7 +29,8 @@ _JSON: Final = re.compile(
 )
 """Matches the beginning of a JSON object or an array of objects, after optional comments.
 
-It also matches Python literals, for which a later step reports a clear error.
+It also matches the beginning of a Python literal such as ``{'a': 1}``, so that the JSON parser rejects the file with a
+clear error message.
 """
 _EVENTS: Final = re.compile(rb"\s*(?:(?:event|id|retry):[^\n]*\n)+data:")
 """Matches the beginning of server-sent events."""

@@ -108,7 +108,7 @@ def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
 
 
 class _Forward(io.RawIOBase):
-    """Makes an object whose only method is ``read`` usable by ``io.BufferedReader``, as a stream without seeking."""
+    """A raw stream for ``io.BufferedReader`` that reads from an object with only a ``read`` method, without seeking."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -150,7 +150,7 @@ class _Counted(_Forward):
 
 
 _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
-"""If pyarrow's error message contains one of these words, the compressed data is damaged."""
+"""Words of pyarrow's error messages for damaged compressed data, by which they are told from other errors."""
 
 
 class _Decompressed(_Forward):

@@ -16,7 +16,9 @@ from cache_builder.inputs.record import BYTE_ORDER_MARK, LONGEST_RECORD, InputEr
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEPT = "surrogateescape"
-"""The decoding error handler that keeps invalid bytes, so that only the records that contain them are rejected."""
+"""The ``errors`` argument of ``bytes.decode`` that keeps invalid UTF-8, so that only records with such bytes are
+rejected.
+"""
 _DOCUMENT_BYTES = 1 << 22
 _MOST_ARRAY_BYTES = 1 << 30
 
@@ -41,10 +43,10 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
 
 
 def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
-    """Yield a record for every line of a JSON lines file that begins in the byte range ``start`` .. ``stop``.
+    """Yield the records of a JSON file: one per line, or the elements of an array, or objects that span several lines.
 
-    In a JSON array every element is a record. An object that spans several lines is a record too. Blank lines are
-    skipped. Raises InputError, and the errors of reading.
+    If the file has one record per line, only lines that begin in the byte range ``start`` .. ``stop`` are read. Blank
+    lines are skipped. Raises InputError, and the errors of reading.
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
@@ -93,7 +95,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
-    """Yield a record for every row of a CSV file, with the first line as field names and without empty cells.
+    """Yield a record for each row of a CSV file. The first line contains the field names; empty cells are left out.
 
     Raises InputError.
     """
@@ -140,10 +142,10 @@ def batch_side(line: Any) -> tuple[Side, str] | None:
 
 
 def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Iterator[InputRecord]:
-    """Add to each batch response the request with the same ``custom_id``, from the first file in ``names`` that has it.
+    """Add to each batch response the request with the same ``custom_id``. Raises InputError.
 
-    A response without a request is yielded unchanged. A file is only read if the files before it lack a ``custom_id``.
-    Raises InputError.
+    The requests are in the files ``names``; the first matching request is used. A file is only read when the files
+    before it lack a request. A response without a request is yielded unchanged.
     """
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0

@@ -83,7 +83,6 @@ def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a value as a list; it may also be JSON in a string, or an object with numbers as keys."""
     value = _parsed(value)
     if isinstance(value, dict) and all(key.isdecimal() for key in value):
         return [value[key] for key in sorted(value, key=int)]

@@ -61,7 +61,7 @@ COLUMNS = (
         "modelParameters optional_params chat_template_kwargs"
     ).split(),
 )
-"""The columns of Parquet and Arrow tables that are read."""
+"""The names of all fields that some supported record format uses. Other columns of tables are not read."""
 _SETS = (
     {"text"},
     {"prompt", "completion"},
@@ -90,11 +90,11 @@ def get_at_path(line: Any, path: str, missing: Any = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The names of fields in the user's records, as given by ``--field``.
+    """The option ``--field``, which names the fields of records in a format that is not supported.
 
     Attributes:
-        names: Maps our field names to those in the records.
-        others: Additional columns to read from tables.
+        names: Maps names of supported fields, such as "prompt", to the names in the user's records.
+        others: Further columns to read from tables.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class FieldNames:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> FieldNames:
-        """Parse ``--field`` options: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``. Raises ConfigError."""
+        """Parse the values of ``--field``: ``OURS=THEIRS``, or ``THEIRS`` for ``text=THEIRS``. Raises ConfigError."""
         names: dict[str, str] = {}
         for option in options:
             ours, equals, theirs = option.partition("=")
@@ -118,9 +118,10 @@ class FieldNames:
         return cls(names)
 
     def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record with the user's field names replaced by ours, and without other fields that could be prompts.
+        """Return a record in which the fields that ``--field`` names have the names that the builder supports.
 
-        A record that lacks one of the user's fields is returned unchanged.
+        Other fields from which the builder would also read a prompt or an answer are removed. A record that lacks one
+        of the named fields is returned unchanged.
         """
         found = {ours: get_at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
         if not found or any(value is _MISSING for value in found.values()):

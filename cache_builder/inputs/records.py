@@ -37,9 +37,9 @@ def read_sources(
 
 
 def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[InputRecord]:
-    """Yield the records of a file or of a part of it, in order. Raises InputError.
+    """Yield the records of a file, or of the part of a file that ``part`` describes, in order. Raises InputError.
 
-    A text file is one document. Above 4 MB it is split at line ends into several documents.
+    A text file is one record, but above 4 MB it is split at line ends into several records.
     """
     with input_errors(part.name):
         if part.format == "parquet":

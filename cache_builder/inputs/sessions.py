@@ -19,7 +19,7 @@ _CODEX_ITEMS: Final = tuple(
 )
 
 _OTHERS: Final = (*PROMPT_KEYS, *ANSWER_KEYS, "text")
-"""A line with one of these fields is not from an agent's session log, which never contains them."""
+"""Fields that never occur in a coding agent's session log, so a file that has one is another kind of file."""
 
 Line = Mapping[str, Any]
 
@@ -75,10 +75,10 @@ def _loaded(text: bytes | str) -> Any:
 
 
 def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield the conversations of a Claude Code session: the session, the text after each summary, and each subagent.
+    """Yield the conversations of a Claude Code session: the main one, one after each summary, and one per subagent.
 
-    If the user returned to an earlier message, the abandoned branch is left out. Messages stay in the order of the
-    file, because parallel tool calls are siblings in the tree of messages and all belong to the conversation.
+    If the user returned to an earlier message, the messages of the abandoned branch are left out. Messages stay in the
+    order of the file, because parallel tool calls are siblings in Claude's tree of messages, not a chain.
     """
     parents = {line["uuid"]: line.get("parentUuid") for line in lines if isinstance(line.get("uuid"), str)}
     roots: dict[str, str] = {}
@@ -114,7 +114,7 @@ def _claude(lines: list[Line]) -> Iterator[dict[str, Any]]:
 
 
 def _codex(lines: list[Line]) -> Iterator[dict[str, Any]]:
-    """Yield the conversations of a Codex session: the session, and the text after each compaction."""
+    """Yield the conversations of a Codex session: one up to each compaction of the context, and the last one."""
     begin: dict[str, Any] = {}
     items: list[Any] = []
     for line in lines:

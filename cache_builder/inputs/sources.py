@@ -51,14 +51,15 @@ _SWELLS = 4
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input file, or a range of its bytes or row groups.
+    """An input file, or a part of it: a range of its bytes, or of a Parquet file's row groups.
 
     Attributes:
         size: The size of the file in bytes. None: unknown.
-        stamp: A text that changes with the file or ``requests``; random if changes cannot be detected.
+        stamp: A text that changes when the file changes, such as its modification time. It is random if changes cannot
+            be detected. For batch responses, it also changes with the files of the requests.
         start: The first byte or row group.
         stop: The end of the range. None: the end of the file.
-        requests: For a file of batch responses, the files with the requests, the most likely first.
+        requests: For a file of batch responses, the files that may contain the requests, the most likely first.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Source:
 
 
 def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
-    """Resolve the command line's inputs to files in order: paths, patterns, directories, URLs, - for standard input.
+    """Resolve inputs (paths, patterns, directories, URLs, and "-" for standard input) to files, in the given order.
 
     Each file is returned once. In directories, only files of known formats are returned. Files of batch responses are
     joined with the files of their requests. Raises InputError.
@@ -179,8 +180,8 @@ def _format_of(name: str, format: Format) -> Format:
 def _join_batches(sources: list[Source]) -> list[Source]:
     """Assign to each file of batch responses the files that may contain its requests, the most likely first.
 
-    If several files of requests begin with the same ``custom_id``, because programs number their requests alike, the
-    i-th file of responses gets only the i-th file of requests. Raises InputError if the right file is unclear.
+    Requests and responses have the same ``custom_id``. If several batches use the same ids, the i-th file of responses
+    gets only the i-th file of requests. Raises InputError if the numbers of these files differ.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
     if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
@@ -226,7 +227,7 @@ def estimate_text_bytes(source: Source) -> int:
 
 
 def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
-    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its number of bytes.
+    """Divide a file into parts of about ``part_weight`` bytes of text, and return each part with its size in bytes.
 
     Compressed files, JSON arrays, batches, standard input and files on web servers are not divided. Raises InputError.
     """
@@ -248,7 +249,7 @@ def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
 
 
 def _kind_of(source: Source) -> Format | None:
-    """Return the format of a file if parts of it can be read independently, else None."""
+    """Return the format of a file that can be split, so that its parts can be read separately; None for other files."""
     if source.format == "parquet":
         return source.format
     with input_errors(source.name), open_raw(source.name) as raw, open_stream(source.name) as file:

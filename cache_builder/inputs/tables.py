@@ -30,7 +30,7 @@ def parquet_rows(
 ) -> Iterator[InputRecord]:
     """Yield the rows of a Parquet file, from the row groups ``start`` .. ``stop``, as records. Raises InputError.
 
-    Only ``columns`` are read, or all columns if the file has none of these.
+    Only the columns named in ``columns`` are read, or all columns if the file has none of them.
     """
     with _parquet(name) as file:
         import pyarrow as pa
@@ -50,9 +50,9 @@ def parquet_rows(
 
 
 def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -> Iterator[InputRecord]:
-    """Yield the rows of an Arrow file, or of an Arrow stream as Hugging Face's datasets store it, as records.
+    """Yield the rows of an Arrow file or of an Arrow stream, as Hugging Face's datasets library writes it, as records.
 
-    Only ``columns`` are read, or all columns if the file has none of these. Raises InputError.
+    Only the columns named in ``columns`` are read, or all columns if the file has none of them. Raises InputError.
     """
     with _pyarrow(name, "an Arrow") as pa:
         is_file = stream.peek(6).startswith(b"ARROW1")

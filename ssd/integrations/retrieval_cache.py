@@ -63,7 +63,7 @@ class RetrievalStats:
 
 
 class RetrievalCache:
-    """Drafts from the text of finished requests, for an engine that verifies drafts itself. Not thread-safe."""
+    """A retrieval cache with a drafter, for engines that verify drafts themselves, such as vLLM. Not thread-safe."""
 
     text_type: type[RowText] = RowText
 
@@ -144,10 +144,10 @@ class RetrievalCache:
         self.close()
 
     def start(self, request_id: str, token_ids: TokenIds, prompt_length: int | None = None) -> None:
-        """Register a request with its prompt, or with its text so far if it continues; O(tokens).
+        """Register a request, for which drafts can then be requested. O(tokens).
 
-        A running request with the same id is replaced. ``prompt_length`` is the length of the prompt in ``token_ids``,
-        if they contain generated tokens too.
+        ``token_ids`` are the prompt, or the prompt and the output so far; then ``prompt_length`` is the length of the
+        prompt. A running request with the same id is replaced.
         """
         tokens = np.array(token_ids, np.int32)
         length = len(tokens) if prompt_length is None else min(prompt_length, len(tokens))
@@ -171,7 +171,8 @@ class RetrievalCache:
         """Draft the next tokens of each request; a draft is empty if verifying one is not expected to save time.
 
         The draft lengths of all requests are chosen together, for the greatest number of output tokens per second. The
-        time from a call to the next ``extend`` counts as the time of a decoding step.
+        engine's step time, which this choice requires, is measured from the return of this method to the next
+        ``extend``.
 
         Args:
             request_ids: The requests of the next decoding step. Requests that were not started get empty drafts.
@@ -247,14 +248,17 @@ class RetrievalCache:
     # -- for engines that keep the texts themselves -------------------------------------------------------------------
 
     def pop(self, request_id: str) -> Any:
-        """Remove a request without storing its text; return the text, or None if the request was not started."""
+        """Remove a request without storing its text, for engines that store the text later with ``store``.
+
+        Returns the text, or None if the request was not started.
+        """
         self._assigned = None
         if self._tree_drafter is not None:
             self._tree_drafter.finish(request_id)
         return self.texts.pop(request_id, None)
 
     def store(self, texts: Iterable[RowText], num_tokens: int | None = None) -> None:
-        """Store the texts of ended requests in the cache, as ``finish`` does."""
+        """Store texts that ``pop`` returned in the cache, under the same rules as ``finish``."""
         for text in texts:
             end = self.length_to_store(text, num_tokens)
             if end > text.prompt_length:
@@ -262,7 +266,7 @@ class RetrievalCache:
                 self.num_stored += 1
 
     def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
-        """Return how many tokens of an ended request to store: at most ``num_tokens``, none after an end of text."""
+        """Return how many tokens of an ended text are stored: at most ``num_tokens``, none after an end of text."""
         length = text.length if num_tokens is None else min(num_tokens, text.length)
         # Only the last step can contain tokens after an end of text, because a draft may continue after it.
         start = min(length, text.length - text.num_new)
@@ -270,7 +274,7 @@ class RetrievalCache:
         return start + next((at + 1 for at, token in enumerate(last) if token in self.end_of_text_ids), len(last))
 
     def _assign(self, request_ids: Sequence[str]) -> None:
-        """Make these requests, in this order, the rows of the drafter."""
+        """Make ``request_ids`` the rows of the drafter, in this order, if they have changed since the last step."""
         if self._assigned != request_ids:
             self._assigned = list(request_ids)
             self.drafter.assign([self.texts.get(name) for name in request_ids])

@@ -18,7 +18,10 @@ ENVIRONMENT_PREFIX = "SSD_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntegrationSettings:
-    """Settings of SSD's drafter in vLLM and SGLang, from variables ``SSD_<NAME>`` or vLLM's ``additional_config``."""
+    """The settings of SSD's drafter in vLLM and SGLang.
+
+    They come from environment variables ``SSD_<NAME>``, or in vLLM from the object "ssd" in ``additional_config``.
+    """
 
     cache_dir: Path | None = None
     """The directory in which the cache is stored; None keeps it in memory."""
@@ -49,7 +52,7 @@ class IntegrationSettings:
 
     @property
     def is_shared(self) -> bool:
-        """Whether text is exchanged with other processes, so that token ids must mean the same text in all of them."""
+        """Whether text is exchanged with other processes or runs, so that all of them must use the same tokenizer."""
         return self.cache_dir is not None or self.redis_url is not None or bool(self.warm_dirs)
 
     def cache_config(self) -> CacheConfig:

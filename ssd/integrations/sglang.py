@@ -29,30 +29,37 @@ log = logging.getLogger("sglang.ssd")
 _CORPUS: Final = "sglang.srt.speculative.cpp_ngram.ngram_corpus"
 _DEFAULT_MAX_LENGTH: Final = 1 << 17
 _server_args: Any = None
-"""The server arguments of the worker that is being created."""
+"""SGLang's server arguments, which `remember_server` stores for the constructor of `SsdCorpus`."""
 
 
 def remember_server(_worker: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Store the server arguments, which SGLang does not pass to the corpus. Called before the worker's ``__init__``."""
+    """Store the server arguments that the worker gets, because SGLang does not pass them to the worker's corpus."""
     global _server_args
     _server_args = server_args
 
 
 def remember_prompts(worker: Any, batch: Any) -> None:
-    """Start the new requests of a batch with their prompts. SGLang calls this before it requests drafts."""
+    """Register the new requests of a batch with their whole prompts.
+
+    A hook that runs before SGLang's worker requests drafts, because the worker passes only the last tokens of a
+    request.
+    """
     corpus = worker.ngram_corpus
     if isinstance(corpus, SsdCorpus):
         corpus.start_requests((request.rid, request.origin_input_ids_unpadded) for request in batch.reqs)
 
 
 class SsdCorpus:
-    """Drafts trees from SSD's cache for every running request of an SGLang server, and stores completed text.
+    """SSD's replacement for SGLang's ``NgramCorpus``: drafts trees from the retrieval cache, and stores completed text.
 
-    One thread of the scheduler uses it. A failure is counted and logged; requests continue without drafts.
+    One thread of SGLang's scheduler uses it. An exception is counted and logged; requests continue without drafts.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return SGLang's own corpus if this server has several tensor-parallel ranks."""
+        """Return SGLang's own corpus instead if the server has several tensor-parallel ranks.
+
+        All ranks must draft the same tokens, which a cache that other processes fill cannot guarantee.
+        """
         if getattr(_server_args, "tp_size", 1) == 1:
             return super().__new__(cls)
         log.warning("SSD drafts only without tensor parallelism, so SGLang keeps its own n-gram corpus")
@@ -63,7 +70,7 @@ class SsdCorpus:
 
         Args:
             draft_token_num: The number of tokens per request that SGLang verifies, with the last token of the text.
-            max_trie_depth: The number of last tokens of each request that the worker passes.
+            max_trie_depth: Not used.
 
         Raises:
             ConfigError: A setting is invalid.
@@ -118,8 +125,9 @@ class SsdCorpus:
             total_lens: The number of tokens of each request.
 
         Returns:
-            int64[n * draft_token_num], the text's last token as root of each tree, its draft tokens, then zeros. And
-            bool[n * draft_token_num * draft_token_num], at [i, j] whether tree node i is j or a descendant of j.
+            The tokens of all trees, int64[n * draft_token_num]: the last token of the text as the root, then draft
+            tokens, then zeros. The second array, bool[n * draft_token_num * draft_token_num], contains the attention
+            masks: entry [i, j] is whether node i is node j or one of its descendants.
         """
         tokens = np.zeros((len(req_ids), self._size), np.int64)
         parents = np.zeros((len(req_ids), self._size), np.int64)
@@ -151,7 +159,10 @@ class SsdCorpus:
             self._record_failure("adding text to the cache")
 
     def reset(self) -> None:
-        """End all requests. Stored text stays, because SGLang only flushes its own caches."""
+        """Store the text of all running requests, and stop drafting for them. The cache keeps its text.
+
+        SGLang calls this when it flushes its own caches.
+        """
         self.erase_match_state(list(self.cache.texts))
 
     # -- corpora that clients add through SGLang's HTTP API ------------------------------------------------------------
@@ -161,7 +172,7 @@ class SsdCorpus:
         return self._capacity
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
-        """Store texts in the cache, and return their number of tokens."""
+        """Store the texts of a corpus that a client added through SGLang's API, and return their number of tokens."""
         if corpus_id in self._corpora:
             raise ValueError(f"corpus {corpus_id!r} exists already")
         count = 0
@@ -181,7 +192,10 @@ class SsdCorpus:
         return dict(self._corpora)
 
     def _new_tokens(self, name: str, tail: Sequence[int], total: int) -> Sequence[int]:
-        """Return the end of ``tail`` that a request's text lacks to have ``total`` tokens."""
+        """Return the last tokens of ``tail``, as many as the request's text lacks to have ``total`` tokens.
+
+        If the request is unknown, or ``tail`` is too short, the request starts again with ``tail`` as its whole text.
+        """
         text = self.cache.texts.get(name)
         num_new = -1 if text is None else total - text.length
         if not 0 <= num_new <= len(tail):  # unknown, or it went on without SSD
@@ -196,7 +210,7 @@ class SsdCorpus:
 
 
 def _own_corpus() -> Any:
-    """Return SGLang's own corpus class from a new import, because hooks have replaced the imported class."""
+    """Return SGLang's own corpus class. Its module is loaded again, because the plug-in has replaced the class."""
     spec = importlib.util.find_spec(_CORPUS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

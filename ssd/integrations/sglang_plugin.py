@@ -37,7 +37,7 @@ HOOKS: Final = (
 
 
 def register() -> None:
-    """Make SGLang use SSD's corpus, if a setting of SSD is in the environment."""
+    """Replace SGLang's n-gram corpus by SSD's if ``SSD_CACHE_DIR``, ``SSD_REDIS_URL`` or ``SSD_WARM_DIRS`` is set."""
     if not any(os.environ.get(name) for name in _ENABLED_BY):
         return
     if missing := missing_hooks(HOOKS):

@@ -195,10 +195,9 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         self._drafted_at = 0.0
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        """Return ``input_ids``, int64[1, n], followed by draft tokens.
+        """Return ``input_ids``, int64[1, n], followed by draft tokens, and None for the draft tokens' scores.
 
-        It returns None instead of the draft tokens' scores, so transformers samples a token at every position and
-        compares it with the draft.
+        Without scores, transformers samples a token at every position and accepts the draft tokens that are equal.
         """
         context = self.read_context(input_ids)
         try:
@@ -213,16 +212,17 @@ class SuffixCandidateGenerator(CandidateGenerator):  # type: ignore[misc]  # tra
         return candidates, None
 
     def read_context(self, input_ids: torch.Tensor) -> TokenIds:
-        """Return the text so far as int32[n], and update the state of the sampling noise with the text's new tokens."""
+        """Return the text so far, int32[n], and advance the sampling noise, which depends on the preceding tokens."""
         context = _on_host(input_ids)
         if self.sampling is not None:
             self.sampling.noise.advance(context)
         return context
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Update the drafter with the verification of the last draft, of which ``num_matches`` tokens were accepted.
+        """Let the drafter and the cost model learn from the last verification. transformers calls this after each step.
 
-        ``scores``, [1, k, V], are the processed scores, which transformers returns to the caller on request.
+        ``num_matches`` is the number of accepted draft tokens. ``scores``, [1, k, V], receives the processed scores,
+        which transformers returns to the caller on request.
         """
         if self.token_sampler is not None:
             self.token_sampler.restore_scores(scores)
@@ -279,10 +279,11 @@ SampleToken = Callable[[torch.Tensor, torch.Tensor], int]
 
 
 class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """A logits processor that calls all other processors, samples a token, and sets all other tokens' scores to -inf.
+    """A logits processor that samples the next token itself: it sets the scores of all other tokens to -inf.
 
-    transformers calls it for every position of a draft. It skips positions after a rejected draft token, so the other
-    processors receive the same calls as in ``model.generate``, whatever state they keep and whatever is drafted.
+    It first calls all other logits processors. transformers calls it for every position of a draft, but it does nothing
+    at the positions after a rejected draft token. So processors with a state, and the random generator, are used as
+    often as in ``model.generate`` without drafts.
     """
 
     def __init__(self, processors: LogitsProcessorList, sample: SampleToken, *, keep_scores: bool) -> None:
@@ -308,7 +309,7 @@ class _TokenSampler(LogitsProcessor):  # type: ignore[misc]  # transformers is n
         return one_hot
 
     def restore_scores(self, scores: torch.Tensor) -> None:
-        """Overwrite one-hot scores, [1, k, V], with the processed scores, which ``generate`` returns on request."""
+        """Replace the one-hot scores of the last step, [1, k, V], by the processed scores for ``output_scores``."""
         for position, row in enumerate(self._scores):
             scores[:, position] = row
         self._scores.clear()
@@ -319,7 +320,7 @@ def _argmax(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
 
 
 def _sample_multinomial(input_ids: torch.Tensor, scores: torch.Tensor) -> int:
-    """Sample a token like ``model.generate``, consuming as many values of torch's global random generator."""
+    """Sample a token with torch's global random generator, which advances as in ``model.generate``."""
     return int(torch.multinomial(scores.softmax(dim=-1), num_samples=1))
 
 
@@ -333,9 +334,9 @@ def _on_host(input_ids: torch.Tensor) -> TokenIds:
 
 
 def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
-    """Return the parameters of ``generate`` as SSD's sampling parameters, from which a drafter predicts sampled tokens.
+    """Return the parameters of ``generate`` as SSD's sampling parameters, with which a drafter predicts sampled tokens.
 
-    Parameters that depend on the text are left out.
+    Parameters whose effect depends on the text, such as ``repetition_penalty``, are left out.
     """
     return SamplingParams(
         temperature=min(config.temperature or 1.0, 2.0),
@@ -346,7 +347,7 @@ def _sampling_params_of(config: GenerationConfig) -> SamplingParams:
 
 
 class _AssistedModel:
-    """A proxy that makes transformers' assisted decoding of a model use SSD's drafts; the model is not changed."""
+    """A proxy of a model whose assisted decoding in transformers uses SSD's drafts; the model itself is not changed."""
 
     def __init__(self, model: PreTrainedModel, candidates: CandidateGenerator) -> None:
         self._model = model
@@ -365,7 +366,8 @@ class _AssistedModel:
 def _with_stop_criteria(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``generate`` with the stop strings replaced by a stopping criterion.
 
-    The stop strings need the tokenizer, which transformers does not pass on to custom generate functions.
+    To create this criterion itself, transformers would need the tokenizer, but it does not pass the tokenizer on if
+    ``custom_generate`` is given.
     """
     configs = (kwargs.get("generation_config"), model.generation_config)
     strings = kwargs.get("stop_strings") or next((c.stop_strings for c in configs if c and c.stop_strings), None)

@@ -62,10 +62,10 @@ class RolloutTotals:
 
 
 class Rollouts:
-    """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16) that uses SSD's engine; close it after the training.
+    """A ``rollout_func`` for one ``trl.GRPOTrainer`` (TRL 1.16) that generates with SSD's engine.
 
-    In a distributed run each process has its own engine. Weights that are sharded over processes, adapters (peft),
-    images, and ``generation_kwargs`` are not supported.
+    Close it after the training. In a distributed run each process has its own engine. Weights that are sharded over
+    processes, adapters (peft), images, and ``generation_kwargs`` are not supported.
     """
 
     def __init__(
@@ -204,14 +204,17 @@ class Rollouts:
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def _noise_root_of(self, trainer: Any) -> bytes:
-        """Derive the secret of the shared sampling noise; it changes every ``fresh_noise_every`` epochs."""
+        """Return the secret of the shared sampling noise, which changes every ``fresh_noise_every`` epochs."""
         secret = self._secret or b"rollouts %d" % trainer.args.seed
         every = self._fresh_noise_every
         period = int(((trainer.state.epoch or 0.0) + _EPSILON) // every) if every else 0
         return hmac.digest(secret, b"period %d" % period, hashlib.sha256)
 
     def _requests(self, prompt_ids: Sequence[Sequence[int]], trainer: Any) -> Iterator[Request]:
-        """Yield one request per prompt; the i-th request with the same prompt uses noise stream i."""
+        """Yield one request for each prompt of this process.
+
+        With coupled sampling, the i-th request with the same prompt uses noise stream i, in each epoch.
+        """
         from accelerate.utils import gather_object  # type: ignore[import-untyped]  # comes with TRL
 
         args = trainer.args
@@ -286,7 +289,7 @@ def _submit_pending(engine: Engine, pending: deque[Request]) -> None:
 
 
 def _copy_model(policy: PreTrainedModel) -> PreTrainedModel:
-    """Return an unwrapped copy of the policy in evaluation mode; this doubles the memory of the weights."""
+    """Return a copy of the policy in evaluation mode for the engine; it doubles the memory of the weights."""
     config = copy.deepcopy(policy.config)
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=policy.dtype).to(policy.device)

@@ -34,7 +34,7 @@ from ssd.integrations.vllm_hooks import finished_lengths
 
 
 class SuffixProposer(VllmDrafter):
-    """Drafts tokens from the cache for every running request of a vLLM engine, and adds completed text to the cache.
+    """SSD's drafter for vLLM's V1 model runner: drafts for every running request, and adds completed text to the cache.
 
     vLLM creates and calls it on one thread. In a tensor-parallel group only the first rank drafts, and vLLM uses its
     drafts in all ranks. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
@@ -78,9 +78,9 @@ class SuffixProposer(VllmDrafter):
         return drafts + [[] for _ in range(len(sampled_token_ids) - len(drafts))]
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """At the start of a step of vLLM's runner, add finished requests to the cache and read the current draft limit.
+        """Add the requests that vLLM has finished to the cache, and read the draft limit of the coming step.
 
-        Never raises an exception.
+        SSD's wrapper calls this at the start of each step of vLLM's model runner. Never raises an exception.
         """
         try:
             self._limit = min(self._longest, scheduler_output.num_spec_tokens_to_schedule)
@@ -113,7 +113,7 @@ class SuffixProposer(VllmDrafter):
         return core.speculate(names, self._limit, needs_draft if self._limit > 0 else np.zeros(count, np.bool_))
 
     def _start_requests(self, core: VllmCache, batch: Any, names: list[str], lengths: Sequence[int]) -> None:
-        """Start the new requests of vLLM's batch with the ``lengths[row]`` tokens that they had before this step."""
+        """Register the new requests of vLLM's batch with the ``lengths[row]`` tokens that precede this step."""
         for row, (name, length) in enumerate(zip(names, lengths, strict=True)):
             # A prompt of embeddings has no token ids.
             if (
@@ -125,7 +125,10 @@ class SuffixProposer(VllmDrafter):
         self._row_ids = names
 
     def _read_text(self, core: VllmCache, batch: Any, row: int, length: int, num_new: int) -> bool:
-        """Replace a request's text, which lacks some steps, by the text in vLLM's batch; return False if impossible."""
+        """Copy a request's text from vLLM's batch, because the drafter has missed some steps.
+
+        Returns False if the request is unknown or vLLM's batch does not contain the whole text.
+        """
         text = core.texts.get(batch.req_ids[row])
         if text is None or not num_new <= length <= batch.token_ids_cpu.shape[1]:
             return False
@@ -134,7 +137,7 @@ class SuffixProposer(VllmDrafter):
 
 
 def _append_missing(request: VllmRequest, state: Any) -> None:
-    """Append tokens of earlier steps in which vLLM did not call the proposer, read from vLLM's own request state."""
+    """Append the output of steps in which vLLM did not call the proposer, read from vLLM's state of the request."""
     if state is None:
         return
     missing: list[int] = state.output_token_ids[max(0, request.length - request.prompt_length) :]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StopRules(NamedTuple):
-    """The stop strings of a request, which determine the end of the text that is added to the cache."""
+    """The stop strings of a request and their options. Text after a stop string is not added to the cache."""
 
     strings: tuple[str, ...]
     min_tokens: int  # the number of output tokens before which they are ignored
@@ -62,7 +62,7 @@ class ProposerStats(RetrievalStats):
 class VllmCache(RetrievalCache):
     """The retrieval cache inside one vLLM engine; ``ssd-serve`` with the same settings opens the same cache.
 
-    This object owns everything that must be closed, and keeps no reference to vLLM's engine.
+    It keeps no reference to vLLM's engine, so that it can still be closed after vLLM has deleted the engine.
     """
 
     text_type = VllmRequest
@@ -101,7 +101,7 @@ class VllmCache(RetrievalCache):
         )
 
     def length_to_store(self, text: RowText, num_tokens: int | None) -> int:
-        """Return how many tokens of an ended request to store: those sent to the client, up to the stop string."""
+        """Return how many tokens of an ended text are stored: those sent to the client, up to the first stop string."""
         assert isinstance(text, VllmRequest)
         end = super().length_to_store(text, text.num_sent if num_tokens is None else num_tokens)
         if text.stop_rules is None or self._codec is None:
@@ -113,13 +113,14 @@ class VllmCache(RetrievalCache):
 class VllmDrafter:
     """Base class of SSD's drafters for vLLM's two model runners (V1 and V2).
 
-    Only the first rank of a tensor-parallel group drafts; in other ranks and after `close`, ``_core`` is None.
+    Only the first rank of a tensor-parallel group drafts. In the other ranks, and after `close`, the cache ``_core`` is
+    None.
     """
 
     def __init__(self, vllm_config: Any, *, longest: int, **drafting: Any) -> None:
         """Open the cache and the drafter, see `VllmCache`.
 
-        Raises ConfigError if drafting would make vLLM corrupt the model's state (Mamba, linear attention).
+        Raises ConfigError for models with Mamba layers or linear attention, whose state vLLM would corrupt with drafts.
         """
         self._num_failures = 0
         self._last_stats, self._metrics = ProposerStats(), MetricsExport()
@@ -145,14 +146,14 @@ class VllmDrafter:
             self._core = None
 
     def _record_failure(self, what: str) -> None:
-        """Count and log the current exception instead of raising it, because it must not affect vLLM's requests."""
+        """Count the current exception and log it. The caller does not raise it, so that vLLM's requests continue."""
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
             log.exception("%s failed, vLLM continues without it (%d times so far)", what, self._num_failures)
 
 
 def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
-    """Return the number of tokens up to and including the token that completes the first stop string. O(n log n)."""
+    """Return the number of tokens up to the end of the first stop string; all tokens if there is none. O(n log n)."""
 
     def stops(count: int) -> bool:
         text = codec.decode(tokens[:count], skip_special_tokens=rules.skip_special_tokens)
@@ -171,7 +172,7 @@ def should_draft(vllm_config: Any) -> bool:
     Logs a warning if SSD was not tested with the installed version of vLLM.
 
     Raises:
-        ConfigError: Drafting would make vLLM corrupt the state of this model (Mamba, linear attention).
+        ConfigError: The model has Mamba layers or linear attention, whose state vLLM would corrupt with drafts.
     """
     model = vllm_config.model_config
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))

@@ -21,17 +21,21 @@ TESTED_VERSIONS: Final = ("0.32",)
 
 METHOD: Final = "ngram_gpu"
 MODEL: Final = "ssd"
-"""The model name in vLLM's speculative configuration that selects SSD's drafter, together with the method ``METHOD``.
+"""The value of "model" in vLLM's speculative configuration that, with the method ``METHOD``, selects SSD's drafter.
 
-vLLM's checks and its asynchronous scheduling accept this method, and no real model has the name "ssd".
+``METHOD`` is the name of vLLM's own n-gram method, because vLLM's checks and its asynchronous scheduling accept it. No
+real model has the name "ssd".
 """
 
 LENGTHS: Final = "ssd_lengths"
-"""The name of an attribute that SSD adds to vLLM's scheduler output: a mapping from finished request ids to lengths."""
+"""The name of an attribute that SSD adds to vLLM's ``SchedulerOutput``.
+
+It maps the ids of finished requests to their numbers of tokens, so that only text that clients received is stored.
+"""
 
 
 class Hook(NamedTuple):
-    """A function of vLLM with its first parameters, or a class of vLLM with members, on which SSD's drafters rely."""
+    """A part of vLLM or SGLang that SSD requires: a function with its first parameters, or a class with members."""
 
     module: str
     attribute: str  # the qualified name in the module
@@ -87,15 +91,15 @@ def selects_ssd(vllm_config: Any) -> bool:
 
 
 def finished_lengths(scheduler_output: Any) -> Mapping[str, int]:
-    """Return the number of tokens of each finished request by request id, as far as vLLM's scheduler reported it."""
+    """Return the numbers of tokens of finished requests, as far as SSD's wrapper of vLLM's scheduler recorded them."""
     lengths: Mapping[str, int] = getattr(scheduler_output, LENGTHS, {})
     return lengths
 
 
 def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
-    """Return a line of text for each function or class member that the drafters need and the installed vLLM lacks.
+    """Return a line of text for each function or class member that SSD requires and the installed engine lacks.
 
-    vLLM's source files are parsed, and only the packages that contain them are imported.
+    The engine's source files are parsed, not imported; only the packages that contain them are imported.
     """
     trees: dict[str, ast.Module | None] = {}
     missing = []

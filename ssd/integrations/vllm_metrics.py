@@ -26,7 +26,7 @@ _GAUGES: Final = {
 
 
 class MetricsExport:
-    """Adds what has changed since the last ``update`` to the metrics of this process."""
+    """Copies the counters of SSD's drafter to Prometheus metrics. ``update`` adds the increase since its last call."""
 
     def __init__(self) -> None:
         self._exported: dict[str, int] = {}
@@ -43,7 +43,7 @@ class MetricsExport:
 
 @cache
 def _metrics() -> dict[str, Any]:
-    """Return the metrics of this process by the names of their fields; empty without prometheus_client."""
+    """Return the Prometheus metrics of this process by field of ``ProposerStats``; empty without prometheus_client."""
     try:
         from prometheus_client import Counter, Gauge
     except ImportError:

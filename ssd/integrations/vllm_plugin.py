@@ -41,7 +41,7 @@ _is_registered = False
 
 
 def register() -> None:
-    """Register SSD's drafters with vLLM in this process. May be called many times."""
+    """Install SSD's drafters in vLLM, in this process; further calls do nothing. The entry point of the plug-in."""
     global _is_registered
     if _is_registered:
         return
@@ -63,7 +63,10 @@ def register() -> None:
 
 
 def wrap_v1_runner() -> bool:
-    """Wrap methods of vLLM's V1 model runner so that it notifies SSD's drafter; return False if methods are missing."""
+    """Wrap methods of vLLM's V1 model runner, so that SSD's drafter learns which requests have finished.
+
+    Returns False, and logs a warning, if the installed vLLM lacks one of the methods.
+    """
     if missing := missing_hooks(V1_HOOKS):
         log.warning(
             "SSD does not support the V1 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
@@ -97,10 +100,10 @@ def _wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) -> None:
-    """Wrap methods of a vLLM runner class, once, so that a runner that uses one of SSD's drafters notifies the drafter.
+    """Wrap methods of a vLLM runner class so that they notify SSD's drafter. A second call for a class does nothing.
 
-    If the runner's ``attribute`` is SSD's drafter, ``wrapper(drafter, original, runner, *arguments)`` is called instead
-    of the method.
+    A wrapped method calls ``wrapper(drafter, original, runner, *arguments)`` if the runner's ``attribute`` is one of
+    SSD's drafters, and otherwise the original method.
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 

@@ -49,7 +49,7 @@ _FAR: Final = 1 << 30  # more than twice any length; fits into int32
 
 
 class Event(Protocol):
-    """An object that signals the end of a copy from the GPU to the host, as ``torch.cuda.Event`` does."""
+    """The interface of ``torch.cuda.Event``, which tells whether a copy from the GPU to the host has ended."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
@@ -57,7 +57,10 @@ class Event(Protocol):
 
 
 class _StepBuffers:
-    """Host memory for the copies that one step makes between host and device; pinned memory if there is a GPU."""
+    """The host memory of one step for its output, copied from the device, and for the drafts, copied to the device.
+
+    The memory is pinned if there is a GPU, so that copies are asynchronous.
+    """
 
     def __init__(self, num_requests: int, num_output_words: int, num_chain_words: int, event: Event | None) -> None:
         pin = event is not None and torch.cuda.is_available()
@@ -74,17 +77,18 @@ class _StepBuffers:
 
 
 class Speculator(VllmDrafter):
-    """SSD's drafter as vLLM's ``BaseSpeculator``; vLLM's V2 model runner creates and calls it on one thread.
+    """SSD's drafter for vLLM's V2 model runner, with the interface of vLLM's ``BaseSpeculator``.
 
-    Every rank of a tensor-parallel group has a speculator; the first rank drafts and broadcasts its drafts on the
-    device. Each engine of a data-parallel group has a cache of its own, in the directory ``rank-N`` below
-    ``cache_dir``; the engines share text through Redis.
+    The runner creates and calls it on one thread. Every rank of a tensor-parallel group has a speculator; the first
+    rank drafts and broadcasts its drafts on the device. Each engine of a data-parallel group has a cache of its own, in
+    the directory ``rank-N`` below ``cache_dir``; the engines share text through Redis.
     """
 
     supports_mm_inputs = False
     draft_logits: Tensor | None = None
-    """Always None: drafts have no probability distribution. vLLM accepts a draft token if the target samples the same
-    token.
+    """Always None, because SSD's drafts have no probability distribution.
+
+    vLLM then accepts a draft token if the target samples the same token.
     """
     num_query_per_req = 1
     num_extra_query_per_req = 0
@@ -191,7 +195,7 @@ class Speculator(VllmDrafter):
         return drafts
 
     def on_add(self, scheduler_output: Any) -> None:
-        """Register new requests, and preempted requests with their output so far. Never raises an exception."""
+        """Register requests that join the batch, a preempted one with its output so far. Never raises an exception."""
         core = self._core
         if core is None or not scheduler_output.scheduled_new_reqs:
             return
@@ -214,9 +218,9 @@ class Speculator(VllmDrafter):
             self._record_failure("registering requests")
 
     def on_finished(self, runner: Any, scheduler_output: Any) -> None:
-        """Mark requests as finished; they are added to the cache when all their tokens have arrived from the device.
+        """Stop drafting for finished requests, and add their text to the cache as soon as it is complete.
 
-        Never raises an exception.
+        A request's last tokens may still have to be copied from the device. Never raises an exception.
         """
         core, names = self._core, sorted(scheduler_output.finished_req_ids)
         if core is None or not names:
@@ -251,11 +255,11 @@ class Speculator(VllmDrafter):
     def _draft(
         self, core: VllmCache, batch: Any, slots: Tensor, lengths: Tensor, num_sampled: Tensor, width: int
     ) -> Tensor | None:
-        """Draft a chain for each sequence of a batch, and return the chains on the device, see `BatchDrafter.draft`.
+        """Draft a chain for each sequence of a batch; return the chains on the device, see `BatchDrafter.draft`.
 
-        ``slots``, int64[rows], are the sequences' indices in the runner's state; ``lengths`` and ``num_sampled``,
-        int32[rows, 1], are their numbers of tokens and of new tokens. ``width`` draft tokens will be verified; 0
-        disables drafting.
+        ``slots``, int64[rows], are the sequences' indices in the runner's state. ``lengths`` and ``num_sampled``,
+        int32[rows, 1], are their numbers of tokens, and of tokens that this step sampled. ``width`` is the number of
+        draft tokens that will be verified; 0 disables drafting. Returns None if nothing was drafted.
         """
         count = len(slots)
         if self._row_ids != batch.req_ids:
@@ -301,7 +305,7 @@ class Speculator(VllmDrafter):
             step.event.record(self._stream)
 
     def _process_arrived(self, core: VllmCache) -> None:
-        """Append output tokens that have arrived from the device to their requests."""
+        """Append the output of each step whose copy to the host has ended to the texts of its requests."""
         while self._pending_steps and self._pending_steps[0].has_arrived():
             step = self._pending_steps.popleft()
             missing = core.drafter.append(step.requests, step.outputs_np)
@@ -313,7 +317,7 @@ class Speculator(VllmDrafter):
             self._last_arrived = step
 
     def _drop_requests(self, core: VllmCache, requests: Sequence[VllmRequest]) -> None:
-        """Stop drafting for requests whose output did not arrive completely, and do not add them to the cache."""
+        """Stop drafting for requests of whose output some tokens are missing, and never add their text to the cache."""
         missing = [name for name, request in core.texts.items() if request in requests]
         for name in missing:
             core.pop(name)
@@ -327,7 +331,7 @@ class Speculator(VllmDrafter):
             log.warning("drafting stopped for %d requests: some output tokens did not arrive", len(missing))
 
     def _finish_arrived(self, core: VllmCache) -> None:
-        """Add the finished requests whose tokens have all arrived from the device to the cache."""
+        """Add finished requests to the cache, except those whose last tokens are still being copied from the device."""
         if self._finished_requests:
             awaited = {id(request) for step in self._pending_steps for request in step.requests}
             done = [
@@ -351,10 +355,12 @@ class Speculator(VllmDrafter):
         drafts: Tensor,
         probabilities: Tensor | None,
     ) -> None:
-        """Write to ``drafts`` the part of each chain that follows the tokens sampled since the chain was drafted.
+        """Write to ``drafts`` the part of each sequence's chain after the tokens that were sampled meanwhile.
 
-        The module docstring describes the selection. ``slots``, ``lengths`` and ``padding`` have one entry per
-        sequence; ``probabilities`` is written unless it is None.
+        When a chain is drafted, some steps still run on the device, so the chain begins with their expected tokens. If
+        other tokens are sampled, the draft starts after the last two sampled tokens, provided that they occur in the
+        chain. Else there is no draft, and ``padding`` is written. ``slots``, ``lengths`` and ``padding`` have one entry
+        per sequence. ``probabilities`` receives the acceptance probabilities of the draft tokens, unless it is None.
         """
         longest, width = self._longest, self._width
         known, size = chains[:, :1], chains[:, 1:2]
