@@ -142,17 +142,22 @@ def load_uint32(address: int) -> int:
     return _load_uint32(address)  # type: ignore[no-any-return]
 
 
+def prefetch_line(builder: Any, place: Any) -> None:
+    """Generate code that prefetches the CPU cache line at a memory address; the address need not be valid."""
+    byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+    )
+    read, nearest, data = (ir.Constant(flag, value) for value in (0, 3, 1))
+    builder.call(function, [builder.inttoptr(place, byte), read, nearest, data])
+
+
 @intrinsic
 def prefetch(_typing: Any, _address: Any) -> Any:
     """Prefetch the CPU cache line at a memory address; the address need not be valid."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        )
-        read, nearest, data = (ir.Constant(flag, value) for value in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, nearest, data])
+        prefetch_line(builder, args[0])
         return context.get_dummy_value()
 
     return types.none(types.int64), generate

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from ssd.jit.addresses import check_memory, float32_array, inlined, int64_array, kernel, uint8_array
+from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import KINDS, LANES, TILE_ROWS, TILE_VECTORS, tile
-from ssd.model.cpu.simd_functions import exp_and_sum, from_float32, highest_of, run_parallel, soft_cap, to_float32
+from ssd.model.cpu.simd_functions import exp_and_sum, from_float32, highest_of, soft_cap, to_float32
 from ssd.model.kv.attention import KERNELS
 from ssd.model.kv.kv_cache import KEY_ALIGNMENT, AttentionRules, SlotRows
 
@@ -27,7 +28,6 @@ _wide, _row = tile(TILE_ROWS, TILE_VECTORS), tile(1, TILE_VECTORS)
 _column, _cell = tile(TILE_ROWS, 1), tile(1, 1)
 _HUGE = 1 << 62
 Rows = npt.NDArray[np.float32]
-Strided = tuple[int, int, int, int]  # an address, and the strides of three axes in bytes
 
 
 def cpu_attention(
@@ -60,10 +60,10 @@ def cpu_attention(
     masks = 0 if trees is None else trees.data_ptr(), 0 if held is None else held.data_ptr()
     arrays = out.data_ptr(), slots.data_ptr(), starts.data_ptr(), positions.data_ptr(), *masks
     sizes = batch, kv_heads, heads // kv_heads, width, dim, value_dim
-    limits = scale, window or _HUGE, chunk or _HUGE, softcap or 0.0
-    arguments = KINDS[str(query.dtype)], queries, keys, values, arrays, sizes, limits
+    limits = window or _HUGE, chunk or _HUGE
+    numbers = KINDS[str(query.dtype)], *queries, *keys, *values, *arrays, *sizes, *limits
     work = batch * heads * width * rows.num_keys * (dim + value_dim)
-    run_parallel(_attend, arguments, tasks, work, torch.get_num_threads)
+    run_parallel(_attend, numbers, tasks, work, factors=(scale, softcap or 0.0))
     return out
 
 
@@ -112,30 +112,26 @@ def _add_values(  # pragma: no cover - compiled
     _add_product(kind, rows, found.shape[1] // LANES, weights, row, given, values[1], out, out_row, count)
 
 
-@kernel
-def _attend(  # pragma: no cover - compiled
-    kind: int,
-    queries: Strided,
-    stored_keys: Strided,
-    stored_values: Strided,
-    arrays: tuple[int, int, int, int, int, int],
-    sizes: tuple[int, int, int, int, int, int],
-    limits: tuple[float, int, int, float],
-    first_task: int,
-    step: int,
-) -> None:
-    """Compute one thread's share of the attention of a forward pass.
+_NUMBERS = 27  # the number of integer arguments of `_attend`
 
-    A task is the attention of up to 16 queries of one sequence with one key head. The thread computes every ``step``-th
-    task from ``first_task`` on. Each key head is shared by ``groups`` query heads: its query q is at position q //
-    groups and belongs to the (q % groups)-th of these heads. Arrays are given by addresses, and strides are in bytes.
+
+@kernel
+def _attend(call: int) -> None:  # pragma: no cover - compiled
+    """Compute tasks of the attention of a forward pass, see `run_parallel`.
+
+    A task consists of up to 16 queries of one row and key head. Query q of a task is at position q // groups and
+    belongs to the (q % groups)-th query head of the key head. Arrays are given by addresses, and strides are in bytes.
     """
-    query, query_row, query_head, query_position = queries
-    keys, key_slot, key_head, key_number = stored_keys
-    values, value_slot, value_head, value_position = stored_values
-    out, slots, starts, positions, sees, sinks = arrays
-    batch, kv_heads, groups, width, dim, value_dim = sizes
-    scale, window, chunk, softcap = limits
+    numbers, factors = numbers_of(call, _NUMBERS), factors_of(call, _NUMBERS, 2)
+    kind = numbers[0]
+    query, query_row, query_head, query_position = numbers[1], numbers[2], numbers[3], numbers[4]
+    keys, key_slot, key_head, key_number = numbers[5], numbers[6], numbers[7], numbers[8]
+    values, value_slot, value_head, value_position = numbers[9], numbers[10], numbers[11], numbers[12]
+    out, slots, starts = numbers[13], numbers[14], numbers[15]
+    positions, sees, sinks = numbers[16], numbers[17], numbers[18]
+    batch, kv_heads, groups, width = numbers[19], numbers[20], numbers[21], numbers[22]
+    dim, value_dim, window, chunk = numbers[23], numbers[24], numbers[25], numbers[26]
+    scale, softcap = factors[0], factors[1]
     size = 2 if kind else 4
     slot_of, start_of = int64_array(slots, batch), int64_array(starts, batch)
     num_queries = width * groups
@@ -145,7 +141,8 @@ def _attend(  # pragma: no cover - compiled
     found = np.empty((_QUERIES, value_vectors * LANES), np.float32)
     lows, highs = np.empty(_QUERIES, np.int64), np.empty(_QUERIES, np.int64)
     shares = np.empty(_QUERIES, np.float32)
-    for task in range(first_task, batch * kv_heads * blocks, step):
+    task = next_task(call)
+    while task >= 0:
         row, kv_head, block = task // blocks // kv_heads, task // blocks % kv_heads, task % blocks
         begin = block * _QUERIES
         count = min(_QUERIES, num_queries - begin)
@@ -231,6 +228,7 @@ def _attend(  # pragma: no cover - compiled
                         depth += 1
             target = out + ((row * width + at) * kv_heads * groups + head) * value_dim * size
             from_float32(kind, found[q].ctypes.data, target, value_dim, shares[q])
+        task = next_task(call)
 
 
 @inlined

@@ -18,10 +18,11 @@ from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint1
 from ssd.model.cpu.cpu_attention import cpu_attention
 from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, turn_rows
 from ssd.model.cpu.packed_linear import PackedMember
+from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import KINDS
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.hidden_states import FINAL
-from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
+from ssd.model.layers.replace import Replaced, has_hooks, swap_forward
 
 _KINDS: Final = "Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
@@ -190,7 +191,7 @@ class CpuLayer(FlatLayer):
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
         """Return whether the forward pass is small enough for one core and its attention kernel is `cpu_attention`."""
-        return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
+        return rows.kernel is None and rows.kv_cache.kernel is None
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
@@ -210,48 +211,48 @@ class CpuLayer(FlatLayer):
         assert cos.shape == sin.shape == (batch, width, self._dim) and cos.is_contiguous() and sin.is_contiguous()
         norms = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
         arrays = read.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows.slots.data_ptr(), rows.places.data_ptr()
-        sizes = batch * width, width, num_heads, kv_heads, self._dim
+        sizes = batch, width, num_heads, kv_heads, self._dim
         key_array = keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3)
         value_array = values.data_ptr(), values.stride(0), values.stride(1), values.stride(2)
-        _place(KINDS[str(read.dtype)], arrays, sizes, norms[0], norms[1], key_array, value_array)
+        (query_weight, query_rounds, query_eps), (key_weight, key_rounds, key_eps) = norms
+        weights = query_weight, query_rounds, key_weight, key_rounds
+        numbers = KINDS[str(read.dtype)], *arrays, *sizes, *weights, *key_array, *value_array
+        run_parallel(_place, numbers, batch * width, _PLACE_WORK * read.numel(), factors=(query_eps, key_eps))
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
 
 _NO_NORM: Final = (0, False, 0.0)
+_PLACE_WORK: Final = 8  # the cost of rotating or storing one number, in multiplications
+_NUMBERS: Final = 23  # the number of integer arguments of `_place`
 
 
 @kernel
-def _place(  # pragma: no cover - compiled
-    kind: int,
-    arrays: tuple[int, int, int, int, int],
-    sizes: tuple[int, int, int, int, int],
-    query_norm: tuple[int, bool, float],
-    key_norm: tuple[int, bool, float],
-    key_array: tuple[int, int, int, int],
-    value_array: tuple[int, int, int, int],
-) -> None:
-    """Apply norms and rotary embeddings to queries and keys in place, and write the keys and values to the KV cache.
+def _place(call: int) -> None:  # pragma: no cover - compiled
+    """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
-    Arrays are given by their addresses; strides are in array elements, not in bytes.
+    A task is one position of a row, see `run_parallel`. Arrays are given by their addresses; strides are in array
+    elements, not in bytes.
     """
-    read, cos, sin, slots, places = arrays
-    num_positions, width, num_heads, kv_heads, dim = sizes
-    keys, key_slot, key_head, key_number = key_array
-    values, value_slot, value_head, value_place = value_array
+    numbers, factors = numbers_of(call, _NUMBERS), factors_of(call, _NUMBERS, 2)
+    kind, read, cos, sin, slots, places = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]
+    batch, width, num_heads, kv_heads, dim = numbers[6], numbers[7], numbers[8], numbers[9], numbers[10]
+    query_weight, query_rounds, query_eps = numbers[11], numbers[12] != 0, factors[0]
+    key_weight, key_rounds, key_eps = numbers[13], numbers[14] != 0, factors[1]
+    keys, key_slot, key_head, key_number = numbers[15], numbers[16], numbers[17], numbers[18]
+    values, value_slot, value_head, value_place = numbers[19], numbers[20], numbers[21], numbers[22]
     size = 2 if kind else 4
     heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
-    slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
-    for position in range(num_positions):
+    slot_of, place_of = int64_array(slots, batch), int64_array(places, batch * width)
+    position = next_task(call)
+    while position >= 0:
         angle = position * dim * size
         given = read + position * heads * dim * size
-        weight, rounds_first, eps = query_norm
-        if weight:
-            normalise(kind, rounds_first, given, weight, given, num_heads, dim, eps, 0, 1)
         first_key = given + num_heads * dim * size
-        weight, rounds_first, eps = key_norm
-        if weight:
-            normalise(kind, rounds_first, first_key, weight, first_key, kv_heads, dim, eps, 0, 1)
+        if query_weight:
+            normalise(kind, query_rounds, given, query_weight, given, num_heads, dim, query_eps)
+        if key_weight:
+            normalise(kind, key_rounds, first_key, key_weight, first_key, kv_heads, dim, key_eps)
         turn_rows(kind, (given, 0, dim * size, 0), (1, heads_turned, 1, dim), cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
@@ -259,6 +260,7 @@ def _place(  # pragma: no cover - compiled
             value = key + kv_heads * dim * size
             _copy(size, key, keys + (slot * key_slot + head * key_head + place) * size, key_number, dim)
             _copy(size, value, values + (slot * value_slot + head * value_head + place * value_place) * size, 1, dim)
+        position = next_task(call)
 
 
 @inlined

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from ssd.jit.addresses import kernel
+from ssd.jit.addresses import inlined, kernel
+from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import KINDS
 from ssd.model.cpu.simd_functions import (
     FUNCTIONS,
     apply_function,
     rotate_pairs,
-    run_parallel,
     scale_by_weights,
     sum_of_squares,
 )
@@ -47,8 +47,8 @@ class Activation(nn.Module):
             rows = rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         kind, row_bytes = KINDS[str(x.dtype)], rows.stride(0) * x.itemsize
-        arguments = self._number, kind, rows.data_ptr(), row_bytes, out.data_ptr(), *rows.shape
-        run_parallel(_apply, arguments, rows.shape[0], _WORK * x.numel(), torch.get_num_threads)
+        numbers = self._number, kind, rows.data_ptr(), row_bytes, out.data_ptr(), rows.shape[1]
+        run_parallel(_apply, numbers, rows.shape[0], _WORK * x.numel())
         return out
 
     __call__ = forward  # without torch's search for hooks
@@ -79,11 +79,14 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
 
 
 @kernel
-def _apply(  # pragma: no cover - compiled
-    number: int, kind: int, rows: int, row_bytes: int, out: int, num_rows: int, size: int, first: int, step: int
-) -> None:
-    for row in range(first, num_rows, step):
+def _apply(call: int) -> None:  # pragma: no cover - compiled
+    numbers = numbers_of(call, 6)
+    number, kind, rows = numbers[0], numbers[1], numbers[2]
+    row_bytes, out, size = numbers[3], numbers[4], numbers[5]
+    row = next_task(call)
+    while row >= 0:
         apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
+        row = next_task(call)
 
 
 _PROBE_SCALES = (1.0, 30.0, 1e-3)  # the scales of the test inputs; with the last one eps has a visible effect
@@ -113,8 +116,8 @@ class FusedNorm(nn.Module):
         out = torch.empty_like(x)
         rows = x.numel() // self._size
         weight, rounds_first, eps = self.row_rule
-        arguments = (self._kind, rounds_first, x.data_ptr(), weight, out.data_ptr(), rows, self._size, eps)
-        run_parallel(normalise, arguments, rows, 4 * x.numel(), torch.get_num_threads)
+        numbers = self._kind, rounds_first, x.data_ptr(), weight, out.data_ptr(), self._size
+        run_parallel(_normalise, numbers, rows, 4 * x.numel(), factors=(eps,))
         return out
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
@@ -171,26 +174,29 @@ def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
 
 
 @kernel
+def _normalise(call: int) -> None:  # pragma: no cover - compiled
+    numbers, eps = numbers_of(call, 6), factors_of(call, 6, 1)[0]
+    kind, rounds_first, x, weight = numbers[0], numbers[1] != 0, numbers[2], numbers[3]
+    out, size = numbers[4], numbers[5]
+    row_bytes = size * (2 if kind else 4)
+    row = next_task(call)
+    while row >= 0:
+        normalise(kind, rounds_first, x + row * row_bytes, weight, out + row * row_bytes, 1, size, eps)
+        row = next_task(call)
+
+
+@inlined
 def normalise(  # pragma: no cover - compiled
-    kind: int,
-    rounds_first: bool,
-    x: int,
-    weight: int,
-    out: int,
-    num_rows: int,
-    size: int,
-    eps: float,
-    first: int,
-    step: int,
+    kind: int, rounds_first: bool, x: int, weight: int, out: int, num_rows: int, size: int, eps: float
 ) -> None:
-    """Compute the RMS norm of one thread's rows: every ``step``-th row from ``first`` on.
+    """Compute the RMS norm of rows.
 
     Arrays are given by their addresses. Input and output are [num_rows, size] of the dtype ``kind`` (see `KINDS`), and
     may be the same array; the weight is float32[size]. If ``rounds_first``, the normalised input is rounded to this
     dtype before it is multiplied by the weight.
     """
     row_bytes = size * (2 if kind else 4)
-    for row in range(first, num_rows, step):
+    for row in range(num_rows):
         given, found = x + row * row_bytes, out + row * row_bytes
         factor = np.float32(1.0 / np.sqrt(np.float64(sum_of_squares(kind, given, size)) / size + eps))
         scale_by_weights(kind, rounds_first, given, weight, found, size, factor)

@@ -19,6 +19,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ssd.jit.addresses import prefetch_line
+
 LANES: Final = 16
 KINDS: Final = {"torch.float32": 0, "torch.bfloat16": 1, "torch.float16": 2}
 """The dtypes that SIMD kernels read and write, by torch's names, with the number that kernels take as ``kind``."""
@@ -33,6 +35,11 @@ _IS_WIDE = binding.get_host_cpu_features().get("avx512f", False)
 TILE_VECTORS: Final = 4 if _IS_WIDE else 2
 TILE_ROWS: Final = 4 if _IS_WIDE else 2
 """The number of rows of the matrix-product block that `tile` keeps in registers. It does not affect any result."""
+
+
+_ROWS_AHEAD: Final = 24
+"""The number of rows of b that `tile` prefetches: the processor does not recognise reads with a stride of pages."""
+_CACHE_LINE: Final = 64
 
 
 def constant(value: float, like: Any = VECTOR) -> Any:
@@ -265,6 +272,9 @@ def tile(rows: int, vectors: int) -> Any:
 
         def body(index: Any, sums: Sequence[Any]) -> Sequence[Any]:
             line = offset_address(builder, b, (index, b_row))
+            ahead = offset_address(builder, line, (_ROWS_AHEAD, b_row))
+            for start in range(0, vectors * LANES * ITEMSIZES[kind], _CACHE_LINE):
+                prefetch_line(builder, offset_address(builder, ahead, (1, start)))
             factors = [
                 read(builder, offset_address(builder, line, (v, LANES * ITEMSIZES[kind])), kind) for v in range(vectors)
             ]

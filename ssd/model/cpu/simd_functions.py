@@ -6,8 +6,6 @@ They use polynomials. Their bits are the same in every lane (see `simd`); they e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any, Final
 
 from llvmlite import ir
@@ -283,32 +281,3 @@ def soft_cap(builder: Any, address: Any, vectors: Any, limit: Any) -> None:
         return []
 
     loop(builder, vectors, [], body)
-
-
-_WORTH_A_THREAD = 1 << 21
-"""The minimum number of multiply-adds per thread. Waking a thread takes as long as about 200,000 of them."""
-
-
-def run_parallel(
-    kernel: Callable[..., None], arguments: tuple[Any, ...], tasks: int, work: int, threads: Callable[[], int]
-) -> None:
-    """Divide tasks among threads: each thread calls ``kernel(*arguments, first, step)`` once.
-
-    A call processes every ``step``-th of the ``tasks`` tasks, from task ``first`` on. ``work`` is the number of
-    multiply-adds of all tasks; if it is small, the calling thread processes all tasks alone. ``threads`` is a function
-    that returns the maximum number of threads.
-    """
-    if work < _WORTH_A_THREAD or (num_threads := min(threads(), tasks, 1 + work // _WORTH_A_THREAD)) <= 1:
-        kernel(*arguments, 0, 1)
-        return
-    others = [_pool(threads()).submit(kernel, *arguments, first, num_threads) for first in range(1, num_threads)]
-    try:
-        kernel(*arguments, 0, num_threads)
-    finally:  # wait in any case, because they write to the caller's memory
-        for other in others:
-            other.result()
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads - 1, thread_name_prefix="ssd-layers")
