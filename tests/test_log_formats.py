@@ -205,7 +205,7 @@ UNANSWERED: dict[str, dict[str, Any]] = {
 }
 
 
-def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> EncodedRecord:
+def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.DEFAULT_FIELD_NAMES) -> EncodedRecord:
     return encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec, fields)
 
 
