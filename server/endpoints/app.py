@@ -43,8 +43,8 @@ from server.schema.responses import ResponsesBody
 from server.web_ui.routes import add_files, add_ui, docs_files, ui_files
 from ssd.errors import ConfigError, SSDError
 
-_Asked = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
-_GENERATION: dict[str, tuple[str, type[_Asked]]] = {
+_GenerationBody = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
+_GENERATION: dict[str, tuple[str, type[_GenerationBody]]] = {
     "/v1/completions": ("completions", CompletionBody),
     "/v1/chat/completions": ("chat_completions", ChatBody),
     "/v1/responses": ("responses", ResponsesBody),
@@ -72,14 +72,14 @@ def add_generation(app: FastAPI, service: Service) -> None:
         app.add_api_route(path, _nothing_stored, methods=list(methods), **options)
 
 
-def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Awaitable[Response]]:
+def _generates(service: Service, schema: type[_GenerationBody]) -> Callable[[Request], Awaitable[Response]]:
     async def generate(request: Request) -> Response:
-        asked: _Asked = await service.read(request, schema.parse)
-        body = asked.chat if isinstance(asked, ChatForm) else asked
-        with renamed_fields(asked.chat_names):
-            answer = await service.start(asked, body, account_of(request.scope))
+        request_body: _GenerationBody = await service.read(request, schema.parse)
+        body = request_body.chat if isinstance(request_body, ChatForm) else request_body
+        with renamed_fields(request_body.chat_names):
+            answer = await service.start(request_body, body, account_of(request.scope))
         if body.stream:
-            options = asked.events if isinstance(asked, ChatForm) else body.stream_options
+            options = request_body.events if isinstance(request_body, ChatForm) else body.stream_options
             return service.answers.stream(answer, options or StreamOptions())
         try:
             with renamed_fields(answer.names):

@@ -32,19 +32,20 @@ class ReasoningFormat:
     Attributes:
         begin: The markers that begin reasoning.
         end: The markers that end reasoning.
-        also_ends: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
-        inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt ended it.
+        next_starts: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
+        starts_inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt
+            ended it.
         header: For models that write reasoning as a message of its own: the text after ``end``, with which the next
             message begins.
-        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
+        template_markers: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
     """
 
     begin: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
-    also_ends: tuple[str, ...] = ()
-    inside: bool = False
+    next_starts: tuple[str, ...] = ()
+    starts_inside: bool = False
     header: str = ""
-    mentions: tuple[tuple[str, ...], ...] = ()
+    template_markers: tuple[tuple[str, ...], ...] = ()
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
@@ -52,7 +53,7 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
-    return form.inside or written.endswith(form.begin)
+    return form.starts_inside or written.endswith(form.begin)
 
 
 def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
@@ -63,7 +64,7 @@ def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
     """Return a parser of reasoning up to its end marker or the beginning of a tool call (one of ``calls``)."""
     inside = begins_inside(form, prompt)
-    markers = Markers(*form.end, *form.also_ends, *calls)
+    markers = Markers(*form.end, *form.next_starts, *calls)
 
     def read(scanner: Scanner, pieces: DeltaBuffer) -> Steps[None]:
         if inside is None:
@@ -77,7 +78,7 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
             pieces.reasoning(space.lstrip())
         yield from scanner.space()
         scanner.forget()
-        marker = yield from scanner.until(markers, pieces.reasoning, read_marker=False)
+        marker = yield from scanner.read_until(markers, pieces.reasoning, read_marker=False)
         pieces.end_reasoning(complete=bool(marker))
         if marker in form.end:
             yield from scanner.literal(marker)
@@ -140,7 +141,7 @@ class _Channels:
                 break
         if not (yield from scanner.peek()):
             written = scanner.trail()
-            scanner.keep("" if _CUT_HEADER.fullmatch(written) else written)
+            scanner.add_to_trail("" if _CUT_HEADER.fullmatch(written) else written)
         return ""
 
     def _function(self, header: str) -> str:
@@ -190,14 +191,14 @@ class _Channels:
     def _read_body(self, sink: Sink) -> Steps[str]:
         """Read the text of a message. If its end marker is missing, return the header of the next message."""
         scanner, body_ends = self.scanner, Markers(*self.ends, CALL, RETURN, START, CHANNEL)
-        while marker := (yield from scanner.until(body_ends, sink)):
+        while marker := (yield from scanner.read_until(body_ends, sink)):
             if marker in (START, CHANNEL):
                 header = yield from self._rest_of_header()
                 if header:
                     return header
             elif marker not in self.ends:
                 yield from scanner.space()
-                if (yield from scanner.ahead(len(START))) in ("", START):
+                if (yield from scanner.peek_ahead(len(START))) in ("", START):
                     marker = END
             if marker in (END, *self.ends):
                 scanner.forget()
