@@ -165,9 +165,9 @@ def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_leas
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     model = tiny_model(name)
     target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH)
-    assert not target.batch_invariance.holds and target.batch_invariance.reason
+    assert not target.batch_invariance.is_invariant and target.batch_invariance.reason
     with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
         open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="on")
     assert target.batch_invariance.reason in str(refused.value)
     off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="off")
-    assert not off.batch_invariance.holds and off.batch_invariance.reason == "switched off"
+    assert not off.batch_invariance.is_invariant and off.batch_invariance.reason == "switched off"

@@ -187,10 +187,10 @@ def add_state(app: FastAPI, service: Service) -> None:
         engine = worker.loaded_engine
         if worker.state is WorkerState.READY and engine is not None:
             invariance = engine.target.batch_invariance
-            why = {} if invariance.holds else {"reason": str(invariance)}
+            why = {} if invariance.is_invariant else {"reason": str(invariance)}
             speculation = engine.speculation._asdict()
             return JSONResponse(
-                {"status": "ok", "batch_invariant": invariance.holds, **why, "speculation": speculation}
+                {"status": "ok", "batch_invariant": invariance.is_invariant, **why, "speculation": speculation}
             )
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)

@@ -117,7 +117,7 @@ class StepThroughput:
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start to time an engine step, and stop timing the previous one."""
         if self._num_tokens:
             for rate in (self._rate, self._plain) if self._is_plain else (self._rate,):

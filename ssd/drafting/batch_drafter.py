@@ -282,7 +282,7 @@ class BatchDrafter:
         self._memory = Records(RowBatch)
         self._batch = batch = self._memory[0]
         batch.settings, batch.max_length = self._workspace.address, max_length
-        batch.model = self._models.of(learned).address
+        batch.model = self._models.get(learned).address
         self._num_rows = 0
         self._make_rows(16)
 
@@ -356,14 +356,14 @@ class BatchDrafter:
         self._models.publish()
 
     def warm_up(self) -> None:
-        self._batch.model = self._models.of(None).address  # so that the namespace does not learn from the warm-up
+        self._batch.model = self._models.get(None).address  # so that the namespace does not learn from the warm-up
         text = RowText(np.zeros(1, np.int32), 1, 2)
         self.append([text], np.array([[2, 1, 5]], np.int32))
         self.assign([text])
         self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
         self.clear()
         self._batch.num_proposals = self._batch.num_new = 0
-        self._batch.model = self._models.of(self._learned).address
+        self._batch.model = self._models.get(self._learned).address
 
     def _make_rows(self, count: int) -> None:
         self._texts, self._wanted = np.zeros((2, count), np.int64)

@@ -36,9 +36,9 @@ computed one at a time, because several at once would slow down the forward pass
 
 
 _YIELDS = 4  # in multiples of its own time, a costly mask lets shorter ones go first
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _QUICK_S = 1e-4  # a faster mask adds next to nothing to a grammar's automaton
-_MOST_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
+_MAX_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class GrammarState:
         self._param = param
         self._threads = threads
         self._trial: _Trial | None = None
-        self._made: Future[None] | None = None
+        self._computation: Future[None] | None = None
         self.was_late = False  # whether the last forward pass ran without some of its masks
         # While a thread computes masks, the following attributes belong to it.
         self._matcher: Any = None
@@ -125,7 +125,7 @@ class GrammarState:
 
     @property
     def is_busy(self) -> bool:
-        return self._made is not None and not self._made.done()
+        return self._computation is not None and not self._computation.done()
 
     def is_ready(self) -> bool:
         """Return whether the next forward pass may include this sequence; if not, start to compute the missing mask.
@@ -176,11 +176,11 @@ class GrammarState:
         draft = list(map(int, draft))
         trial = self._trial
         if trial is None or trial.draft[: len(draft)] != draft:
-            if self._made is not None:
-                wait_for([self._made])
-            trial = self._try(draft, _at_once)
+            if self._computation is not None:
+                wait_for([self._computation])
+            trial = self._try(draft, _run_now)
         if trial.taken is None or not self.is_busy:
-            made, self._made = self._made, None
+            made, self._computation = self._computation, None
             if made is not None and (error := made.exception()) is not None:
                 self._trial = None
                 raise error
@@ -225,9 +225,9 @@ class GrammarState:
             trial.masks = known.masks[: common + 1]
             if known.failure is not None and known.failure.at <= common:
                 trial.failure = known.failure
-        self._trial, self._made = trial, None
+        self._trial, self._computation = trial, None
         if not trial.is_whole:
-            self._made = run(self._make, trial)
+            self._computation = run(self._make, trial)
         return trial
 
     # -- on a mask thread --------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class GrammarState:
     def _count_growth(self, num_masks: int) -> None:
         # Other threads allocate memory too, so only slow masks count, and with a limit per second.
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
-            most = int(_MOST_GROWTH * self._costs_s)
+            most = int(_MAX_GROWTH * self._costs_s)
             grown = allocated_bytes() - self._allocated - num_masks * self._vocab_size
             self._open.grow(max(-most, min(grown, most)))
 
@@ -320,18 +320,18 @@ def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[n
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
-    wait_for(_making(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
+    wait_for(_computations(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
     unbounded = np.iinfo(np.int64).max
     return np.array([unbounded if state is None else state.settle() for state in states])
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
     """Wait at most `PATIENCE_S` until the token masks of at least one of the sequences are computed."""
-    wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
+    wait_for(_computations(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
-def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
-    return [state._made for state in states if state._made is not None]
+def _computations(states: Iterable[GrammarState]) -> list[Future[None]]:
+    return [state._computation for state in states if state._computation is not None]
 
 
 class MaskThreads:
@@ -345,7 +345,7 @@ class MaskThreads:
         self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _lower_priority(10)).submit
         self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _lower_priority(15))
         self._lock = threading.Lock()
-        self._waiting: list[_Costly] = []
+        self._waiting: list[_CostlyMask] = []
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
@@ -353,11 +353,11 @@ class MaskThreads:
 
         A mask that has waited long is computed before a shorter one that was queued much later.
         """
-        costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
+        costly = _CostlyMask(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:
             self._waiting.append(costly)
         self._costly.submit(self._make_one)
-        return costly.made
+        return costly.future
 
     def _make_one(self) -> None:
         with self._lock:
@@ -366,17 +366,17 @@ class MaskThreads:
             self._waiting.remove(costly)
             self._last_turn[costly.tenant] = None
             self._last_turn.move_to_end(costly.tenant)
-            if len(self._last_turn) > _MOST_REMEMBERED:
+            if len(self._last_turn) > _MAX_REMEMBERED:
                 self._last_turn.popitem(last=False)
-        _settle(costly.made, costly.call)
+        _run_into(costly.future, costly.call)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Costly:
+class _CostlyMask:
     tenant: str | None
     due: float
     call: Callable[[], None]
-    made: Future[None]
+    future: Future[None]
 
 
 def _lower_priority(by: int) -> None:
@@ -385,17 +385,17 @@ def _lower_priority(by: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 
 
-def _at_once(make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
-    return _settle(Future(), lambda: make(trial))
+def _run_now(make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
+    return _run_into(Future(), lambda: make(trial))
 
 
-def _settle(made: Future[None], call: Callable[[], None]) -> Future[None]:
+def _run_into(future: Future[None], call: Callable[[], None]) -> Future[None]:
     try:
         call()
-        made.set_result(None)
+        future.set_result(None)
     except BaseException as error:
-        made.set_exception(error)
-    return made
+        future.set_exception(error)
+    return future
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:

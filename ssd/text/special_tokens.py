@@ -95,9 +95,9 @@ class SpecialTokens:
         if not found:
             return messages, variables, None
         if self._twin is None and any(start < stop for start, stop in found):
-            raise _impossible()
-        marks = _unused(template, *(text for part, _ in parts for text in _strings(part)))
-        marked = [_changed(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
+            raise _special_token_error()
+        marks = _unused_characters(template, *(text for part, _ in parts for text in _strings(part)))
+        marked = [_map_strings(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
         number = len(messages)
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
@@ -128,7 +128,7 @@ class SpecialTokens:
         real = self._real_ids
         made = [id for id in ids if id not in real]
         if len(ids) - len(made) != num_tokens or not self._control_ids.isdisjoint(made):
-            raise _impossible()
+            raise _special_token_error()
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
@@ -139,7 +139,7 @@ class SpecialTokens:
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
         if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
-            raise _impossible()
+            raise _special_token_error()
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False, verbose=False)
         return ids
 
@@ -229,18 +229,18 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Apply ``change`` to every string in a JSON value, including object keys; return the new value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_changed(key, change): _changed(inner, change) for key, inner in value.items()}
+        return {_map_strings(key, change): _map_strings(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(inner, change) for inner in value]
+        return [_map_strings(inner, change) for inner in value]
     return value
 
 
-def _unused(*texts: str) -> Marks:
+def _unused_characters(*texts: str) -> Marks:
     """Return two characters that occur in none of the texts, neither directly nor as JSON escapes."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
@@ -249,7 +249,7 @@ def _unused(*texts: str) -> Marks:
     return Marks(*free)
 
 
-def _impossible() -> RequestError:
+def _special_token_error() -> RequestError:
     return RequestError(
         "messages spell out a special token of this model, which its tokenizer cannot write as text: leave it out",
         param="messages",

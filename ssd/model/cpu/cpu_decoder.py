@@ -16,12 +16,12 @@ from torch import nn
 
 from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint16_array
 from ssd.model.cpu.cpu_attention import cpu_attention
-from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, turn_rows
+from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, rotate_rows
 from ssd.model.cpu.packed_linear import PackedMember
 from ssd.model.cpu.simd import KINDS
 from ssd.model.kv.kv_cache import AttentionRules, Pair, SlotRows
 from ssd.model.layers.hidden_states import FINAL
-from ssd.model.layers.replace import MOST_NUMBERS, Replaced, has_hooks, swap_forward
+from ssd.model.layers.replace import MAX_LOOP_ELEMENTS, Replaced, has_hooks, swap_forward
 
 _KINDS: Final = "Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Qwen2", "Qwen3"
 _LAYER_CLASSES: Final = frozenset(f"{kind}DecoderLayer" for kind in _KINDS)
@@ -35,13 +35,13 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
     Call this after all other replacements, because only decoder layers whose linear layers, norms and activation are
     already SSD's modules are replaced. Yields for each decoder layer a `Replaced` record, which can restore it.
     """
-    for module in known_layers(model):
+    for module in find_llama_layers(model):
         flat = CpuLayer(module)
         if flat.is_usable():
             yield swap_forward(module, flat.forward)
 
 
-def known_layers(model: nn.Module) -> list[Any]:
+def find_llama_layers(model: nn.Module) -> list[Any]:
     """Return the decoder layers of a model that are Llama-style and still have transformers' ``forward``."""
     return [
         module
@@ -75,7 +75,7 @@ class FlatLayer(ABC):
         self._is_known = (
             all(type(each) is norm for each in (*self._norms, *(self._output_norms or ())))
             and (self._head_norms == norms or norms == [None, None])
-            and "forward" in vars(self._attention)  # whose replacement rotates positions as `_place` does
+            and "forward" in vars(self._attention)  # whose replacement rotates positions as `_rotate_and_store` does
             and not has_hooks(self._attention)
             and not has_hooks(self._network)
         )
@@ -190,7 +190,7 @@ class CpuLayer(FlatLayer):
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
         """Return whether the forward pass is small enough for one core and its attention kernel is `cpu_attention`."""
-        return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MOST_NUMBERS
+        return rows.kernel is None and rows.kv_cache.kernel is None and hidden_states.numel() <= MAX_LOOP_ELEMENTS
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
@@ -213,7 +213,7 @@ class CpuLayer(FlatLayer):
         sizes = batch * width, width, num_heads, kv_heads, self._dim
         key_array = keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3)
         value_array = values.data_ptr(), values.stride(0), values.stride(1), values.stride(2)
-        _place(KINDS[str(read.dtype)], arrays, sizes, norms[0], norms[1], key_array, value_array)
+        _rotate_and_store(KINDS[str(read.dtype)], arrays, sizes, norms[0], norms[1], key_array, value_array)
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
@@ -222,7 +222,7 @@ _NO_NORM: Final = (0, False, 0.0)
 
 
 @kernel
-def _place(  # pragma: no cover - compiled
+def _rotate_and_store(  # pragma: no cover - compiled
     kind: int,
     arrays: tuple[int, int, int, int, int],
     sizes: tuple[int, int, int, int, int],
@@ -240,7 +240,7 @@ def _place(  # pragma: no cover - compiled
     keys, key_slot, key_head, key_number = key_array
     values, value_slot, value_head, value_place = value_array
     size = 2 if kind else 4
-    heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+    rotated_heads, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, num_positions // width), int64_array(places, num_positions)
     for position in range(num_positions):
         angle = position * dim * size
@@ -252,7 +252,7 @@ def _place(  # pragma: no cover - compiled
         weight, rounds_first, eps = key_norm
         if weight:
             normalise(kind, rounds_first, first_key, weight, first_key, kv_heads, dim, eps, 0, 1)
-        turn_rows(kind, (given, 0, dim * size, 0), (1, heads_turned, 1, dim), cos + angle, sin + angle, given)
+        rotate_rows(kind, (given, 0, dim * size, 0), (1, rotated_heads, 1, dim), cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
             key = first_key + head * dim * size

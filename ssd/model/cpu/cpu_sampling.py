@@ -159,7 +159,7 @@ def _noisy(score: Float, bits: UInt) -> float:
 
 
 @inlined
-def _left(z: UInt) -> Float:
+def _noise_lower_bound(z: UInt) -> Float:
     # A lower bound of 2^31 (1 - u), where u is the uniform number that 64 random bits stand for. It saves logarithms: a
     # token beats the best score b so far if -log(u) < exp(score - b), and -log(u) >= 1 - u. So a token for which 1 - u
     # is at least exp(score - b) cannot be the best, and for most tokens one hash and one comparison suffice.
@@ -175,12 +175,12 @@ def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt)
         state = key + np.uint64(start + 1) * np.uint64(GAMMA)
         num_left = 0
         for i in range(len(block)):
-            num_left += _left(mixed(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
+            num_left += _noise_lower_bound(mixed(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
         if num_left == 0:
             continue
         for i in range(len(block)):
             z = mixed(state + np.uint64(i) * np.uint64(GAMMA))
-            if block[i] == 0.0 or _left(z) * bar > block[i]:
+            if block[i] == 0.0 or _noise_lower_bound(z) * bar > block[i]:
                 continue
             score = _noisy(scores[start + i], z >> np.uint64(11))
             if score > best:
@@ -301,7 +301,7 @@ def _best_found(
         if not score > above or score < floor:
             continue
         z = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA))
-        if _left(z) * bar > weights[token]:
+        if _noise_lower_bound(z) * bar > weights[token]:
             continue
         noisy = _noisy(score, z >> np.uint64(11))
         if noisy > best:
@@ -322,7 +322,7 @@ class DeviceRules:
     allowed: Mask | None  # bool[V]; None: all tokens
 
     @classmethod
-    def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
+    def from_rules(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
         """Return a request's logit bias and allowed tokens as tensors on ``device``; they are built once per request.
 
         Token ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.

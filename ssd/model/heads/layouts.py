@@ -37,7 +37,7 @@ from ssd.model.heads.tensors import (
 )
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
-from ssd.model.layers.replace import MOST_CHANGE, MOST_CHANGE_LOW_PRECISION, replace_layers
+from ssd.model.layers.replace import MAX_CHANGE, MAX_CHANGE_LOW_PRECISION, replace_layers
 from ssd.model.runners.select_runner import CPU_LAYERS
 from ssd.text.load_tokenizer import HubOptions
 
@@ -84,8 +84,8 @@ def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedMod
 
 # -- EAGLE -----------------------------------------------------------------------------------------------------------
 
-_MOST_LAYERS_READ = 16
-_MOST_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
+_MAX_LAYERS_READ = 16
+_MAX_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
 # The fields of a configuration that determine the head's decoder layer.
 _FIELDS = (
     "hidden_size",
@@ -107,8 +107,8 @@ _FIELDS = (
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """Return a draft head's Llama configuration; raises ModelError if it is invalid or has more than one layer."""
-    if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
-        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MOST_HEAD_DIM}")
+    if (read_positive(config, "head_dim") or 1) > _MAX_HEAD_DIM:
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MAX_HEAD_DIM}")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
             "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
@@ -235,7 +235,7 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
         return 2, count // 2, count - 3
     if (
         not isinstance(listed, list)
-        or not 1 <= len(listed) <= _MOST_LAYERS_READ
+        or not 1 <= len(listed) <= _MAX_LAYERS_READ
         or not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1 << 15 for index in listed)
     ):
         raise ModelError(
@@ -404,7 +404,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
         why = str(error) if isinstance(error, ModelError) else why
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":
-        tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
+        tolerance = MAX_CHANGE if model.dtype == torch.float32 else MAX_CHANGE_LOW_PRECISION
 
         def outputs(head: Head) -> list[torch.Tensor]:
             return [each.float() for each in run_head(head, model)]
