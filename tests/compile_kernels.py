@@ -44,7 +44,14 @@ _STRICT, _MOST_SPILLED = 90, 16
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
+_POINTERS = {
+    "weights": "fp32",
+    "partial": "fp32",
+    "slots": "i64",
+    "starts": "i64",
+    "positions": "i64",
+    "tree_mask": "u8",
+}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
 _VALUES = (
     "query",

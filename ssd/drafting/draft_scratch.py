@@ -332,7 +332,7 @@ class DraftNode(Record):
         looked_up_at: The depth at which that lookup was made.
         first: The index in ``DraftScratch.matches`` of the first match that agrees with the path.
         num_matching: The number of matches that agree with the path.
-        follows: Whether the client's prediction agrees with the path.
+        follows_prediction: Whether the client's prediction agrees with the path.
         proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
         best: The most probable candidate after the node; NO_TOKEN if there is none.
     """
@@ -345,7 +345,7 @@ class DraftNode(Record):
     looked_up_at: Int64
     first_match: Int64
     num_matching: Int64
-    follows: Int64
+    follows_prediction: Int64
     proposal_node: Int64
     best: Int64
 

@@ -152,7 +152,13 @@ def _start(scratch: DraftScratch, context: TokenIds) -> None:
     node = scratch.nodes[0]
     scratch.num_open, scratch.num_opened = 0, 0
     node.token, node.token_before = context[-1], context[-2] if len(context) > 1 else NO_TOKEN
-    node.depth, node.product, node.first_match, node.follows, node.proposal_node = 0, 1.0, 0, 1, PROPOSAL_ROOT
+    node.depth, node.product, node.first_match, node.follows_prediction, node.proposal_node = (
+        0,
+        1.0,
+        0,
+        1,
+        PROPOSAL_ROOT,
+    )
     _set_matches(scratch, node, 0)
 
 
@@ -165,7 +171,9 @@ def _add_node(scratch: DraftScratch, row: DraftRow, entry: OpenCandidate) -> Non
     out.size = size + 1
     node.token, node.token_before, node.depth, node.product = token, parent.token, parent.depth + 1, entry.product
     node.lookup, node.looked_up_at = parent.lookup, parent.looked_up_at
-    node.follows = int(parent.follows == 1 and predicted_token(params, row.state.prediction, parent.depth) == token)
+    node.follows_prediction = int(
+        parent.follows_prediction == 1 and predicted_token(params, row.state.prediction, parent.depth) == token
+    )
     node.proposal_node = child_of(scratch.candidates.proposals, parent.proposal_node, token)
     # The matches that agree with a chain are replaced: those that agreed before are not needed any more.
     node.first_match = last.first_match + last.num_matching if out.is_tree == 1 else 0
@@ -226,7 +234,7 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
         node = scratch.nodes[out.size]
         depth, samples = node.depth, scratch.samples[node.lookup]
         enter_node(candidates.cached_sample, candidates.position_noise, out, out.size - 1, depth)
-        predicted = predicted_token(params, prediction, depth) if node.follows == 1 else NO_TOKEN
+        predicted = predicted_token(params, prediction, depth) if node.follows_prediction == 1 else NO_TOKEN
         at = Position(
             depth=depth,
             since_lookup=depth - node.looked_up_at,

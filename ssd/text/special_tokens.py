@@ -26,17 +26,17 @@ class Marks(NamedTuple):
     begin: str
     end: str
 
-    def without(self, text: str) -> str:
-        return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
+    def remove_from(self, text: str) -> str:
+        return re.sub(f"[{self.begin}{self.end}]", "", self.unescape(text))
 
-    def plain(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """Replace JSON escapes of the two characters by the characters: some chat templates write text as JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
-class _Kept(NamedTuple):
+class _MarkedTokens(NamedTuple):
     """The texts of the special tokens that are marked in a message, all their beginnings, and the greatest length."""
 
     tokens: frozenset[str]
@@ -66,7 +66,7 @@ class SpecialTokens:
         # Text may contain the unknown token and, in some vocabularies, the padding token ("!"). Both have no effect.
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
-        self._kept = lru_cache(maxsize=8)(self._find_kept)
+        self._marked_tokens = lru_cache(maxsize=8)(self._find_marked_tokens)
         if len(self._ids) > 0x110000 - _SENTINELS:
             raise ModelError(
                 f"the tokenizer has {len(self._ids)} special tokens, at most {0x110000 - _SENTINELS} can be used"
@@ -88,16 +88,24 @@ class SpecialTokens:
         Raises:
             RequestError: The tokenizer cannot encode such text as ordinary text.
         """
-        spoken, given = self._kept(""), self._kept(template)
+        spoken, given = self._marked_tokens(""), self._marked_tokens(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
         parts += [({name: value}, given) for name, value in variables.items()]
-        found = [span for part, kept in parts for text in _strings(part) for span in self._marks_of(text, kept)]
+        found = [
+            span
+            for part, marked_tokens in parts
+            for text in _strings(part)
+            for span in self._marks_of(text, marked_tokens)
+        ]
         if not found:
             return messages, variables, None
         if self._twin is None and any(start < stop for start, stop in found):
             raise _special_token_error()
         marks = _unused_characters(template, *(text for part, _ in parts for text in _strings(part)))
-        marked = [_map_strings(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
+        marked = [
+            _map_strings(part, partial(self._mark_tokens, marked_tokens=marked_tokens, marks=marks))
+            for part, marked_tokens in parts
+        ]
         number = len(messages)
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
@@ -107,12 +115,12 @@ class SpecialTokens:
         Raises RequestError if the tokenizer would make a control token of ordinary text.
         """
         if self._twin is None:
-            return self._encode_unmarked(marks.plain(text), marks)
+            return self._encode_unmarked(marks.unescape(text), marks)
         parts: list[str] = []
         num_tokens = 0
         begin, end = marks
         # If a template has separated two marks, the text between them cannot form a token with text outside.
-        for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.plain(text)):
+        for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.unescape(text)):
             if piece is None:
                 continue
             inner = piece[1:-1] if piece[:1] == begin else ""
@@ -143,24 +151,26 @@ class SpecialTokens:
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False, verbose=False)
         return ids
 
-    def _find_kept(self, template: str) -> _Kept:
+    def _find_marked_tokens(self, template: str) -> _MarkedTokens:
         written = {token for token in self._ids if token in template and not token.isspace()}
         tokens = self._special | written
         beginnings = frozenset(token[:length] for token in tokens for length in range(1, len(token)))
-        return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
+        return _MarkedTokens(tokens, beginnings, max(map(len, tokens), default=0))
 
-    def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
+    def _marks_of(self, text: str, marked_tokens: _MarkedTokens) -> list[tuple[int, int]]:
         text = replace_lone_surrogates(text)
-        spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
-        if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
+        spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in marked_tokens.tokens]
+        if any(
+            text[-length:] in marked_tokens.beginnings for length in range(1, min(marked_tokens.longest, len(text) + 1))
+        ):
             spans.append((len(text), len(text)))
         return spans
 
-    def _marked(self, text: str, kept: _Kept, marks: Marks) -> str:
+    def _mark_tokens(self, text: str, marked_tokens: _MarkedTokens, marks: Marks) -> str:
         whole = replace_lone_surrogates(text)
         parts: list[str] = []
         done = 0
-        for start, stop in self._marks_of(text, kept):
+        for start, stop in self._marks_of(text, marked_tokens):
             parts += (whole[done:start], marks.begin, whole[start:stop], marks.end)
             done = stop
         return "".join(parts) + whole[done:]

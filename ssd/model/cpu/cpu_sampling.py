@@ -328,14 +328,14 @@ class DeviceRules:
         Token ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
         key = (cls, vocab_size, device)
-        if key not in rules.kept:
+        if key not in rules.tensor_cache:
             within = rules.bias_ids < vocab_size
-            rules.kept[key] = cls(
+            rules.tensor_cache[key] = cls(
                 torch.from_numpy(rules.bias_ids[within]).to(device),
                 torch.from_numpy(rules.bias[within].astype(np.float32)).to(device),
                 None if rules.allowed_ids is None else mask_of(rules.allowed_ids, vocab_size),
             )
-        made: Self = rules.kept[key]
+        made: Self = rules.tensor_cache[key]
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
         self.rows = RowPlan()  # the numbers of rows that a product may have
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rows.least <= x.numel() // self.in_features <= EXACT_ROWS:
+        if self.rows.min_rows <= x.numel() // self.in_features <= EXACT_ROWS:
             return self.product(x)
         rows = x.reshape(-1, self.in_features)
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)

@@ -50,15 +50,15 @@ class Layout(NamedTuple):
     """A checkpoint format of draft heads, recognised by the names of the tensors."""
 
     name: str
-    known_by: tuple[str, ...]  # regular expressions that all match a tensor of this format
+    required_names: tuple[str, ...]  # regular expressions that all match a tensor of this format
     # The last argument contains all matches of the first expression.
     build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
-    without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
+    excluded_names: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
         """Return the tensor names, as regex matches, that identify this format; empty for another format."""
-        first, *others = (_matching(each, names) for each in self.known_by)
-        return first if all(others) and not any(_matching(each, names) for each in self.without) else []
+        first, *others = (_matching(each, names) for each in self.required_names)
+        return first if all(others) and not any(_matching(each, names) for each in self.excluded_names) else []
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
@@ -324,7 +324,7 @@ LAYOUTS: tuple[Layout, ...] = (
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
         (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"),
         _eagle,
-        without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
+        excluded_names=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
     ),
     # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last layer of each
     # head is its output layer; heads of later versions have none and use the target's.

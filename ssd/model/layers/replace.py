@@ -64,7 +64,7 @@ class Replaced(NamedTuple):
 
     parent: Any  # the module that contains it
     name: str
-    again: Callable[[], Any]  # returns the original
+    make_original: Callable[[], Any]  # returns the original
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
@@ -103,8 +103,8 @@ def replace_layers(
     except Exception as failure:  # from a compiler, for example
         reason = f"a forward pass with the faster layers fails ({first_line(failure)})"
     log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
-    for parent, name, again in replaced:
-        setattr(parent, name, again())
+    for parent, name, make_original in replaced:
+        setattr(parent, name, make_original())
     return False
 
 

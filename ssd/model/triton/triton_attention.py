@@ -45,7 +45,7 @@ def triton_attention(
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
     groups = heads // kv_heads
-    tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.sees is not None)
+    tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.tree_mask is not None)
     num_tiles = triton.cdiv(groups * width, tiles.queries)
     most_keys = min(
         rows.num_keys, *(limit + width for limit in (rules.window, rules.chunk) if limit is not None), 1 << 31
@@ -67,10 +67,10 @@ def exact_triton_attention(
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
     split_keys = split_keys_of(length)
     splits = triton.cdiv(min(rows.num_keys, length), split_keys)
-    tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.sees is not None)
+    tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.tree_mask is not None)
     all_splits = triton.next_power_of_2(triton.cdiv(length, split_keys))
     most = max(1, _MAX_PARTIAL // (len(query) * heads * splits * value_dim))
-    if all_splits == 1 or rows.sees is not None:
+    if all_splits == 1 or rows.tree_mask is not None:
         most = width
     found = [
         _launch(
@@ -139,7 +139,7 @@ def _launch(
             rows.slots,
             rows.starts.contiguous(),
             rows.positions,
-            rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
+            rows.tree_mask.view(torch.uint8) if rows.tree_mask is not None else rows.slots,
             scale,
             softcap or 0.0,
             width,
@@ -155,7 +155,7 @@ def _launch(
             WINDOW=window or 0,
             CHUNK=chunk or 0,
             IS_CAPPED=softcap is not None,
-            IS_TREE=rows.sees is not None,
+            IS_TREE=rows.tree_mask is not None,
             BLOCK_QUERIES=tiles.queries,
             BLOCK_KEYS=tiles.keys,
             BLOCK_DIM=tiles.dim,
@@ -220,7 +220,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 # Where the numbers of a pass begin depends on its shape; kernels that differ in nothing else take long to compile.
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "sees"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "tree_mask"])
 def _attend_split(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -230,7 +230,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     slots,
     starts,
     positions,
-    sees,
+    tree_mask,
     scale,
     softcap,
     width,
@@ -313,7 +313,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         if IS_TREE:
             is_new = is_key & (key >= start)
             seen = tl.load(
-                sees + (row * width + at)[:, None] * width + (key - start)[None, :],
+                tree_mask + (row * width + at)[:, None] * width + (key - start)[None, :],
                 mask=is_query[:, None] & is_new[None, :],
                 other=0,
             )
@@ -404,6 +404,6 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 # What is compiled for a width of one might compute in another order: here all widths have one kernel.
 _attend_split_exact = triton.jit(
     do_not_specialize=["width", "query_row", "query_head", "query_position"],
-    do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "sees"],
+    do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "tree_mask"],
 )(_attend_split.fn)
 _combine_splits_exact = triton.jit(do_not_specialize=["width", "splits"])(_combine_splits.fn)
