@@ -76,8 +76,8 @@ def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: 
     """Test for which batch sizes a matrix product gives each row the same bits, and return the `RowPlan`.
 
     ``compute`` multiplies rows by a weight [num_outputs, size]. The plan has the largest ``max_rows`` that passes the
-    test. In layers of at least 2 million weights, it has the ``min_rows`` that was measured as clearly fastest. The test
-    multiplies about 6,000 rows in total, and fewer if the layer has more than 64 million weights.
+    test. In layers of at least 2 million weights, it has the ``min_rows`` that was measured as clearly fastest. The
+    test multiplies about 6,000 rows in total, and fewer if the layer has more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
