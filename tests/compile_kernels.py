@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from ssd.drafting.token_recycling import TOP_K
 from ssd.model.triton.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
-from ssd.model.triton.triton_decoder import _place
+from ssd.model.triton.triton_decoder import _rotate_and_store
 from ssd.model.triton.triton_layers import _BLOCK as GATE_BLOCK
 from ssd.model.triton.triton_layers import BLOCK_HEADS, _gate, _normalise, _rotate_both
 from ssd.model.triton.triton_linear import FEW_ROWS, _product
@@ -130,7 +130,7 @@ def variants() -> Iterator[Variant]:
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
         yield Variant(f"rotary {element}", _rotate_both, element, {**heads, "BLOCK_HEADS": BLOCK_HEADS}, {}, 2)
         placed = {**heads, "KEY_BLOCKS": 1, "BLOCK_HEADS": BLOCK_HEADS}
-        yield Variant(f"place {element}", _place, element, placed, {"slots": "i64", "places": "i64"}, 2)
+        yield Variant(f"place {element}", _rotate_and_store, element, placed, {"slots": "i64", "places": "i64"}, 2)
         for num_outputs in (4096, 6144, 128256):
             for num_rows in (FEW_ROWS, FEW_ROWS + 1):
                 yield _linear(element, num_rows, num_outputs)

@@ -60,7 +60,7 @@ def test_a_norm_is_the_librarys_rounding_included(
     own = own.to(DEVICE, dtype)
     model = nn.ModuleDict({"norm": own})
     (replaced,) = fuse_norms_by_triton(model)
-    assert isinstance(model["norm"], TritonNorm) and replaced.again() is own
+    assert isinstance(model["norm"], TritonNorm) and replaced.make_original() is own
     x = (scale * torch.randn(*shape, 3, size + is_cut)).to(DEVICE, dtype)[..., :size]
     with torch.inference_mode():
         found, want = model["norm"](x), own(x)

@@ -51,7 +51,8 @@ class Decoder(Record):
         settings: The address of the `DraftBatch` with the options of drafting.
         model: The address of the acceptance model.
         costs: The address of float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
-        marginal_costs: The address of float64[num_marginal_costs], the cost of each further draft token, see `marginal_costs`.
+        marginal_costs: The address of float64[num_marginal_costs], the cost of each further draft token, see
+            `marginal_costs`.
         rate: Tokens and costs of recent passes, from which the cost of a draft token in output tokens follows.
         by_source: For each of `SOURCES`, the numbers of drafts, of draft tokens and of accepted draft tokens.
         row: The output that is replayed. All further fields are scratch memory.

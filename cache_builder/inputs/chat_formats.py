@@ -83,8 +83,8 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
     if isinstance(observations := line.get("observations"), list):
         found = [parse_exchanges(each) for each in observations if isinstance(each, dict)]
         return [exchange for each in found for exchange in each or ()]
-    answers = [key for key in ANSWER_KEYS if key in line]
-    answer_key = next((key for key in answers if _is_there(line[key])), answers[0] if answers else None)
+    answer_keys = [key for key in ANSWER_KEYS if key in line]
+    answer_key = next((key for key in answer_keys if _is_there(line[key])), answer_keys[0] if answer_keys else None)
     there = [key for key in PROMPT_KEYS if _is_there(line.get(key))]
     request_key = next((key for key in there if _has_prompt(line, key)), None)
     if answer_key is None:

@@ -109,7 +109,7 @@ def plan_answer(
         thoughts = REASONING_FORMATS[form.reasoning]
         if ends_within_reasoning(thoughts, str(body.messages[-1].get("content"))):
             tail = thoughts.begin[0]
-        elif thoughts.inside:  # the model has already finished or skipped its reasoning
+        elif thoughts.starts_inside:  # the model has already finished or skipped its reasoning
             form = replace(form, reasoning=None)
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None

@@ -160,7 +160,7 @@ class MessageParser:
     def _read(self, readers: tuple[Reader, ...]) -> Steps[None]:
         for reader in readers:
             yield from reader(self._scanner, self._pieces)
-            self._pieces.content(self._scanner.trail())
+            self._pieces.content(self._scanner.pop_trail())
         yield from self._scanner.read_rest(self._pieces.content)
 
     def push(self, text: str) -> Delta:

@@ -73,17 +73,17 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
         begun = yield from scanner.literal(*form.begin)
         if not begun and not inside:
             return
-        space = scanner.trail()
+        space = scanner.pop_trail()
         if inside and not begun:  # the model wrote white space instead of the marker
             pieces.reasoning(space.lstrip())
         yield from scanner.space()
-        scanner.forget()
+        scanner.drop_trail()
         marker = yield from scanner.read_until(markers, pieces.reasoning, read_marker=False)
         pieces.end_reasoning(complete=bool(marker))
         if marker in form.end:
             yield from scanner.literal(marker)
             yield from scanner.run(_LINE_ENDS)
-            scanner.forget()
+            scanner.drop_trail()
 
     return read
 
@@ -127,7 +127,7 @@ class _Channels:
         yield from scanner.space()
         marker = yield from scanner.literal(START, CHANNEL, MESSAGE, "to=")
         if marker == MESSAGE:
-            return scanner.trail()
+            return scanner.pop_trail()
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
@@ -136,11 +136,11 @@ class _Channels:
             yield from scanner.run(_HEADER_TEXT)
             marker = yield from scanner.literal(CHANNEL, CONSTRAIN, MESSAGE)
             if marker == MESSAGE:
-                return scanner.trail()
+                return scanner.pop_trail()
             if not marker:
                 break
         if not (yield from scanner.peek()):
-            written = scanner.trail()
+            written = scanner.pop_trail()
             scanner.add_to_trail("" if _CUT_HEADER.fullmatch(written) else written)
         return ""
 
@@ -168,9 +168,9 @@ class _Channels:
         if form is not None and form.arguments == "tags":
             if marker := (yield from scanner.literal(*form.section, *form.call)):
                 yield from ToolCallParser(form, self.functions, scanner, pieces).read_group(marker)
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
             return (yield from self._read_body(pieces.content))
-        scanner.forget()
+        scanner.drop_trail()
         begun = False
 
         def arguments(text: str) -> None:
@@ -183,7 +183,7 @@ class _Channels:
         if (yield from scanner.peek()) == "{":  # markers in JSON strings are text
             yield from scanner.value(arguments)
         elif (yield from scanner.literal(*self.ends, CALL, RETURN)):
-            scanner.forget()
+            scanner.drop_trail()
             arguments("{}")
             return ""
         return (yield from self._read_body(arguments))
@@ -201,7 +201,7 @@ class _Channels:
                 if (yield from scanner.peek_ahead(len(START))) in ("", START):
                     marker = END
             if marker in (END, *self.ends):
-                scanner.forget()
+                scanner.drop_trail()
                 return ""
-            sink(scanner.trail())
+            sink(scanner.pop_trail())
         return ""

@@ -43,8 +43,8 @@ class Scanner:
     """Reads a text that arrives in chunks, for incremental parsers. O(characters).
 
     Text that was read goes to a function ``sink``. Without a sink it is added to the trail, because it may be content
-    or the beginning of a tool call. When the following text shows which it is, `trail` returns the collected text, or
-    `forget` discards it.
+    or the beginning of a tool call. When the following text shows which it is, `pop_trail` returns the collected text,
+    or `drop_trail` discards it.
     """
 
     def __init__(self) -> None:
@@ -65,11 +65,11 @@ class Scanner:
     def num_read(self) -> int:
         return self._num_dropped + self._at
 
-    def forget(self) -> None:
+    def drop_trail(self) -> None:
         """Discard the trail, i.e. the text that was read without a sink, because it turned out to be markup."""
         self._trail = []
 
-    def trail(self) -> str:
+    def pop_trail(self) -> str:
         text = "".join(self._trail)
         self._trail = []
         return text

@@ -205,25 +205,25 @@ class ToolCallParser:
         if form.bare_starts:
             yield from self._read_bare()
         elif form.content_name and (yield from scanner.literal(f"{form.content_name}\n")):
-            scanner.forget()
+            scanner.drop_trail()
         elif form.content_name:
             yield from self.read_group(form.call[0])
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
         while form.call and (marker := (yield from scanner.read_until(form.starts, pieces.content))):
             yield from self.read_group(marker)
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
 
     def _read_bare(self) -> Steps[None]:
         yield from self._scanner.space()
         if (yield from self._scanner.peek()) in self._form.bare_starts:
             yield from self.read_group("")
-        self._pieces.content(self._scanner.trail())
+        self._pieces.content(self._scanner.pop_trail())
 
     def read_group(self, marker: str) -> Steps[None]:
         """Read the tool calls after ``marker``. Text that is not a call stays in the scanner's trail for the caller."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
         if marker in form.ignored_markers:
-            scanner.forget()
+            scanner.drop_trail()
             if form.bare_starts:
                 yield from self._read_bare()
             return
@@ -235,40 +235,40 @@ class ToolCallParser:
             yield from self._read_one()
         has_begun = pieces.num_calls > num_calls
         if (has_begun or not is_prose) and not (yield from scanner.peek()):
-            scanner.forget()  # the output was truncated at the beginning of a call
+            scanner.drop_trail()  # the output was truncated at the beginning of a call
         if has_begun:
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
             yield from scanner.run(_CLOSING)
             while form.ends and (yield from scanner.literal(*form.ends)):
-                scanner.forget()
+                scanner.drop_trail()
                 yield from scanner.run(_CLOSING)
             if not (yield from scanner.peek()):
-                scanner.forget()
+                scanner.drop_trail()
 
     def _skip(self, marker: str) -> Steps[bool]:
         scanner, form = self._scanner, self._form
         if not form.ends_content:
             return False
         stop = yield from scanner.read_until(form.stops, scanner.add_to_trail)
-        skipped = scanner.trail()
+        skipped = scanner.pop_trail()
         if not stop and skipped.strip() != marker:
             self._pieces.content(skipped)
         return stop in form.call
 
     def _begin_call(self, name: str) -> None:
-        self._scanner.forget()
+        self._scanner.drop_trail()
         self._pieces.call(name, space_is_text=self._form.space_is_text)
 
     def _argument(self, name: str, key: str, *, first: bool) -> None:
         if first:
             self._begin_call(name)
-        self._scanner.forget()
+        self._scanner.drop_trail()
         self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
 
     def _end_call(self, name: str, *, first: bool) -> None:
         if first:
             self._begin_call(name)
-        self._scanner.forget()
+        self._scanner.drop_trail()
         self._pieces.arguments("{}" if first else "}")
 
     def _literals(self, sequence: Sequence) -> Steps[bool]:
@@ -298,7 +298,7 @@ class ToolCallParser:
             if in_list or not following or following in ends:
                 break
         if in_list and (yield from scanner.literal("]")):
-            scanner.forget()
+            scanner.drop_trail()
 
     def _read_one_object(self) -> Steps[bool]:
         """Read a tool call as a JSON object with name and arguments in either order; return whether it is complete."""
@@ -341,7 +341,7 @@ class ToolCallParser:
         if name is None or not (yield from scanner.literal("}")):
             return False
         if begun:
-            scanner.forget()
+            scanner.drop_trail()
         else:
             self._end_call(name, first=True)
         return True
@@ -365,7 +365,7 @@ class ToolCallParser:
         yield from scanner.space()
         if not (yield from scanner.literal("}")):
             return False
-        scanner.forget()
+        scanner.drop_trail()
         return True
 
     def _read_arguments_object(self) -> Steps[str | None]:
@@ -449,7 +449,7 @@ class ToolCallParser:
         if not name or not self._accepts(name):
             return
         if not _ATTRIBUTES.fullmatch(attributes):
-            self._pieces.content(scanner.trail())
+            self._pieces.content(scanner.pop_trail())
             return
         if not (yield from self._literals(form.after_name)):
             return
@@ -492,5 +492,5 @@ class ToolCallParser:
         complete = bool((yield from scanner.read_until(ends, value.add, read_marker=False, last=last)))
         value.end(complete=complete)
         yield from scanner.literal(f"\n{form.value_end}", form.value_end)
-        scanner.forget()
+        scanner.drop_trail()
         return complete

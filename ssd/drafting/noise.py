@@ -72,7 +72,7 @@ def _mix_int(z: int) -> int:
 
 
 @inlined
-def mixed(z: UInt) -> UInt:
+def mix64(z: UInt) -> UInt:
     """Hash a 64-bit number with the output function of the SplitMix64 random number generator."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
@@ -85,7 +85,7 @@ def key_at(request: UInt, place: UInt) -> UInt:
 
     ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """
-    return mixed((request ^ np.uint64(place)) + np.uint64(GAMMA))
+    return mix64((request ^ np.uint64(place)) + np.uint64(GAMMA))
 
 
 @inlined
@@ -94,7 +94,7 @@ def gumbel_at(key: UInt, token: int) -> float:
 
     It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
-    bits = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
+    bits = mix64(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
     return float(-math.log(-math.log((np.float64(bits) + 0.5) * _TO_UNIT)))
 
 
@@ -144,10 +144,10 @@ def window_hash(window: int, context: TokenIds, length: int, tokens: TokenIds, p
     """
     found, left, is_chain = np.uint64(0), window, len(parents) == 0
     while node >= 0 and left > 0:
-        found = mixed((found ^ np.uint64(tokens[node])) + np.uint64(GAMMA))
+        found = mix64((found ^ np.uint64(tokens[node])) + np.uint64(GAMMA))
         node, left = node - 1 if is_chain else int(np.int64(parents[node])), left - 1
     for place in range(length - 1, max(-1, length - 1 - left), -1):
-        found = mixed((found ^ np.uint64(context[place])) + np.uint64(GAMMA))
+        found = mix64((found ^ np.uint64(context[place])) + np.uint64(GAMMA))
     return max(found, np.uint64(1))
 
 
@@ -173,7 +173,7 @@ def coupled_place(found: UInt, times: int) -> UInt:
     It combines ``found``, the hash of the text's last tokens, with the number of earlier occurrences of these tokens in
     the text.
     """
-    return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
+    return mix64(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined

@@ -70,7 +70,7 @@ def add_candidate(token: int, size: int, votes: Votes) -> int:
 
 
 @kernel
-def keep_best(
+def move_best_to_front(
     votes: Votes,
     size: int,
     most: int,

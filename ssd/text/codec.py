@@ -200,7 +200,7 @@ class TextCodec:
             except RequestError:
                 raise
             except Exception as error:  # a template is code that may raise anything
-                reason = (str(error) if marks is None else marks.without(str(error))) or type(error).__name__
+                reason = (str(error) if marks is None else marks.remove_from(str(error))) or type(error).__name__
                 if template.refuses_tools(kwargs):
                     raise RequestError(
                         f"the chat template refuses these tools: {reason:.500}", param="tools"

@@ -147,11 +147,11 @@ def fuse_norms(model: nn.Module, make: MakeNorms = _candidate_norms) -> Iterator
     ``make`` returns candidates for a norm, and the candidate with the smallest error is used. If no candidate's error
     is small enough, the norm stays unchanged. Yields for each replaced norm a `Replaced` record, which can restore it.
     """
-    return swap(model, lambda norm: _nearest(norm, make))
+    return swap(model, lambda norm: _best_matching_norm(norm, make))
 
 
 @torch.inference_mode()
-def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
+def _best_matching_norm(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if (
         not type(norm).__name__.endswith("RMSNorm")

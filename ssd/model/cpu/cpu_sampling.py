@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.drafting.noise import GAMMA, UInt, UInt64, mixed
+from ssd.drafting.noise import GAMMA, UInt, UInt64, mix64
 from ssd.jit.addresses import Float64s, Int64s, TokenIds, inlined, kernel
 from ssd.token_rules import TokenRules
 
@@ -175,11 +175,11 @@ def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt)
         state = key + np.uint64(start + 1) * np.uint64(GAMMA)
         num_left = 0
         for i in range(len(block)):
-            num_left += _noise_lower_bound(mixed(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
+            num_left += _noise_lower_bound(mix64(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
         if num_left == 0:
             continue
         for i in range(len(block)):
-            z = mixed(state + np.uint64(i) * np.uint64(GAMMA))
+            z = mix64(state + np.uint64(i) * np.uint64(GAMMA))
             if block[i] == 0.0 or _noise_lower_bound(z) * bar > block[i]:
                 continue
             score = _noisy(scores[start + i], z >> np.uint64(11))
@@ -300,7 +300,7 @@ def _best_found(
         score = scores[token]
         if not score > above or score < floor:
             continue
-        z = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA))
+        z = mix64(key + np.uint64(token + 1) * np.uint64(GAMMA))
         if _noise_lower_bound(z) * bar > weights[token]:
             continue
         noisy = _noisy(score, z >> np.uint64(11))

@@ -79,7 +79,7 @@ def _invariant_product(
 ) -> Callable[..., torch.Tensor]:
     """Return a batch-invariant version of the matrix product ``compute`` for a CPU."""
 
-    def planned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def compute_by_plan(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MAX_ERROR or not x.numel() or x.device.type != "cpu":
             return compute(x, weight)
         rows = x.reshape(-1, x.shape[-1])
@@ -90,7 +90,7 @@ def _invariant_product(
         found = _plans[key].product(lambda some: compute(some, weight), rows.contiguous())
         return found.view(*x.shape[:-1], num_outputs)
 
-    return planned
+    return compute_by_plan
 
 
 _linear, _matmul = _invariant_product("linear", _plain), _invariant_product("matmul", torch.matmul)

@@ -73,12 +73,14 @@ def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedMod
     """
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
-    def theirs(ours: str) -> str:
-        prefix = max((prefix for prefix in names if ours.startswith(prefix)), key=len, default="")
-        return names.get(prefix, "") + ours.removeprefix(prefix)
+    def checkpoint_name(module_name: str) -> str:
+        prefix = max((prefix for prefix in names if module_name.startswith(prefix)), key=len, default="")
+        return names.get(prefix, "") + module_name.removeprefix(prefix)
 
-    found = read_tensors(tensors, {theirs(ours): size for ours, size in shapes.items()})
-    assign_tensors(head, {**{ours: found[theirs(ours)] for ours in shapes}, **more}, target)
+    found = read_tensors(tensors, {checkpoint_name(module_name): size for module_name, size in shapes.items()})
+    assign_tensors(
+        head, {**{module_name: found[checkpoint_name(module_name)] for module_name in shapes}, **more}, target
+    )
     return head
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.cpu.cpu_decoder import FlatLayer, find_llama_layers
-from ssd.model.kv.attention import attended
+from ssd.model.kv.attention import compute_attention
 from ssd.model.kv.kv_cache import Pair, SlotRows
 from ssd.model.layers.replace import Replaced, swap_forward
 from ssd.model.triton.triton_launch import early_launch_options, wait_for_previous_kernel
@@ -80,7 +80,7 @@ class DeviceLayer(FlatLayer):
         if self._head_norms:
             query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
         rotate_and_store_by_triton(query, key, value, angles, stored, rows)
-        return attended(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
+        return compute_attention(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
 
 
 def _product_of(module: Any) -> Product | None:

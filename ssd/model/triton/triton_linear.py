@@ -45,26 +45,28 @@ class MatmulTiles(NamedTuple):
     stages: int
 
 
-def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
+def tiles_of(
+    num_rows: int, num_outputs: int, dtype: torch.dtype, *, has_large_shared_memory: bool = True
+) -> MatmulTiles:
     """Return the tile sizes of the matrix-product kernel that were fastest on an H200.
 
-    Unless ``is_roomy``, only tiles that need less than 100 KB of shared memory are used.
+    Unless ``has_large_shared_memory``, only tiles that need less than 100 KB of shared memory are used.
     """
     if dtype == torch.float32:
         return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
         if num_outputs >= _LARGE:
             return MatmulTiles(16, 64, 128, 4)
-        return MatmulTiles(16, 64, 256, 4) if is_roomy else MatmulTiles(16, 32, 256, 4)
+        return MatmulTiles(16, 64, 256, 4) if has_large_shared_memory else MatmulTiles(16, 32, 256, 4)
     if num_outputs >= _LARGE:
         return MatmulTiles(64, 128, 64, 4)
-    if not is_roomy:
+    if not has_large_shared_memory:
         return MatmulTiles(64, 32, 128, 4)
     return MatmulTiles(64, 64, 128, 5) if num_outputs > _SMALL else MatmulTiles(64, 32, 256, 4)
 
 
 @cache
-def _is_roomy(device: torch.device) -> bool:
+def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a GPU has the shared memory for larger tiles, as A100 and H100 have; True without a GPU."""
     if device.type != "cuda":
         return True
@@ -84,7 +86,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:  # unaligned rows would need another kernel
         rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
-    tiles = tiles_of(len(rows), num_outputs, x.dtype, is_roomy=_is_roomy(x.device))
+    tiles = tiles_of(len(rows), num_outputs, x.dtype, has_large_shared_memory=_has_large_shared_memory(x.device))
     if len(rows):
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _product[(triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_outputs, tiles.outputs))](
@@ -159,7 +161,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLASLt in the context `sums_whole` gives the same bits as SSD's kernel for large batches."""
+    """Return whether cuBLASLt within `without_split_sums` gives the same bits as SSD's kernel for large batches."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -170,7 +172,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     x = torch.randn(_TRIED[-1], weight.shape[1], dtype=weight.dtype, device=weight.device)
     wanted = linear(x, weight, bias)
     try:
-        with sums_whole():
+        with without_split_sums():
             return all(torch.equal(nn.functional.linear(x[:rows], weight, bias), wanted[:rows]) for rows in _TRIED)
     except Exception as failure:  # a library that always splits sums, or has no such setting
         log.debug("a library's products are not exact: %s", failure)
@@ -178,7 +180,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 @contextmanager
-def sums_whole() -> Iterator[None]:
+def without_split_sums() -> Iterator[None]:
     """Prevent matrix products in this context from splitting sums among processors and from rounding partial sums.
 
     A row's bits then do not depend on the number of rows. Only cuBLASLt supports this, so torch uses cuBLASLt in the
