@@ -35,7 +35,7 @@ def markers(row: CallFormat | ReasoningFormat) -> list[str]:
             return [value] if value else []
         return [text for each in value for text in strings(each)] if isinstance(value, tuple) else []
 
-    names = {field.name for field in fields(row)} - {"mentions", "arguments", "written"}
+    names = {field.name for field in fields(row)} - {"template_markers", "arguments", "template"}
     return [text for name in names for text in strings(getattr(row, name))]
 
 
