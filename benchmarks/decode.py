@@ -236,8 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         copy_bytes_per_s=round(copied),
         changed_outputs=num_changed,
         baselines=baselines,
-        is_exact=target.batch_invariance.holds,
-        is_wrong=(num_changed > 0 and (target.batch_invariance.holds or target.dtype == torch.float32))
+        is_exact=target.batch_invariance.is_invariant,
+        is_wrong=(num_changed > 0 and (target.batch_invariance.is_invariant or target.dtype == torch.float32))
         or (target.dtype == torch.float32 and not all(each.get("equal_to_eager", True) for each in baselines.values())),
     )
 

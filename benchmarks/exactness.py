@@ -221,7 +221,7 @@ def compare(
     )
     report.acceptance.setdefault(str(setting), acceptance)
     for index, (found, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        is_exact = target.batch_invariance.holds and wanted.logprobs is not None
+        is_exact = target.batch_invariance.is_invariant and wanted.logprobs is not None
         ours, theirs = ((each if is_exact else None) for each in (found.logprobs, wanted.logprobs))
         place = first_difference(found.token_ids, wanted.token_ids)
         report.num_tokens += len(wanted.token_ids) if place is None else place + 1
@@ -249,7 +249,7 @@ def differs(
     """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie."""
     if list(got) == list(want):
         return False
-    return target.batch_invariance.holds or not is_near_tie(target, prompt, params, got, want)
+    return target.batch_invariance.is_invariant or not is_near_tie(target, prompt, params, got, want)
 
 
 @torch.inference_mode()

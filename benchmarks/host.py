@@ -118,7 +118,7 @@ class RecitingTarget(SlotRunner):
         if trees is None:
             is_lost = np.logical_or.accumulate(differs, axis=1)
         else:
-            is_lost = (trees.sees & differs[:, None, :]).any(-1)
+            is_lost = (trees.tree_mask & differs[:, None, :]).any(-1)
         following = self._texts[at[0], at[1] + 1]
         said: TokenMatrix = np.where(is_lost, (31 * following + 7 * tokens + 1) % self.vocab_size, following)
         return said

@@ -225,7 +225,9 @@ def _calls_of(tool_call: str, text: str) -> list[list[tuple[str, Any]]]:
         for piece in pieces:
             messages.push(0, piece, ended=False)
         messages.push(0, "", ended=True)
-        found.append([(call.name, json.loads(call.arguments)) for call in messages.of(0).tool_calls if call.is_json])
+        found.append(
+            [(call.name, json.loads(call.arguments)) for call in messages.message(0).tool_calls if call.is_json]
+        )
     return found
 
 

@@ -147,7 +147,7 @@ class Comparison:
     def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
         """One output and what ``off`` said."""
         self.num_tokens += len(got)
-        self.is_exact = off.target.batch_invariance.holds
+        self.is_exact = off.target.batch_invariance.is_invariant
         self.num_mismatches += differs(off.target, request.prompt_token_ids, request.sampling, got, want)
 
 

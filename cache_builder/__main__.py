@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     memory. Only ``--against``, which compares other draft methods, needs torch.
     """
     if arguments is None:
-        signal.signal(signal.SIGTERM, _terminated)
-        sys.unraisablehook = _lost
+        signal.signal(signal.SIGTERM, _raise_terminated)
+        sys.unraisablehook = _raise_again
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and not getattr(options, "against", ()):  # other draft methods need torch
         hide_torch()
@@ -79,19 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _terminated(_number: int, _frame: object) -> None:
+def _raise_terminated(_number: int, _frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # further signals are ignored, because the exit takes a moment only
     raise Terminated
 
 
-def _lost(unraisable: sys.UnraisableHookArgs) -> None:
+def _raise_again(unraisable: sys.UnraisableHookArgs) -> None:
     """Raise `Terminated` again 10 ms later if Python has ignored it, because SIGTERM must always end the process.
 
     Python only reports exceptions that are raised in finalizers (``__del__``), and passes them to
     ``sys.unraisablehook``. This function is that hook.
     """
     if isinstance(unraisable.exc_value, Terminated):
-        signal.signal(signal.SIGALRM, _terminated)
+        signal.signal(signal.SIGALRM, _raise_terminated)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     elif signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:  # else an interrupted constructor caused it
         sys.__unraisablehook__(unraisable)
@@ -114,17 +114,17 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         )
         if name in arguments:
             module = import_module(f"cache_builder.commands.{name.replace('-', '_')}")
-            module.add(command)
+            module.add_arguments(command)
             command.set_defaults(run=module.run)
         if words[:1] == [name]:
             for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-                _require_known(command, option, command._option_string_actions, "option")
+                _suggest_spelling(command, option, command._option_string_actions, "option")
     if words and not words[0].startswith("-"):
-        _require_known(parser, words[0], COMMANDS, "command")
+        _suggest_spelling(parser, words[0], COMMANDS, "command")
     return parser.parse_args(arguments)
 
 
-def _require_known(parser: argparse.ArgumentParser, word: str, known: Iterable[str], kind: str) -> None:
+def _suggest_spelling(parser: argparse.ArgumentParser, word: str, known: Iterable[str], kind: str) -> None:
     """Exit with a usage message that suggests the correct spelling if a command or an option is misspelled."""
     if word not in known and (near := get_close_matches(word, known, n=1)):
         parser.error(f"unknown {kind} {word}: did you mean {near[0]}?")

@@ -43,12 +43,12 @@ def map_items(
         return
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        min(jobs, len(items)), multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),)
+        min(jobs, len(items)), multiprocessing.get_context("spawn"), initializer=_set_up_worker, initargs=(os.getpid(),)
     )
     try:
-        for future in [pool.submit(_done, work, item, options) for item in items]:
-            result, told = future.result()
-            progress(*told)
+        for future in [pool.submit(_run_item, work, item, options) for item in items]:
+            result, totals = future.result()
+            progress(*totals)
             yield result
     except BrokenProcessPool:
         raise SSDError("a worker process was killed. If memory ran out, use fewer --jobs") from None
@@ -58,18 +58,18 @@ def map_items(
         pool.shutdown(cancel_futures=True)
 
 
-def _done(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
-    told = [0, 0]
+def _run_item(work: Callable[..., Any], item: Any, options: Any) -> tuple[Any, tuple[int, int]]:
+    totals = [0, 0]
 
-    def tell(num_bytes: int, num_tokens: int) -> None:
-        told[0] += num_bytes
-        told[1] += num_tokens
+    def report_progress(num_bytes: int, num_tokens: int) -> None:
+        totals[0] += num_bytes
+        totals[1] += num_tokens
 
-    result = work(item, options, tell)
-    return result, (told[0], told[1])
+    result = work(item, options, report_progress)
+    return result, (totals[0], totals[1])
 
 
-def _begin(parent: int) -> None:
+def _set_up_worker(parent: int) -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DIES, signal.SIGKILL)
     if os.getppid() != parent:  # the parent has already ended

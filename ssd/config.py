@@ -34,7 +34,7 @@ MAX_INTERVAL_S = 86_400
 """The maximum of ``IndexConfig.rebuild_interval_s``: one day, in seconds."""
 
 
-_MOST = (1 << 31) - 1
+_MAX_INT32 = (1 << 31) - 1
 """The maximum of options and token ids that are stored as 32-bit integers."""
 
 
@@ -351,11 +351,11 @@ class SamplingParams:
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         check(all(isinstance(text, str) for text in self.stop), "stop", "a string or a list of strings")
-        check(1 <= self.n <= _MOST, "n", f"within 1..{_MOST}")
-        check(self.max_tokens is None or 1 <= self.max_tokens <= _MOST, "max_tokens", f"within 1..{_MOST}")
+        check(1 <= self.n <= _MAX_INT32, "n", f"within 1..{_MAX_INT32}")
+        check(self.max_tokens is None or 1 <= self.max_tokens <= _MAX_INT32, "max_tokens", f"within 1..{_MAX_INT32}")
         check(0.0 <= self.temperature <= 2.0, "temperature", "within 0..2")
         check(0.0 < self.top_p <= 1.0, "top_p", "greater than 0 and at most 1")
-        check(-1 <= self.top_k <= _MOST, "top_k", f"within 1..{_MOST}, or 0 or -1 for off")
+        check(-1 <= self.top_k <= _MAX_INT32, "top_k", f"within 1..{_MAX_INT32}, or 0 or -1 for off")
         check(0.0 <= self.min_p <= 1.0, "min_p", "within 0..1")
         # Outside this range, penalised logits underflow to 0 or overflow float32.
         check(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "within 0.01..100")
@@ -365,7 +365,7 @@ class SamplingParams:
         check_each(wrong, "logit_bias", "within -100..100 for every token")
         check(self.seed is None or -(1 << 63) <= self.seed < (1 << 63), "seed", "a 64-bit integer")
         check_each((text for text in self.stop if not text), "stop", "non-empty strings")
-        check(0 <= self.min_tokens <= _MOST, "min_tokens", f"within 0..{_MOST}")
+        check(0 <= self.min_tokens <= _MAX_INT32, "min_tokens", f"within 0..{_MAX_INT32}")
         check(self.allowed_token_ids != (), "allowed_token_ids", "at least one token id")
         check(all(self.bad_words), "bad_words", "of at least one token each")
         for name, ids in (
@@ -376,7 +376,7 @@ class SamplingParams:
             ("shown_special_ids", self.shown_special_ids),
         ):
             least, most = (min(ids), max(ids)) if ids else (0, 0)
-            check_each((each for each in (least, most) if not 0 <= each <= _MOST), name, f"within 0..{_MOST}")
+            check_each((each for each in (least, most) if not 0 <= each <= _MAX_INT32), name, f"within 0..{_MAX_INT32}")
         for name, limit in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             check(limit is None or 0 <= limit <= MAX_LOGPROBS, name, f"within 0..{MAX_LOGPROBS}")
 

@@ -75,10 +75,10 @@ class TokenRules:
         bias: float64[n], the number that is added to the logit of each token in ``bias_ids``.
         allowed_ids: int64[m], distinct token ids; None allows all tokens.
         bad_words: The automaton that finds forbidden tokens; None if there are no bad words.
-        kept: The sampler's cache of these arrays as tensors, for each vocabulary size and device.
+        tensor_cache: The sampler's cache of these arrays as tensors, for each vocabulary size and device.
     """
 
-    __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "kept")
+    __slots__ = ("_greatest_bad", "allowed_ids", "bad_words", "bias", "bias_ids", "tensor_cache")
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class TokenRules:
         self.allowed_ids = None if allowed_token_ids is None else np.unique(np.array(allowed_token_ids, np.int64))
         self.bad_words = BadWords(bad_words) if bad_words else None
         self._greatest_bad = max((max(word) for word in bad_words), default=-1)
-        self.kept: dict[Any, Any] = {}
+        self.tensor_cache: dict[Any, Any] = {}
 
     def greatest_ids(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return pairs of a field name and a tuple with the greatest token id of this field.

@@ -21,14 +21,14 @@ from triton.compiler import ASTSource
 
 from ssd.drafting.token_recycling import TOP_K
 from ssd.model.triton.triton_attention import NUM_STAGES, _attend_split, _combine_splits, tiles_of
-from ssd.model.triton.triton_decoder import _place
+from ssd.model.triton.triton_decoder import _rotate_and_store
 from ssd.model.triton.triton_layers import _BLOCK as GATE_BLOCK
-from ssd.model.triton.triton_layers import BLOCK_HEADS, _gate, _normalise, _turn_both
+from ssd.model.triton.triton_layers import BLOCK_HEADS, _gate, _normalise, _rotate_both
 from ssd.model.triton.triton_linear import FEW_ROWS, _product
 from ssd.model.triton.triton_linear import tiles_of as linear_tiles_of
 from ssd.model.triton.triton_sampling import (
     _BLOCK,
-    _MOST_SPLITS,
+    _MAX_SPLITS,
     _choose_split,
     _choose_top,
     _sample_split,
@@ -44,7 +44,14 @@ _STRICT, _MOST_SPILLED = 90, 16
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_POINTERS = {"weights": "fp32", "partial": "fp32", "slots": "i64", "starts": "i64", "positions": "i64", "sees": "u8"}
+_POINTERS = {
+    "weights": "fp32",
+    "partial": "fp32",
+    "slots": "i64",
+    "starts": "i64",
+    "positions": "i64",
+    "tree_mask": "u8",
+}
 _SAMPLING_POINTERS = {"keys": "i64", "temperatures": "fp32", "scores": "fp64", "tokens": "i32", "out": "i64"}
 _VALUES = (
     "query",
@@ -113,7 +120,7 @@ def variants() -> Iterator[Variant]:
         best = {"COUNT": TOP_K, "BLOCK": _BLOCK}
         yield Variant(f"top {element}", _top_split, element, best, {"found": "i64"})
         yield Variant(f"sample {element}", _sample_split, element, {"BLOCK": _BLOCK}, _SAMPLING_POINTERS)
-    yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MOST_SPLITS}, _SAMPLING_POINTERS)
+    yield Variant("choose", _choose_split, "fp32", {"BLOCK": _MAX_SPLITS}, _SAMPLING_POINTERS)
     best = {"COUNT": TOP_K, "BLOCK": 1024}
     yield Variant("best", _choose_top, "fp32", best, {"found": "i64", "out": "i32"})
     for element in ("fp32", "bf16"):
@@ -121,9 +128,9 @@ def variants() -> Iterator[Variant]:
             rule = {"ROUNDS_FIRST": True, "BLOCK": 4096, "IS_SUM": is_sum}
             yield Variant(f"norm {element}{' of a sum' if is_sum else ''}", _normalise, element, rule, {}, 8)
         heads = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "QUERY_BLOCKS": 4, "HALF": 64, "BLOCK_HALF": 64}
-        yield Variant(f"rotary {element}", _turn_both, element, {**heads, "BLOCK_HEADS": BLOCK_HEADS}, {}, 2)
+        yield Variant(f"rotary {element}", _rotate_both, element, {**heads, "BLOCK_HEADS": BLOCK_HEADS}, {}, 2)
         placed = {**heads, "KEY_BLOCKS": 1, "BLOCK_HEADS": BLOCK_HEADS}
-        yield Variant(f"place {element}", _place, element, placed, {"slots": "i64", "places": "i64"}, 2)
+        yield Variant(f"place {element}", _rotate_and_store, element, placed, {"slots": "i64", "places": "i64"}, 2)
         for num_outputs in (4096, 6144, 128256):
             for num_rows in (FEW_ROWS, FEW_ROWS + 1):
                 yield _linear(element, num_rows, num_outputs)
@@ -175,11 +182,11 @@ def _linear(element: str, num_rows: int, num_outputs: int, *, size: int = 4096, 
         "SIZE": size,
         "NUM_OUTPUTS": num_outputs,
         "HAS_BIAS": has_bias,
-        "IS_TURNED": tiles.outputs >= 64,
+        "IS_TRANSPOSED": tiles.outputs >= 64,
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_OUTPUTS": tiles.outputs,
         "BLOCK_INPUTS": tiles.inputs,
-        "ASKED": 512,
+        "PREFETCH_BYTES": 512,
     }
     name = f"linear {element} of {num_outputs} by {size}, {tiles.rows} rows"
     return Variant(name, _product, element, constants, {"bias": element}, num_stages=tiles.stages)

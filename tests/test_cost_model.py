@@ -31,7 +31,7 @@ def learned(fixed: float, per_position: float, wide: float = 0.0) -> CostModel:
     prices = CostModel()
     for rows, width in itertools.product((1, 8), (1, 2, 17)):
         prices.calibrate(rows * width, fixed + per_position * rows * width + wide * (width > 1), is_wide=width > 1)
-    prices.begin()
+    prices.end_warm_up()
     return prices
 
 
@@ -88,7 +88,7 @@ def test_what_the_warm_up_took_and_gave_besides_is_forgotten() -> None:
     for _ in range(20):
         prices.observe(4, 400, 0.03, is_wide=True)
     assert prices.token_cost(1) > 2 * fresh.token_cost(1)
-    prices.begin()
+    prices.end_warm_up()
     assert (prices.token_cost(1), prices.pass_time) == (fresh.token_cost(1), fresh.pass_time)
 
 
@@ -201,7 +201,7 @@ def test_no_interruption_makes_passes_with_drafts_seem_not_to_pay(
     prices = CostModel()
     for (rows, width), one in plausible_times(dict(zip(TIMED, seconds.tolist(), strict=True))).items():
         prices.calibrate(rows * width, one, is_wide=width > 1)
-    prices.begin()
+    prices.end_warm_up()
     assert paying(prices, [0.95] * 8) > 0
 
 
@@ -255,7 +255,7 @@ def calibrated(law: Floats, factors: Sequence[float]) -> CostModel:
     prices = CostModel()
     for (rows, width), factor in zip(TIMED, factors, strict=True):
         prices.calibrate(rows * width, factor * float(law @ (1, rows * width, width > 1)), is_wide=width > 1)
-    prices.begin()
+    prices.end_warm_up()
     return prices
 
 
@@ -310,12 +310,12 @@ def test_steps_are_counted_and_not_the_pauses_between() -> None:
     rate = StepThroughput(lambda: now)
     assert rate.tokens_per_s == 0
     for _ in range(5):
-        rate.begin()
+        rate.start_step()
         now += 0.5
         rate.count(2)
         rate.count(3)
         now += 60
-    rate.begin()
+    rate.start_step()
     assert rate.tokens_per_s == pytest.approx(10)
 
 
@@ -326,7 +326,7 @@ def test_a_step_lasts_what_one_does_of_which_nothing_is_left_out() -> None:
 
     def step(seconds: float, left_out: float = 0.0) -> None:
         nonlocal now
-        rate.begin()
+        rate.start_step()
         if left_out:
             now += left_out
             rate.leave_out(left_out)
@@ -334,16 +334,16 @@ def test_a_step_lasts_what_one_does_of_which_nothing_is_left_out() -> None:
         rate.count(1)
 
     step(0.5, left_out=0.25)
-    rate.begin()
+    rate.start_step()
     assert rate.seconds_per_step == pytest.approx(0.5)
     for _ in range(9):
         step(0.4)
         step(0.5, left_out=0.25)
-    rate.begin()
+    rate.start_step()
     assert rate.seconds_per_step == pytest.approx(0.4)
     for _ in range(99):
         step(0.3, left_out=0.25)
-    rate.begin()
+    rate.start_step()
     assert rate.seconds_per_step == pytest.approx(0.3, rel=0.02)
 
 

@@ -60,7 +60,7 @@ def known_prices(random: np.random.Generator) -> CostModel:
             for width in (1, 2, 5):
                 seconds = 1.0 + position * rows * width + wide * (width > 1)
                 prices.calibrate(rows * width, seconds, is_wide=width > 1)
-        prices.begin()
+        prices.end_warm_up()
     return prices
 
 

@@ -16,7 +16,7 @@ from ssd.retrieval.cache_manager import CacheManager
 from ssd.retrieval.files import is_retained, new_segment_id
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.namespace_cache import NamespaceCache
-from ssd.retrieval.reuse import WINDOW_TOKENS, hot_texts
+from ssd.retrieval.reuse import WINDOW_TOKENS, reused_texts
 from ssd.retrieval.segment import Segment
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment
@@ -73,7 +73,7 @@ def keep(index: SuffixIndex) -> bool:
         return False
     kept = [
         (left, build_segment(text, start=left.start, segment_id=new_segment_id(left.start, retained=True)))
-        for left, text in hot_texts(due)
+        for left, text in reused_texts(due)
     ]
     index.install_retained(due.evicted, kept)
     return True

@@ -125,7 +125,7 @@ def test_a_number_of_rows_whose_results_agree_by_chance_is_found_out() -> None:
         """Of a single row in eight another result, as where few sums round differently in another order."""
         return x @ weight if len(x) > 1 or x[0, 0] < 1.15 else x @ weight + 1
 
-    assert find_invariant_shapes(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).least > 1
+    assert find_invariant_shapes(lambda x: compute(x).round(decimals=3), 64, 1, torch.float32).min_rows > 1
 
 
 def test_rows_that_differ_in_few_numbers_once_they_are_rounded_are_found() -> None:
@@ -136,7 +136,7 @@ def test_rows_that_differ_in_few_numbers_once_they_are_rounded_are_found() -> No
         sums = (x.double() @ weight).float()
         return (torch.nextafter(sums, sums + 1) if len(x) == 1 else sums).bfloat16()
 
-    assert find_invariant_shapes(compute, 2048, 640, torch.bfloat16).least == 2
+    assert find_invariant_shapes(compute, 2048, 640, torch.bfloat16).min_rows == 2
 
 
 def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
@@ -147,7 +147,7 @@ def test_where_few_rows_are_computed_in_another_order_more_are() -> None:
         return x @ weight + (len(x) < 12 and len(x) % 4)
 
     plan = find_invariant_shapes(compute, 64, 192, torch.float32)
-    assert (plan.least, plan.is_exact) == (12, True)
+    assert (plan.min_rows, plan.is_exact) == (12, True)
     rows = torch.randn(5, 64)
     assert torch.equal(plan.product(compute, rows), compute(rows.repeat(3, 1))[:5])
 
@@ -157,17 +157,17 @@ def test_where_every_number_of_rows_gives_the_same_bits_time_chooses_of_the_leas
     plan = find_invariant_shapes(
         lambda x: x.round() @ weight, 256, 8192, torch.float32
     )  # sums of whole numbers are exact
-    assert (plan.most, plan.is_exact) == (512, True)
-    assert plan.least <= 4
+    assert (plan.max_rows, plan.is_exact) == (512, True)
+    assert plan.min_rows <= 4
 
 
 @pytest.mark.parametrize("name", NOT_EXACT)
 def test_a_model_that_is_not_exact_says_so_by_name_and_opens(name: str) -> None:
     model = tiny_model(name)
     target = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH)
-    assert not target.batch_invariance.holds and target.batch_invariance.reason
+    assert not target.batch_invariance.is_invariant and target.batch_invariance.reason
     with pytest.raises(ModelError, match=type(target.model).__name__) as refused:
         open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="on")
     assert target.batch_invariance.reason in str(refused.value)
     off = open_target(model, num_slots=NUM_SLOTS, max_length=LENGTH, batch_invariant="off")
-    assert not off.batch_invariance.holds and off.batch_invariance.reason == "switched off"
+    assert not off.batch_invariance.is_invariant and off.batch_invariance.reason == "switched off"

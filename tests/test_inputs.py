@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from cache_builder.inputs import input_streams, lines
 from cache_builder.inputs.input_streams import file_system
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, Format, InputError, InputRecord
+from cache_builder.inputs.record import DEFAULT_FIELD_NAMES, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import encode_record, encode_usable_record, read_part, read_sources
 from cache_builder.inputs.sources import Source, find_sources, split_source
 from ssd.text.codec import TextCodec
@@ -37,7 +37,7 @@ ANSWER = {"role": "assistant", "content": "hi there"}
 TEXTS = [f"document {number} of a few words" for number in range(50)]
 
 
-def records(name: str | Path, format: Format = "auto", fields: FieldNames = AS_WE_CALL_THEM) -> list[InputRecord]:
+def records(name: str | Path, format: Format = "auto", fields: FieldNames = DEFAULT_FIELD_NAMES) -> list[InputRecord]:
     return list(read_sources(find_sources([str(name)], format), lambda num_bytes: None, fields))
 
 
@@ -149,10 +149,10 @@ def test_a_line_that_is_no_text_is_left_out_where_that_is_asked_for(tmp_path: Pa
         path = tmp_path / f"{number}.json"
         path.write_bytes(content)
         records = list(read_sources(find_sources([str(path)]), lambda num_bytes: None))
-        used = [encode_usable_record(each, codec, AS_WE_CALL_THEM, skip_invalid=True) for each in records]
+        used = [encode_usable_record(each, codec, DEFAULT_FIELD_NAMES, skip_invalid=True) for each in records]
         assert sum(each is not None for each in used) == len(used) - 1
         with pytest.raises(InputError, match="not UTF-8 text"):
-            [encode_usable_record(each, codec, AS_WE_CALL_THEM, skip_invalid=False) for each in records]
+            [encode_usable_record(each, codec, DEFAULT_FIELD_NAMES, skip_invalid=False) for each in records]
     body = {"messages": [{"role": "user", "content": "a"}]}
     asked = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_bytes(jsonl(asked))

@@ -131,7 +131,7 @@ def test_scoring_a_sample_gives_the_log_probabilities_it_was_drawn_with_to_the_b
             trainer.state.global_step = step
             output = rollouts(PROMPTS * GROUP, trainer)
             engine = rollouts._engine
-            assert engine is not None and engine.target.batch_invariance.holds
+            assert engine is not None and engine.target.batch_invariance.is_invariant
             scored = answers_of(
                 engine,
                 [

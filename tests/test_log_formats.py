@@ -205,7 +205,7 @@ UNANSWERED: dict[str, dict[str, Any]] = {
 }
 
 
-def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.AS_WE_CALL_THEM) -> EncodedRecord:
+def found_in(line: Any, codec: TextCodec, fields: FieldNames = record.DEFAULT_FIELD_NAMES) -> EncodedRecord:
     return encode_record(InputRecord("log:1", json.dumps(line), is_json=True), codec, fields)
 
 
@@ -573,7 +573,7 @@ def test_tools_and_messages_may_be_json_in_strings(codec: TextCodec) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     line = {"messages": json.dumps([ASK, SAY]), "tools": json.dumps([tool])}
     (exchange,) = chat_formats.parse_exchanges(line) or []
-    assert (exchange.asked, exchange.tools, exchange.is_conversation) == ([ASK, SAY], [tool], True)
+    assert (exchange.prompt, exchange.tools, exchange.is_conversation) == ([ASK, SAY], [tool], True)
 
 
 def test_other_names_of_roles_and_texts_are_read(codec: TextCodec) -> None:
@@ -587,8 +587,8 @@ def test_other_names_of_roles_and_texts_are_read(codec: TextCodec) -> None:
     call = {"name": "look", "args": {"where": "mat"}, "id": "c1", "type": "tool_call"}
     calls = [*chain, {"type": "ai", "content": "", "tool_calls": [call]}, {"type": "tool", "content": "a key"}]
     (exchange,) = chat_formats.parse_exchanges({**LANGFUSE, "input": calls}) or []
-    assert isinstance(exchange.asked, list) and [each["role"] for each in exchange.asked[2:]] == ["assistant", "tool"]
-    assert exchange.asked[2]["tool_calls"] == [CALL]
+    assert isinstance(exchange.prompt, list) and [each["role"] for each in exchange.prompt[2:]] == ["assistant", "tool"]
+    assert exchange.prompt[2]["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize(

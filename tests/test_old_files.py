@@ -53,7 +53,7 @@ def test_a_cache_directory(written: Path, caplog: pytest.LogCaptureFixture, caps
     with caplog.at_level(logging.WARNING), CacheManager(config, CODEC.fingerprint) as caches:
         texts = stored(caches)
         assert len(texts) == 2 and texts[0] == texts[1] and is_the_text(texts[0])
-        assert AcceptanceModel.of(caches.get().learned).num_learned > 0
+        assert AcceptanceModel.load(caches.get().learned).num_learned > 0
         engine = Engine.from_pretrained(MODEL_PATH, caches=caches, codec=CODEC)
         params = SamplingParams(max_tokens=NUM_OUTPUT, temperature=0)
         *_, last = engine.generate([CODEC.encode_prompt(PROMPT)], params)

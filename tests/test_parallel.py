@@ -89,4 +89,6 @@ def test_layers_have_the_same_bits_on_one_thread_and_on_four(
     monkeypatch.setattr(targets[1], "forward", forward)
     have_same_bits(targets[0], targets[1])
     kernels = {given[0] for given in calls}
-    assert parallel._code_of(attention._attend) in kernels and parallel._code_of(cpu_decoder._place) in kernels
+    assert (
+        parallel._code_of(attention._attend) in kernels and parallel._code_of(cpu_decoder._rotate_and_store) in kernels
+    )

@@ -258,7 +258,9 @@ def test_a_table_that_is_only_read_is_in_use() -> None:
     tables, namespaces = NamespaceSampleCaches(), [LearnedState() for _ in range(MAX_TABLES + 1)]
 
     def table_of(learned: LearnedState, allow_caching: bool) -> int:
-        return tables.of(asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, allow_caching=allow_caching))
+        return tables.table_address(
+            asked("a", ANSWER, noise_of(ANSWER, 4, 4), 0, learned=learned, allow_caching=allow_caching)
+        )
 
     for learned in namespaces[:-1]:
         table_of(learned, True)

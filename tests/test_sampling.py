@@ -178,8 +178,10 @@ def test_rules_are_made_once_a_request_and_anew_for_another() -> None:
     changed = replace(params, bad_words=())
     assert changed.rules.bad_words is None and params.rules.bad_words is not None
     assert params == SamplingParams(logit_bias=((3, 1.0),), allowed_token_ids=(1, 3), bad_words=((1, 2),))
-    made = DeviceRules.of(params.rules, 8, CPU)
-    assert made is DeviceRules.of(params.rules, 8, CPU) and made is not DeviceRules.of(params.rules, 4, CPU)
+    made = DeviceRules.from_rules(params.rules, 8, CPU)
+    assert made is DeviceRules.from_rules(params.rules, 8, CPU) and made is not DeviceRules.from_rules(
+        params.rules, 4, CPU
+    )
 
 
 def test_tokens_that_were_held_back_cost_nothing_once_there_are_enough() -> None:
@@ -192,7 +194,7 @@ def test_tokens_that_were_held_back_cost_nothing_once_there_are_enough() -> None
 
 def test_a_smaller_vocabulary_leaves_out_what_it_has_not() -> None:
     rules = TokenRules([(2, 5.0), (9, 1.0)], [1, 9], [])
-    made = DeviceRules.of(rules, 4, CPU)
+    made = DeviceRules.from_rules(rules, 4, CPU)
     assert (
         made.bias_ids.tolist() == [2]
         and made.allowed is not None

@@ -121,7 +121,7 @@ def test_a_table_knows_what_was_said_last_after_every_token_and_pair(told: list[
         successors.learn(scored)
         for b in range(len(scored.num_positions)):
             expected |= dict(entries_of_row(scored, b))
-    table = successors.of(NAMESPACE, "any")
+    table = successors.table_address(NAMESPACE, "any")
     known = [key for key in expected if entry(table, key)]
     assert all(entry(table, key) == expected[key] for key in known)
     # Of entries that share a place the newest is there: of so few tokens hardly any do.
@@ -145,7 +145,7 @@ def test_what_one_namespace_said_no_other_drafts() -> None:
     )
 
     def said(learned: LearnedState | None, request_id: str) -> set[int]:
-        table = successors.of(learned, request_id)
+        table = successors.table_address(learned, request_id)
         return {token for key in [(2,), (3,), (1, 2), (2, 3)] for token, _ in entry(table, key)}
 
     assert said(one, "any") == {10, 11} == said(one, "leaves nothing")
@@ -164,22 +164,22 @@ def test_the_table_used_longest_ago_gives_way_and_none_that_is_in_use() -> None:
         successors.learn(scored_pass([(str(i), each, True, [1, 2], [10]) for i, each in enumerate(those)]))
 
     learn(*first, late)
-    assert all(successors.of(each, "") for each in first) and successors.of(late, "") == 0
+    assert all(successors.table_address(each, "") for each in first) and successors.table_address(late, "") == 0
     for _ in range(IDLE_PASSES):
         learn(*first[1:], late)
     learn(late)
-    assert successors.of(late, "") and not successors.of(first[0], "")
-    assert all(entry(successors.of(each, ""), (2,)) == [(10, 7)] for each in namespaces[1:])
+    assert successors.table_address(late, "") and not successors.table_address(first[0], "")
+    assert all(entry(successors.table_address(each, ""), (2,)) == [(10, 7)] for each in namespaces[1:])
 
 
 def test_requests_of_their_own_have_no_more_tables_than_namespaces() -> None:
     successors = NamespaceRecyclingTables()
     names = [str(i) for i in range(MAX_TABLES + 3)]
     successors.learn(scored_pass([(name, None, False, [1, 2], [10]) for name in names]))
-    assert sum(bool(successors.of(None, name)) for name in names) == MAX_TABLES
+    assert sum(bool(successors.table_address(None, name)) for name in names) == MAX_TABLES
     successors.ended(names[0])
     successors.learn(scored_pass([(names[-1], None, False, [1, 2], [10])]))
-    assert successors.of(None, names[-1])
+    assert successors.table_address(None, names[-1])
 
 
 def test_a_table_is_forgotten_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,4 +190,4 @@ def test_a_table_is_forgotten_with_its_namespace(monkeypatch: pytest.MonkeyPatch
     gc.collect()
     other = LearnedState()
     successors.learn(scored_pass([("b", other, True, [1, 2], [20])]))
-    assert entry(successors.of(other, ""), (1, 2)) == [(20, 7)]
+    assert entry(successors.table_address(other, ""), (1, 2)) == [(20, 7)]

@@ -175,10 +175,10 @@ def test_a_request_that_is_not_to_be_learned_from_teaches_its_namespace_nothing(
         engine = Engine(target, drafter=drafter, caches=caches, eos_token_ids=[2])
         asked_of(engine, 2, 8, learn=may_learn)
         learned = caches.get("default").learned
-        assert bool(drafter._recycling.of(learned, "any")) == may_learn
-        assert drafter._recycling.of(None, "0") == 0
+        assert bool(drafter._recycling.table_address(learned, "any")) == may_learn
+        assert drafter._recycling.table_address(None, "0") == 0
         asked_of(engine, 2, 8, namespace=None)
-        assert bool(drafter._recycling.of(learned, "any")) == may_learn
+        assert bool(drafter._recycling.table_address(learned, "any")) == may_learn
         assert not drafter._recycling._own, "a request without a namespace leaves nothing behind"
 
 

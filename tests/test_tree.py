@@ -47,7 +47,7 @@ def test_the_shape_of_a_pass_equals_the_slow_twin(drafts: list[tuple[list[int], 
     for b, (tokens, parents) in enumerate(drafts):
         assert is_tree(ints(parents), len(tokens))
         for node, seen in enumerate(slow.visible(parents)):
-            assert set(np.flatnonzero(shape.sees[b, node]).tolist()) == seen
+            assert set(np.flatnonzero(shape.tree_mask[b, node]).tolist()) == seen
             assert shape.depths[b, node] == slow.depths(parents)[node] == len(seen) - 1
             assert path_to(ints(parents), node) == slow.path_of(parents, node - 1)
 

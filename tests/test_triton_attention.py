@@ -204,7 +204,7 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
         first = data.draw(st.integers(0, width - 1))
         assert torch.equal(found([slot], [start + first], width - first)[0], together[row, first:])
     with pytest.MonkeyPatch.context() as patch:  # what is launched in parts
-        patch.setattr(kernels, "_MOST_PARTIAL", 5 * heads * dims[1])
+        patch.setattr(kernels, "_MAX_PARTIAL", 5 * heads * dims[1])
         assert torch.equal(found(slots, starts, width), together)
 
 

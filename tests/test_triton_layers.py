@@ -28,8 +28,8 @@ from ssd.model.triton.triton_layers import (
     TritonNorm,
     fuse_gates_by_triton,
     fuse_norms_by_triton,
+    rotate_by_triton,
     silu_times,
-    turn_by_triton,
 )
 from tests.models import tiny_model
 from tests.static_targets import have_same_bits
@@ -60,7 +60,7 @@ def test_a_norm_is_the_librarys_rounding_included(
     own = own.to(DEVICE, dtype)
     model = nn.ModuleDict({"norm": own})
     (replaced,) = fuse_norms_by_triton(model)
-    assert isinstance(model["norm"], TritonNorm) and replaced.again() is own
+    assert isinstance(model["norm"], TritonNorm) and replaced.make_original() is own
     x = (scale * torch.randn(*shape, 3, size + is_cut)).to(DEVICE, dtype)[..., :size]
     with torch.inference_mode():
         found, want = model["norm"](x), own(x)
@@ -99,7 +99,7 @@ def test_queries_and_keys_are_turned_as_the_library_turns_them(
     )
     cos, sin = (torch.randn(batch, width, dim).to(DEVICE, dtype) for _ in range(2))
     with torch.inference_mode():
-        rotary = FusedRotary(_never, turn_by_triton)
+        rotary = FusedRotary(_never, rotate_by_triton)
         for found, want in zip(rotary(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
             assert found.dtype == dtype
             assert dtype == torch.float32 or torch.equal(found, want)

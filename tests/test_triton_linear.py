@@ -164,14 +164,14 @@ def test_kernels_of_our_own_are_put_in_and_taken_back(target: SlotRunner) -> Non
     text = np.random.default_rng(0).integers(0, VOCAB, 30)
     before = logits(target, text, 30)
     settle.verify_batch_invariance(target, "on")
-    assert target.batch_invariance.holds and target.batch_invariance.num_compared > 50
+    assert target.batch_invariance.is_invariant and target.batch_invariance.num_compared > 50
     assert target.kv_cache.kernel is not None and not target.can_verify_trees and len(renewed) == 1
     expected = logits(target, text, 30)
     torch.testing.assert_close(expected, before, rtol=1e-3, atol=1e-4)
     for widths in ((1,) * 30, (7, 1, 12, 10)):
         assert torch.equal(logits(target, text, *widths), expected)
     settle.verify_batch_invariance(target, "on")
-    assert target.batch_invariance.holds and torch.equal(logits(target, text, 29, 1), expected)
+    assert target.batch_invariance.is_invariant and torch.equal(logits(target, text, 29, 1), expected)
     settle.verify_batch_invariance(target, "off")
     assert target.kv_cache.kernel is None and target.can_verify_trees and renewed[-1] is None
     torch.testing.assert_close(logits(target, text, 30), before, rtol=1e-3, atol=1e-4)  # of joined layers
@@ -180,5 +180,5 @@ def test_kernels_of_our_own_are_put_in_and_taken_back(target: SlotRunner) -> Non
 @runs_loops
 def test_trees_are_not_given_up_unasked(target: SlotRunner) -> None:
     settle.verify_batch_invariance(target, "auto")
-    assert not target.batch_invariance.holds and "chains" in target.batch_invariance.reason
+    assert not target.batch_invariance.is_invariant and "chains" in target.batch_invariance.reason
     assert target.kv_cache.kernel is None and target.can_verify_trees

@@ -18,7 +18,7 @@ import xxhash
 
 from cache_builder.building.resumable import check_output, replace_directory, working_directory
 from cache_builder.inputs.input_streams import is_regular
-from cache_builder.inputs.record import AS_WE_CALL_THEM, STANDARD_INPUT, FieldNames, Format, InputError, InputRecord
+from cache_builder.inputs.record import DEFAULT_FIELD_NAMES, STANDARD_INPUT, FieldNames, Format, InputError, InputRecord
 from cache_builder.inputs.records import EncodedRecord, encode_usable_record, read_part
 from cache_builder.inputs.sources import Source, estimate_text_bytes, find_sources, split_source
 from cache_builder.workers import Progress, map_items
@@ -32,7 +32,7 @@ from ssd.retrieval.segment import SEPARATOR, Tokens, concatenate, open_segment, 
 from ssd.retrieval.suffix_array import build_segment
 from ssd.text.codec import TextCodec
 
-MOST_BLOCK_BYTES: Final = 48 << 20
+MAX_BLOCK_BYTES: Final = 48 << 20
 """The maximum size of a block of the inputs in bytes of text, about 12 million tokens.
 
 One process tokenizes a block and writes it to one or more segments, the immutable files of a cache. If a build is
@@ -70,7 +70,7 @@ def plan_blocks(sources: Sequence[Source], how: str, block_bytes: int | None = N
     """
     if block_bytes is None:
         total = sum(map(estimate_text_bytes, sources))
-        block_bytes = min(MOST_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
+        block_bytes = min(MAX_BLOCK_BYTES, max(LEAST_BLOCK_BYTES, total // BLOCKS))
     blocks: list[Block] = []
     held: list[Source] = []
     weight = 0
@@ -110,7 +110,7 @@ class BuildOptions:
     format: Format = "auto"
     force: bool = False
     skip_invalid: bool = False
-    fields: FieldNames = AS_WE_CALL_THEM
+    fields: FieldNames = DEFAULT_FIELD_NAMES
     jobs: int | None = None
     segment_tokens: int = DEFAULT_SEGMENT_TOKENS
     block_bytes: int | None = None
@@ -210,7 +210,7 @@ class _Builder:
         self._codec = load_codec(options.tokenizer, options.chat_template)
         self._held = np.empty(options.segment_tokens, np.int32)
         self._segments: list[tuple[str, int]] = []
-        self._begin()
+        self._start_batch()
 
     def run(self) -> BlockResult:
         counts, options = BuildResult(), self._options
@@ -258,7 +258,7 @@ class _Builder:
                 kept += split_sequence(piece, len(self._held) - 1, self._lead_in)
         return kept, counts
 
-    def _begin(self) -> None:
+    def _start_batch(self) -> None:
         index = IndexConfig()
         self._lead_in = index.lead_in_tokens
         self._known = PromptDeduplicator(index.dedup_block_tokens, index.lead_in_tokens)
@@ -270,7 +270,7 @@ class _Builder:
             segment_id = content_id(tokens, f"{self._block.place}-{len(self._segments)}")
             write_new_segment(tokens, segment_id, self._options)
             self._segments.append((segment_id, len(tokens)))
-        self._begin()
+        self._start_batch()
 
 
 def content_id(tokens: Tokens, place: str) -> str:

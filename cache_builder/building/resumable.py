@@ -39,7 +39,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         raise ConfigError(
             f"{out} cannot be written ({out.parent}: {error.strerror}): give another directory"
         ) from error
-    with _locked(path, out):
+    with _hold_lock(path, out):
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
@@ -62,7 +62,7 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(working: Path, out: Path) -> Iterator[None]:
+def _hold_lock(working: Path, out: Path) -> Iterator[None]:
     lock = os.open(working, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -80,7 +80,7 @@ def find_resumable(out: Path) -> Path | None:
     if not working.exists() or (working / _OLD).exists():
         return None
     try:
-        with _locked(working, out):
+        with _hold_lock(working, out):
             return working
     except CacheLocked:
         return None
@@ -130,7 +130,7 @@ def check_output(out: Path, *, force: bool) -> Path:
     given, out = out, out.resolve()
     working = resumable_directory(out)
     if (working / _OLD).exists():
-        with _locked(working, out):
+        with _hold_lock(working, out):
             _restore_output(out, working)
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{given} is a file: give a directory with --out")

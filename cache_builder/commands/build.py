@@ -41,7 +41,7 @@ If a build is interrupted, even by kill -9, the same command resumes it.
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("inputs", nargs="+", metavar="INPUT", help="File, pattern, directory or URL, see above")
     add_log_arguments(command)

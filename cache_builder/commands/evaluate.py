@@ -31,7 +31,7 @@ added to the cache but not replayed.
 _MEASURED_PROMPTS: Final = 16
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     draft, index = DraftConfig(), IndexConfig()
     command.add_argument("inputs", nargs="*", metavar="LOG", help="File of requests that `ssd-cache build` can read")
@@ -174,11 +174,11 @@ def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
 
     codec, texts = TextCodec.load(options.tokenizer), list[FollowedText]()
 
-    def keep(text: FollowedText) -> None:
+    def collect_text(text: FollowedText) -> None:
         if text.lora is None and text.cache_salt is None:
             texts.append(text)
 
-    follow(options, codec, keep, options.kv_events, lead_in_tokens=1 << 30)
+    follow(options, codec, collect_text, options.kv_events, lead_in_tokens=1 << 30)
     return codec, log_of_texts(texts)
 
 

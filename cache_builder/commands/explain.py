@@ -48,11 +48,11 @@ _UNKNOWN: Final = (
 )
 _SHOWN_TOKENS: Final = 12
 _TAIL_TOKENS: Final = 24
-_MOST_PLACES: Final = 8
+_MAX_PLACES: Final = 8
 _LARGEST_ID: Final = 2**31 - 2
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--prompt", metavar="FILE", required=True, help="File with the prompt; - is standard input")
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     prompt, codec = _encode_prompt_file(options.prompt, codec_from_options(options))
     output = []
     if options.output is not None:
-        codec = codec or _bundled()
+        codec = codec or _load_bundled_codec()
         output = codec.encode_completion(_read(options.output))
     context = np.array([*prompt, *output], np.int32)
     if not len(context):
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
             "match_length": draft.match_length,
         },
         "num_places": len(places),
-        "places": places[:_MOST_PLACES],
+        "places": places[:_MAX_PLACES],
     }
     decode = None if codec is None else codec.decode
     print(json.dumps(facts, indent=1) if options.json else "\n".join(_lines(facts, draft, context, decode)))
@@ -170,7 +170,8 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         else "no acceptance statistics yet, so acceptance probabilities are defaults"
     )
     output = f" and {facts['output_tokens']:,} output tokens" if facts["output_tokens"] else ""
-    yield f"context: {facts['prompt_tokens']:,} prompt tokens{output}, ending in {_end(context, _TAIL_TOKENS, decode)}"
+    end = _format_end(context, _TAIL_TOKENS, decode)
+    yield f"context: {facts['prompt_tokens']:,} prompt tokens{output}, ending in {end}"
     yield ""
     if len(draft.token_ids):
         yield (
@@ -184,11 +185,11 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
         yield "no draft: the last token occurs nowhere else, or the tokens after it are rarely accepted"
     if draft.match_length:
         count = facts["num_places"]
+        end = _format_end(context, min(draft.match_length, _TAIL_TOKENS), decode)
         yield ""
         yield (
-            f"the last {draft.match_length} tokens {_end(context, min(draft.match_length, _TAIL_TOKENS), decode)} "
-            f"occur {count:,} times in the cache"
-            + (f"; these are the first {_MOST_PLACES}" if count > _MOST_PLACES else "")
+            f"the last {draft.match_length} tokens {end} occur {count:,} times in the cache"
+            + (f"; these are the first {_MAX_PLACES}" if count > _MAX_PLACES else "")
         )
     for place in facts["places"]:
         yield (
@@ -198,7 +199,7 @@ def _lines(facts: dict[str, Any], draft: Draft, context: Tokens, decode: Decode)
     yield from ("", _UNKNOWN)
 
 
-def _end(context: Tokens, count: int, decode: Decode) -> str:
+def _format_end(context: Tokens, count: int, decode: Decode) -> str:
     return format_tokens(context[-count:].tolist(), decode)
 
 
@@ -223,7 +224,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     """
     text = _read(name)
     if not name.endswith(".json"):
-        codec = codec or _bundled()
+        codec = codec or _load_bundled_codec()
         return codec.encode_prompt(text), codec
     try:
         body = json.loads(text)
@@ -231,7 +232,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
         raise InputError(f"{name}: not JSON ({error}). Correct the file") from None
     if isinstance(body, list) and all(type(each) is int and 0 <= each <= _LARGEST_ID for each in body):
         return body, codec
-    codec = codec or _bundled()
+    codec = codec or _load_bundled_codec()
     if isinstance(body, list):
         body = {"messages": body}
     if isinstance(body, dict) and isinstance(body.get("messages"), list):
@@ -247,7 +248,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     )
 
 
-def _bundled() -> TextCodec:
+def _load_bundled_codec() -> TextCodec:
     return TextCodec.load(str(MODEL_PATH))
 
 

@@ -44,7 +44,7 @@ The events contain the text of users, and ZeroMQ does not authenticate: bind pub
 _PROGRESS_S: Final = 30.0
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     capacity = IndexConfig().capacity_tokens
     command.add_argument(

@@ -41,11 +41,11 @@ the manifest agrees with the files, learned.bin is usable. It lists all other fi
 If DIR is a server's --cache-dir, its namespaces are listed. Orphaned namespaces are marked: these caches of tenants
 were created with another secret than the one stored in DIR, so no request finds them and no deletion removes them.
 """
-_MOST_SECRET_BYTES: Final = 1 << 16
+_MAX_SECRET_BYTES: Final = 1 << 16
 _REBUILD: Final = "build the directory again, or restore it from a copy"
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument("--deep", action="store_true", help="Also check properties that checksums do not cover")
@@ -134,7 +134,7 @@ def inspect_all(root: Path, secret_file: Path | None = None) -> Facts:
         tenants = {path.name for path in tenant_directories(root)}
         try:
             with open_file(kept_at) as file:
-                ours = secret_id(parse_secret(file.read(_MOST_SECRET_BYTES))[0])
+                ours = secret_id(parse_secret(file.read(_MAX_SECRET_BYTES))[0])
         except FileNotFoundError:
             faults += [f"{kept_at} is missing: restore it, or give --secret-file"] if tenants else []
         except ValueError as error:
@@ -183,13 +183,13 @@ def inspect(
     """
     for _ in range(MAX_READS):
         manifest = read_cache_manifest(path)
-        facts = _facts(path, manifest, deep, codec, progress)
+        facts = _inspect_segments(path, manifest, deep, codec, progress)
         if facts["is_intact"] or read_cache_manifest(path) == manifest:
             break
     return facts
 
 
-def _facts(
+def _inspect_segments(
     path: Path, manifest: Manifest, deep: bool, codec: TextCodec | None, progress: Callable[[int], object]
 ) -> Facts:
     """Return the result of `inspect` for the segments that ``manifest`` lists.
@@ -216,7 +216,7 @@ def _facts(
             segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
             found["num_tokens"] = sum(int(np.count_nonzero(block != SEPARATOR)) for block in iter_blocks(segment))
             num_sequences += len(segment) - found["num_tokens"]
-            faults += _faults_of(segment, entry, codec) if deep else ()
+            faults += _find_faults(segment, entry, codec) if deep else ()
         except FileNotFoundError:
             error = f"{file} is missing"
         except (CacheError, OSError) as failure:
@@ -248,7 +248,7 @@ def _facts(
     }
 
 
-def _faults_of(segment: Segment, entry: Facts, codec: TextCodec | None) -> Iterator[str]:
+def _find_faults(segment: Segment, entry: Facts, codec: TextCodec | None) -> Iterator[str]:
     """Yield the faults of a segment that checksums do not detect, e.g. token ids outside the vocabulary."""
     name = f"{segment.segment_id}.seg"
     if (said := (entry.get("num_tokens"), entry.get("start"))) != (len(segment), segment.start):

@@ -80,7 +80,7 @@ They are not changed. Repeated texts are kept, because drafts are ranked by how 
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="Cache directory, the newest last")
     command.add_argument(

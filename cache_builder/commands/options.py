@@ -84,11 +84,11 @@ def escape_value(value: object) -> str:
 
 
 @contextmanager
-def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
+def redis_client(url: str, describe_failure: Callable[[], str] = lambda: "failed") -> Iterator[redis.Redis]:
     """Yield a Redis client for a ``with`` block; errors of Redis leave the block as StoreUnavailable.
 
-    The error message has one line and contains no password. ``failed`` returns the part of the message that describes
-    the step that failed. Raises ConfigError for an invalid URL.
+    The error message has one line and contains no password. ``describe_failure`` returns the part of the message
+    that describes the step that failed. Raises ConfigError for an invalid URL.
     """
     from ssd.replication.connection import connect, redact_password, redacted_address
 
@@ -100,7 +100,7 @@ def redis_client(url: str, failed: Callable[[], str] = lambda: "failed") -> Iter
     except Exception as error:  # redis-py may raise any exception if the server is not Redis
         reason = escape_value(redact_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{redacted_address(url)} {failed()} ({reason}): check address, rights and maxmemory "
+            f"{redacted_address(url)} {describe_failure()} ({reason}): check address, rights and maxmemory "
             "(ssd-cache redis-status)"
         ) from None
     finally:

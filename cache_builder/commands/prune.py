@@ -32,7 +32,7 @@ Evaluate the result with other logs: `ssd-cache evaluate OTHERS --cache frozen -
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     command.add_argument(
@@ -55,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     check_output(out, force=options.force)
     codec, log = read_logs(options, options.logs)
     with progress_bar(int(log.output_lengths[log.replayable].sum()), " tokens") as bar:
-        found = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
-    prune(options.directory, out, options.budget, found, force=options.force)
+        accepted_keys = accepted_runs(options.directory, log, codec.fingerprint, bar.update)
+    prune(options.directory, out, options.budget, accepted_keys, force=options.force)
     return 0
 
 
@@ -91,7 +91,7 @@ def accepted_runs(
     CacheError.
     """
     decoder = OutputDecoder(flat_curve(_WIDTH), draft=DraftConfig())
-    found: list[Keys] = []
+    accepted_keys: list[Keys] = []
     with CacheManager(CacheConfig(), fingerprint, inline=True) as caches:
         caches.add_prebuilt_directory(directory)
         snapshot = caches.get().snapshot()
@@ -101,9 +101,9 @@ def accepted_runs(
             positions = len(row.context) + np.cumsum(steps.accepted + 1) - steps.accepted - 1
             for step in np.flatnonzero((steps.accepted > 0) & (steps.sources == _WARM)).tolist():
                 begin, end = positions[step] - RUN_TOKENS + 1, positions[step] + steps.accepted[step]
-                found.append(_hash_runs(text[max(0, begin) : end]))
+                accepted_keys.append(_hash_runs(text[max(0, begin) : end]))
             progress(len(row.output))
-    return found
+    return accepted_keys
 
 
 def _hash_runs(tokens: Tokens) -> Keys:
@@ -115,13 +115,13 @@ def _hash_runs(tokens: Tokens) -> Keys:
     return (keys ^ (keys >> np.uint64(29))) * np.uint64(_FACTOR)
 
 
-def count_uses(cache: OpenedCache, found: Iterable[Keys]) -> Counts:
+def count_uses(cache: OpenedCache, accepted_keys: Iterable[Keys]) -> Counts:
     """Return for each block of a cache how often accepted drafts contained text of this block: int64[blocks].
 
-    ``found`` is the result of `accepted_runs`. If a text occurs several times in the cache, only the block of its first
-    occurrence is counted, so that pruning keeps repeated text once. O(tokens).
+    ``accepted_keys`` is the result of `accepted_runs`. If a text occurs several times in the cache, only the block of
+    its first occurrence is counted, so that pruning keeps repeated text once. O(tokens).
     """
-    keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *found]), return_counts=True)
+    keys, counts = np.unique(np.concatenate([np.empty(0, np.uint64), *accepted_keys]), return_counts=True)
     is_placed = np.zeros(len(keys), np.bool_)
     credits = np.zeros(-(-cache.num_tokens // BLOCK_TOKENS), np.int64)
     for start, tokens in _sequences_with_positions(cache):
@@ -159,7 +159,7 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
     spread = (np.arange(count) // _STRETCH_BLOCKS * _GOLDEN_RATIO) % 1.0  # even for any number of blocks
     ranked = np.lexsort((np.arange(count), spread, credits))[::-1]
 
-    def halves(most: int) -> Flags:
+    def select_halves(most: int) -> Flags:
         kept = np.zeros(2 * count, np.bool_)
         kept[2 * ranked[:most]] = kept[2 * ranked[:most] + 1] = True
         kept[np.maximum(0, 2 * ranked[:most] - 1)] = True
@@ -167,11 +167,11 @@ def choose_half_blocks(credits: Counts, budget: int) -> Flags:
 
     fewest, most = 0, count
     while fewest < most:
-        kept = halves(middle := (fewest + most + 1) // 2)
+        kept = select_halves(middle := (fewest + most + 1) // 2)
         num_runs = int(kept[:1].sum() + (kept[1:] & ~kept[:-1]).sum())
         fits = LEAD_IN_TOKENS * int(kept.sum()) + num_runs <= budget
         fewest, most = (middle, most) if fits else (fewest, middle - 1)
-    return halves(fewest)
+    return select_halves(fewest)
 
 
 def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
@@ -190,15 +190,15 @@ def retained_pieces(tokens: Tokens, start: int, kept: Flags) -> list[Tokens]:
     return pieces
 
 
-def prune(directory: Path, out: Path, budget: int, found: Iterable[Keys], *, force: bool = False) -> None:
+def prune(directory: Path, out: Path, budget: int, accepted_keys: Iterable[Keys], *, force: bool = False) -> None:
     """Write the most used text of a cache, at most ``budget`` tokens with separators, to ``out``, and print a summary.
 
-    ``found``, the result of `accepted_runs`, tells which text was used. ``out`` may equal ``directory``, and is
+    ``accepted_keys``, the result of `accepted_runs`, tells which text was used. ``out`` may equal ``directory``, and is
     unchanged after an error. It takes O(tokens) time, and memory for 1/64 of the tokens and one segment of the result.
     Raises ConfigError, CacheError or OSError.
     """
     (cache,) = open_caches([directory])
-    credits = count_uses(cache, found)
+    credits = count_uses(cache, accepted_keys)
     kept = choose_half_blocks(credits, budget)
     num_sequences = num_tokens = num_kept = 0
     with new_cache(out, fingerprint=cache.fingerprint, namespace=cache.namespace, force=force) as writer:

@@ -30,7 +30,7 @@ The directory can be used with `ssd-serve --warm`, merged, pushed to another Red
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     add_log_of_namespace(command, "Namespace to read", DEFAULT_NAMESPACE)
     command.add_argument(

@@ -16,7 +16,7 @@ CACHE_DIR/NAMESPACE on each machine, and purge again. Backups and logs are not c
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     add_log_of_namespace(command, "Namespace whose text is deleted from Redis")
 

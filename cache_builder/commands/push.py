@@ -45,7 +45,7 @@ newest text is sent. Pushed text is evicted as servers add text; to keep it perm
 """
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     command.add_argument("directory", type=Path, metavar="DIR", help=CACHE_DIRECTORY)
     add_redis_argument(command)
@@ -100,7 +100,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     key = stream_key(fingerprint, namespace)
     num_written = 0
 
-    def failed() -> str:
+    def describe_failure() -> str:
         where = f"after {num_written}" if num_written else "at the first"
         return f"did not take the push: it failed {where} entries, which are not stored twice if pushed again"
 
@@ -109,7 +109,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
         for sequence in itertools.islice(iter_sequences(segments), first, None)
         for part in split_sequence(sequence, MAX_ENTRY_TOKENS, LEAD_IN_TOKENS)
     )
-    with redis_client(url, failed) as client, progress_bar(0, " tokens") as bar:
+    with redis_client(url, describe_failure) as client, progress_bar(0, " tokens") as bar:
         while batch := list(itertools.islice(parts, _BATCH)):
             entries = [
                 Entry(REPLICA_ID, xxhash.xxh3_128_digest(part.tobytes(), seed=num_written + number), part)

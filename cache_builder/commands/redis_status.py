@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import redis
 
 _DESCRIPTION = "Show the contents and age of the Redis server that replicas share, and recommend settings."
-_MOST_KEYS: Final = 20_000
+_MAX_KEYS: Final = 20_000
 _NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
 _SAMPLE: Final = 64
 _ANY_TOKEN: Final = 1 << 31
@@ -38,7 +38,7 @@ _ANY_TOKEN: Final = 1 << 31
 Facts = dict[str, Any]
 
 
-def add(command: argparse.ArgumentParser) -> None:
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     add_redis_argument(command)
     command.add_argument("--json", action="store_true", help="Print one JSON line")
@@ -78,10 +78,10 @@ def as_text(status: Facts) -> str:
     for server in status["servers"]:
         said = server.get("error") and f"unknown: {server['error']}"
         if not said:
-            limit = _spelled(server["max_memory_bytes"], _BYTES) if server["max_memory_bytes"] else "no limit"
+            limit = _format_in_units(server["max_memory_bytes"], _BYTES) if server["max_memory_bytes"] else "no limit"
             said = (
                 f"{server['product']} {server['version']}, {server['role']}, memory "
-                f"{_spelled(server['memory_bytes'], _BYTES)} of {limit}, {server['policy'] or 'policy unknown'}"
+                f"{_format_in_units(server['memory_bytes'], _BYTES)} of {limit}, {server['policy'] or 'policy unknown'}"
             )
         lines.append(f"  server     {server['address']}  {said}".rstrip())
     for space in status["namespaces"]:
@@ -91,10 +91,10 @@ def as_text(status: Facts) -> str:
             continue
         lines.append(
             f"             {space['entries']:,} entries, about {space['tokens']:,} tokens, "
-            f"{_spelled(space['bytes'], _BYTES)}"
+            f"{_format_in_units(space['bytes'], _BYTES)}"
         )
         if space["entries"]:
-            oldest, newest = (_spelled(space[key], _SECONDS) for key in ("oldest_age_s", "newest_age_s"))
+            oldest, newest = (_format_in_units(space[key], _SECONDS) for key in ("oldest_age_s", "newest_age_s"))
             lines.append(
                 f"             oldest {oldest} ago, newest {newest} ago, of late written by "
                 f"{', '.join(space['writers']) or 'nobody known'}"
@@ -161,7 +161,7 @@ def _namespaces(client: redis.Redis) -> list[tuple[str, str]]:
     keys = (
         key for _, node in masters_of(client) for key in node.scan_iter(match=f"ssd:{KEYS_VERSION}:{{*", count=1000)
     )
-    found = [_NAME.fullmatch(key) for key in islice(keys, _MOST_KEYS) if isinstance(key, bytes)]
+    found = [_NAME.fullmatch(key) for key in islice(keys, _MAX_KEYS) if isinstance(key, bytes)]
     return sorted({(match[1].decode(), match[2].decode()) for match in found if match})
 
 
@@ -219,7 +219,7 @@ _BYTES: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")
 _SECONDS: Final = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
-def _spelled(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
+def _format_in_units(value: float | None, units: tuple[tuple[float, str], ...]) -> str:
     if value is None:
         return "unknown"
     size, name = next((unit for unit in units if value >= unit[0]), units[-1])

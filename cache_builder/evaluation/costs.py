@@ -19,7 +19,7 @@ from ssd.errors import ConfigError, ModelError
 
 Floats = npt.NDArray[np.float64]
 
-_MOST_POINTS = 10_000
+_MAX_POINTS = 10_000
 _HOW = "`ssd-cache evaluate --measure MODEL --save-cost FILE` writes one"
 
 
@@ -59,7 +59,7 @@ def _parse_curve(result: object, name: str) -> CostCurve:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         raise ConfigError(f"no cost curve in {name} ({error}); {_HOW}") from error
-    is_curve = widths.ndim == 1 and 2 <= len(widths) <= _MOST_POINTS and widths.shape == costs.shape
+    is_curve = widths.ndim == 1 and 2 <= len(widths) <= _MAX_POINTS and widths.shape == costs.shape
     rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
         raise ConfigError(
@@ -121,7 +121,7 @@ FLAT_WIDTH = 32
 """The number of tokens up to which a forward pass is assumed to be as fast as for one token, unless costs are measured.
 """
 _PROGRAM = "ssd.engine.profile_cli"
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 Sample = Callable[[], Sequence[Sequence[int]]]
 
@@ -197,8 +197,8 @@ def run_measurement(what: str, model: str, asked: dict[str, Any]) -> dict[str, A
 def read_step_costs(path: Path) -> StepCosts:
     """Read decoding costs from a file that ``--save-cost`` or the benchmark of passes wrote. Raises ConfigError."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MOST_BYTES} bytes")
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MAX_BYTES} bytes")
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error

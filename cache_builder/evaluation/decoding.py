@@ -51,7 +51,8 @@ class Decoder(Record):
         settings: The address of the `DraftBatch` with the options of drafting.
         model: The address of the acceptance model.
         costs: The address of float64[limit + 1], the costs of forward passes of 1, 2, ... tokens.
-        more: The address of float64[num_more], the cost of each further draft token, see `rising`.
+        marginal_costs: The address of float64[num_marginal_costs], the cost of each further draft token, see
+            `marginal_costs`.
         rate: Tokens and costs of recent passes, from which the cost of a draft token in output tokens follows.
         by_source: For each of `SOURCES`, the numbers of drafts, of draft tokens and of accepted draft tokens.
         row: The output that is replayed. All further fields are scratch memory.
@@ -61,11 +62,11 @@ class Decoder(Record):
     model: Address
     is_tree: Int64
     costs: Address
-    more: Address
-    num_more: Int64
+    marginal_costs: Address
+    num_marginal_costs: Int64
     rate: ThroughputRecord
     by_source: Annotated[Int64s, np.int64, (NUM_SOURCES, 3)]
-    prices: Annotated[Float64s, np.float64, MAX_DRAFT]
+    token_costs: Annotated[Float64s, np.float64, MAX_DRAFT]
     gains: Annotated[Float64s, np.float64, MAX_DRAFT]
     path: Annotated[TokenIds, np.int32, MAX_DRAFT]
     row: DraftRow
@@ -85,21 +86,21 @@ def decode_output(at: int, snapshot: int, text_at: int, length: int, prompt_leng
     decoder = _decoder_at(at)
     settings, row = draft_batch_at(decoder.settings), decoder.row
     reset_row(row, prompt_length)
-    params, out, prices, rate = row.params, row.draft, decoder.prices, decoder.rate
+    params, out, token_costs, rate = row.params, row.draft, decoder.token_costs, decoder.rate
     params.context, params.snapshot, params.model, params.token_costs = (
         text_at,
         snapshot,
         decoder.model,
-        prices.ctypes.data,
+        token_costs.ctypes.data,
     )
-    params.limit, params.is_tree, params.num_token_costs = settings.limit, decoder.is_tree, decoder.num_more
+    params.limit, params.is_tree, params.num_token_costs = settings.limit, decoder.is_tree, decoder.num_marginal_costs
     text, costs = int32_array(text_at, length), float64_array(decoder.costs, settings.limit + 1)
-    more = float64_array(decoder.more, decoder.num_more)
+    more = float64_array(decoder.marginal_costs, decoder.num_marginal_costs)
     position, number, agreeing = prompt_length, 0, 0
     while position < length:
-        for i in range(decoder.num_more):
-            prices[i] = cost_in_tokens(rate, 1.0, costs[0], more[i])
-        params.token_cost, params.context_length = prices[0], position
+        for i in range(decoder.num_marginal_costs):
+            token_costs[i] = cost_in_tokens(rate, 1.0, costs[0], more[i])
+        params.token_cost, params.context_length = token_costs[0], position
         draft_row(draft_scratch_at(settings.scratch), row, settings.max_match_length, settings.min_match_length)
         is_valid_draft(settings, row, 1.0)
         path_probabilities(out, 1.0, decoder.gains)
@@ -123,7 +124,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
+class DecodingSteps:
     """The decoding steps of one replayed output.
 
     Attributes:
@@ -152,18 +153,22 @@ class OutputDecoder:
     ) -> None:
         limit = min(draft.num_speculative_tokens, MAX_DRAFT)
         self._costs = curve.costs_up_to(limit + 1)[1:]
-        self._more = rising(self._costs)
+        self._marginal_costs = marginal_costs(self._costs)
         self._workspace, self._model = Workspace(draft.max_match_length, draft.min_match_length), AcceptanceModel()
         settings = self._workspace.batch
         settings.limit, settings.first_threshold = limit, sure
         self._memory = Records(Decoder)
         self._decoder = decoder = self._memory[0]
         decoder.settings, decoder.model, decoder.is_tree = self._workspace.address, self._model.address, tree
-        decoder.costs, decoder.more, decoder.num_more = address(self._costs), address(self._more), len(self._more)
+        decoder.costs, decoder.marginal_costs, decoder.num_marginal_costs = (
+            address(self._costs),
+            address(self._marginal_costs),
+            len(self._marginal_costs),
+        )
         decoder.rate.forgetting = FORGETTING
         self._steps = np.zeros(0, np.int32)
 
-    def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> Decoded:
+    def decode(self, row: RecordedOutput, snapshot: Snapshot | None) -> DecodingSteps:
         """Replay an output and return its decoding steps. If ``snapshot`` is None, no cache is searched."""
         text, searched = row.text(), snapshot or NO_SNAPSHOT
         self._workspace.reserve(searched)
@@ -180,7 +185,7 @@ class OutputDecoder:
         )
         took = time.thread_time_ns() - began
         drafted, accepted, sources = self._steps[: 3 * count].reshape(-1, 3).T.copy()
-        return Decoded(drafted, accepted, sources, took)
+        return DecodingSteps(drafted, accepted, sources, took)
 
     def by_source(self) -> dict[str, tuple[int, int, int]]:
         """Map each draft source to its numbers of drafts, draft tokens and accepted draft tokens so far."""
@@ -196,7 +201,7 @@ def warm_up() -> None:
     OutputDecoder(flat_curve(2), draft=DraftConfig()).decode(row, None)
 
 
-def rising(costs: Floats) -> Floats:
+def marginal_costs(costs: Floats) -> Floats:
     """Return the costs of each further draft token, float64[max(1, n - 1)], from the costs of passes of 1 to n tokens.
 
     The returned costs never decrease from one token to the next: they are the increments of the greatest convex curve

@@ -26,7 +26,7 @@ CacheUse = Literal["growing", "frozen", "none"]
 Flags = npt.NDArray[np.bool_]
 
 _FEW_TOKENS: Final = 20_000
-_MOST_CLASSES: Final = 20
+_MAX_CLASSES: Final = 20
 _OTHER_CLASSES: Final = "all other classes"
 
 
@@ -48,7 +48,7 @@ class Plan:
     tree: bool = True
 
     @property
-    def lesser_uses(self) -> tuple[CacheUse, ...]:
+    def baseline_uses(self) -> tuple[CacheUse, ...]:
         """The uses of the cache that are also replayed, so that the report shows how much the cache contributes.
 
         "none" searches no cache and drafts only from a request's own context; "frozen" searches only prebuilt
@@ -81,12 +81,12 @@ class Outcome:
 
 
 def replay(
-    log: Log, plan: Plan, curve: CostCurve, use: CacheUse, tell: Callable[[int], object] = lambda num_tokens: None
+    log: Log, plan: Plan, curve: CostCurve, use: CacheUse, on_output: Callable[[int], object] = lambda num_tokens: None
 ) -> Outcome:
     """Replay a log with the server's drafter and count the decoding steps. Raises CacheError.
 
-    ``use`` selects the caches that are searched, see `Plan.lesser_uses`. After each request, ``tell`` is called with
-    the request's number of output tokens.
+    ``use`` selects the caches that are searched, see `Plan.baseline_uses`. After each request, ``on_output`` is called
+    with the request's number of output tokens.
     """
     warm_up()
     decoder = OutputDecoder(curve, draft=plan.draft, tree=plan.tree)
@@ -113,7 +113,7 @@ def replay(
                 steps.append((number, len(found.drafted), int(found.accepted.sum())))
                 drafted.append(found.drafted.astype(np.int16))
                 ns += found.ns
-                tell(len(row.output))
+                on_output(len(row.output))
             if use == "growing":
                 waiting.append(number)
         learn()
@@ -154,7 +154,7 @@ def limitations(log: Log, plan: Plan) -> list[str]:
 
 def count_replayed_tokens(log: Log, plan: Plan) -> int:
     """Return how many output tokens `evaluate` replays in total, over all uses of the cache, for its progress bar."""
-    return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.lesser_uses))
+    return int(log.output_lengths[log.replayable].sum()) * (1 + len(plan.baseline_uses))
 
 
 def evaluate(
@@ -170,12 +170,12 @@ def evaluate(
         texts = np.split(log.tokens, log.starts[1:-1])
         best = hindsight_steps(texts, log.prompt_lengths, plan.draft.num_speculative_tokens)
     figures = partial(figures_of, costs, best)
-    uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.lesser_uses), (plan.cache, main)]
+    uses = [*((use, replay(log, plan, costs.curve, use, progress)) for use in plan.baseline_uses), (plan.cache, main)]
     numbers, without = np.arange(len(main.requests)), np.setdiff1d(np.arange(len(log)), main.requests)
 
-    def growth(of: Flags) -> list[dict[str, Any]]:
+    def compute_growth(selected: Flags) -> list[dict[str, Any]]:
         """Return the figures of the selected requests for each tenth of the log: the effect of the growing cache."""
-        parts = [(end, of & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
+        parts = [(end, selected & (numbers >= begin) & (numbers < end)) for begin, end in _tenths(len(numbers))]
         return [{"requests": end, **figures(main, part)} for end, part in parts if part.any()]
 
     return {
@@ -198,14 +198,19 @@ def evaluate(
         **figures(main),
         "documents": {"number": len(without), "tokens": int(np.diff(log.starts)[without].sum())},
         "classes": [
-            {"name": name, "requests": int(of.sum()), **figures(main, of), "growth": growth(of)}
-            for name, of in _classes(main, log.labels)
+            {
+                "name": name,
+                "requests": int(selected.sum()),
+                **figures(main, selected),
+                "growth": compute_growth(selected),
+            }
+            for name, selected in _classes(main, log.labels)
         ],
         "by_source": [
             {"source": source, "drafts": drafts, "drafted": drafted, "accepted": accepted}
             for source, (drafts, drafted, accepted) in main.by_source.items()
         ],
-        "growth": growth(np.ones(len(numbers), np.bool_)),
+        "growth": compute_growth(np.ones(len(numbers), np.bool_)),
         "by_cache": [{"cache": use, **figures(outcome)} for use, outcome in uses],
         "needs": {
             "memory_bytes": main.index_bytes + main.ring_bytes,
@@ -217,13 +222,15 @@ def evaluate(
     }
 
 
-def figures_of(costs: StepCosts, best: Int64s | None, outcome: Outcome, of: Flags | None = None) -> dict[str, Any]:
+def figures_of(
+    costs: StepCosts, best: Int64s | None, outcome: Outcome, selected: Flags | None = None
+) -> dict[str, Any]:
     """Return the figures of a replay for the report: speed-up, tokens per step, acceptance rate and others.
 
     ``best``, the result of `hindsight_steps`, is the number of steps that each request needs with the best drafts.
-    ``of`` (bool[r]) selects the requests; None selects all.
+    ``selected`` (bool[r]) selects the requests; None selects all.
     """
-    chosen = np.ones(len(outcome.requests), np.bool_) if of is None else of
+    chosen = np.ones(len(outcome.requests), np.bool_) if selected is None else selected
     drafted = outcome.drafted[np.repeat(chosen, outcome.num_steps)]
     num_steps, num_drafted = len(drafted), int(drafted.sum(dtype=np.int64))
     num_output, num_accepted = int(outcome.num_tokens[chosen].sum()), int(outcome.num_accepted[chosen].sum())
@@ -248,10 +255,10 @@ def _classes(main: Outcome, labels: Sequence[str] | None) -> Iterator[tuple[str,
     names = np.array(labels, object)[main.requests].astype(str)
     found, counts = np.unique(names, return_counts=True)
     ordered = [str(found[place]) for place in np.argsort(-counts, kind="stable")]
-    for name in ordered[:_MOST_CLASSES]:
+    for name in ordered[:_MAX_CLASSES]:
         yield name, names == name
-    if len(ordered) > _MOST_CLASSES:
-        yield _OTHER_CLASSES, ~np.isin(names, ordered[:_MOST_CLASSES])
+    if len(ordered) > _MAX_CLASSES:
+        yield _OTHER_CLASSES, ~np.isin(names, ordered[:_MAX_CLASSES])
 
 
 def _tenths(count: int) -> Iterator[tuple[int, int]]:
@@ -312,10 +319,10 @@ def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
 
 def summarize_measurement(found: Mapping[str, Any]) -> dict[str, Any]:
     facts = {key: found[key] for key in ("model", "device", "dtype", "threads", "too_long")}
-    return {**facts, "temperatures": [_of_one(each) for each in found["temperatures"]]}
+    return {**facts, "temperatures": [_summarize_requests(each) for each in found["temperatures"]]}
 
 
-def _of_one(found: Mapping[str, Any]) -> dict[str, Any]:
+def _summarize_requests(found: Mapping[str, Any]) -> dict[str, Any]:
     rows: Sequence[MeasuredRequest] = found["requests"]
     return {
         "temperature": found["temperature"],

@@ -11,7 +11,7 @@ from ssd.jit.addresses import Int64s, TokenIds, kernel
 from ssd.retrieval.segment import SEPARATOR
 from ssd.retrieval.suffix_array import build_suffix_array
 
-_MOST_TOKENS: Final = 1 << 26
+_MAX_TOKENS: Final = 1 << 26
 """The maximum number of tokens of a log for which the optimum is computed, which needs 24 bytes of memory per token."""
 
 
@@ -73,7 +73,7 @@ def hindsight_steps(texts: Sequence[TokenIds], prompt_lengths: Int64s, limit: in
     counts as earlier text for the next one, although a server generates them at the same time. Returns None for more
     than 64 million tokens. O(n log n) in all tokens.
     """
-    if sum(map(len, texts)) + len(texts) > _MOST_TOKENS:
+    if sum(map(len, texts)) + len(texts) > _MAX_TOKENS:
         return None
     gap = np.array([SEPARATOR], np.int32)
     text = np.concatenate([piece for each in texts for piece in (each, gap)] or [gap])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_builder.inputs.record import AS_WE_CALL_THEM, FieldNames, InputError, InputRecord, Progress, get_at_path
+from cache_builder.inputs.record import DEFAULT_FIELD_NAMES, FieldNames, InputError, InputRecord, Progress, get_at_path
 from cache_builder.inputs.records import encode_usable_record, fields_of, read_sources
 from cache_builder.inputs.sources import Source
 from ssd.text.codec import TextCodec
@@ -91,14 +91,14 @@ class Log:
         return np.flatnonzero((self.prompt_lengths > 0) & (self.output_lengths > 0))
 
 
-_MOST_LABEL_CHARACTERS: Final = 60
+_MAX_LABEL_CHARACTERS: Final = 60
 
 
 def read_log(
     sources: Sequence[Source],
     codec: TextCodec,
     *,
-    fields: FieldNames = AS_WE_CALL_THEM,
+    fields: FieldNames = DEFAULT_FIELD_NAMES,
     class_by: str | None = None,
     skip_invalid: bool = False,
     progress: Progress = lambda num_bytes: None,
@@ -171,4 +171,4 @@ def _label(record: InputRecord, path: str) -> str:
         return "(no such field)"
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
     shown = " ".join(shown.split())
-    return shown if len(shown) <= _MOST_LABEL_CHARACTERS else shown[: _MOST_LABEL_CHARACTERS - 1] + "…"
+    return shown if len(shown) <= _MAX_LABEL_CHARACTERS else shown[: _MAX_LABEL_CHARACTERS - 1] + "…"

@@ -13,7 +13,7 @@ from cache_builder.evaluation.report import Evaluation, format_sampling, headlin
 from cache_builder.opened_cache import escape_control_characters
 from ssd.errors import ConfigError
 
-_MOST_CURVES: Final = 7
+_MAX_CURVES: Final = 7
 _PAGE: Final = Template("""\
 <!doctype html>
 <html lang="en">
@@ -51,26 +51,26 @@ def write_page(evaluation: Evaluation, path: Path) -> None:
     assumptions = [f"Costs of a forward pass: {evaluation['cost']['source']}", *evaluation["unknown"]]
     path.write_text(
         _PAGE.substitute(
-            title=_escaped(headline(evaluation)),
-            figure=_figure(evaluation),
-            assumptions="\n".join(f"<li>{_escaped(each)}</li>" for each in assumptions),
+            title=_escape(headline(evaluation)),
+            figure=_draw_figure(evaluation),
+            assumptions="\n".join(f"<li>{_escape(each)}</li>" for each in assumptions),
             summary=html.escape(summary(evaluation)),
         ),
         encoding="utf-8",
     )
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(escape_control_characters(text))
 
 
-def _figure(evaluation: Evaluation) -> str:
+def _draw_figure(evaluation: Evaluation) -> str:
     """Return a figure as an SVG element: the speed-up in each tenth of the log, for all requests and for each class."""
     import matplotlib
     from matplotlib.figure import Figure
 
     curves: list[tuple[str, list[dict[str, Any]], str]] = [("all requests", evaluation["growth"], "requests")]
-    curves += [(f"class {each['name']}", each["growth"], "requests") for each in evaluation["classes"][:_MOST_CURVES]]
+    curves += [(f"class {each['name']}", each["growth"], "requests") for each in evaluation["classes"][:_MAX_CURVES]]
     for way in (evaluation.get("measured") or {"temperatures": ()})["temperatures"]:
         curves.append((f"measured, {format_sampling(way)}", way["growth"], "up_to"))
     out = io.StringIO()

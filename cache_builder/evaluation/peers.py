@@ -173,7 +173,7 @@ def compare(
     for name in names:
         some = [
             {"method": name, "setting": shown, **figures_of(costs, None, replay_peer(log, peer, progress))}
-            for shown, peer in _peers(name, int(np.diff(log.starts).max()))
+            for shown, peer in _make_peers(name, int(np.diff(log.starts).max()))
         ]
         best = max(some, key=lambda row: row["speedup"])
         rows += [some[0], {**best, "setting": f"best of {len(some)} on this log: {best['setting']}"}]
@@ -185,7 +185,7 @@ def count_compared_tokens(log: Log, names: Sequence[str]) -> int:
     return int(log.output_lengths[log.replayable].sum()) * (1 + sum(len(PEERS[name][3]) for name in names))
 
 
-def _peers(name: str, longest: int) -> Iterator[tuple[str, Peer]]:
+def _make_peers(name: str, longest: int) -> Iterator[tuple[str, Peer]]:
     kind, _, _, settings = PEERS[name]
     for setting in settings:
         shown = ", ".join(f"{key} {value:g}" for key, value in setting.items())

@@ -13,7 +13,7 @@ from cache_builder.opened_cache import escape_control_characters
 
 Evaluation = Mapping[str, Any]
 
-_MOST_LINES: Final = 20
+_MAX_LINES: Final = 20
 _CACHES: Final = {
     "none": "only the request's own context",
     "frozen": "also the warm directories",
@@ -58,26 +58,26 @@ def format_sampling(way: Evaluation) -> str:
 
 
 def summary(evaluation: Evaluation) -> str:
-    lines = [headline(evaluation), *_lacking(evaluation)]
+    lines = [headline(evaluation), *_describe_missing(evaluation)]
     if evaluation.get("measured") is not None:
-        lines.append(_measured_with(evaluation["measured"]))
+        lines.append(_describe_measurement(evaluation["measured"]))
     lines += [_headline(evaluation), *_drafts(evaluation), f"costs of forward passes: {evaluation['cost']['source']}"]
     for title, columns, rows in _tables(evaluation):
         if rows:
-            cells = [[_cell(template, row) for _, template in columns] for row in rows[:_MOST_LINES]]
+            cells = [[_format_cell(template, row) for _, template in columns] for row in rows[:_MAX_LINES]]
             heads = [head for head, _ in columns]
             widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
             lines += ["", title]
             for line in (heads, *cells):
                 padded = [f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)]
                 lines.append("  ".join(["", f"{line[0]:<{widths[0]}}", *padded[1:]]))
-    lines += ["", "Resources", *_needs(evaluation["needs"]), "", "Limitations"]
+    lines += ["", "Resources", *_describe_resources(evaluation["needs"]), "", "Limitations"]
     lines += [f"  - {sentence}" for sentence in evaluation["unknown"]]
     about = f"ssd-cache evaluate {evaluation['version']}, {evaluation['date']}, tokenizer {evaluation['tokenizer']}"
     return "\n".join(map(escape_control_characters, [*lines, "", f"{about}, inputs {', '.join(evaluation['inputs'])}"]))
 
 
-def _measured_with(measured: Evaluation) -> str:
+def _describe_measurement(measured: Evaluation) -> str:
     too_long, replayed = measured["too_long"], measured.get("replayed")
     return (
         f"decoded with {measured['model']}, {measured['dtype']}, {measured['device']}, {measured['threads']} threads, "
@@ -87,7 +87,7 @@ def _measured_with(measured: Evaluation) -> str:
     )
 
 
-def _lacking(evaluation: Evaluation) -> Iterator[str]:
+def _describe_missing(evaluation: Evaluation) -> Iterator[str]:
     for what in ("prompt", "answer"):
         if count := evaluation.get(f"without_{what}_records"):
             done = "were replayed from their first token" if what == "prompt" else "were left out"
@@ -116,7 +116,7 @@ def _drafts(evaluation: Evaluation) -> Iterator[str]:
         yield f"optimum: {share:.0%} of the tokens per step that the best drafts from all earlier text would give"
 
 
-def _needs(needs: Evaluation) -> list[str]:
+def _describe_resources(needs: Evaluation) -> list[str]:
     proposal = needs["propose_us"]
     return [
         f"  cache of {needs['cached_tokens']:,} tokens: memory {_bytes(needs['memory_bytes'])}, disk "
@@ -180,7 +180,7 @@ def _tables(evaluation: Evaluation) -> Iterator[tuple[str, _Columns, Sequence[Ev
     yield "Draft tokens by source", of_source, sources
 
 
-def _cell(template: str, row: Evaluation) -> str:
+def _format_cell(template: str, row: Evaluation) -> str:
     try:
         return template.format_map(row)
     except TypeError:  # unknown figures are None

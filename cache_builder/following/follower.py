@@ -85,7 +85,7 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         """Close the connections, and pass the unfinished texts to the function."""
         self._subscriber.close()
-        self._take(self._chains.close())
+        self._learn_texts(self._chains.close())
 
     def run(self, until: float | None = None, on_tick: Callable[[FollowCounts], None] = lambda _: None) -> None:
         """Receive events until ``time.monotonic()`` is ``until``, or for ever; ``on_tick`` is called twice a second."""
@@ -93,10 +93,10 @@ class Follower:
         while until is None or time.monotonic() < until:
             for message in self._subscriber.receive(_TICK_S):
                 if message.is_restart:
-                    self._take(self._chains.close(message.publisher))
+                    self._learn_texts(self._chains.close(message.publisher))
                 self._read(message.publisher, message.payload)
             now = time.monotonic()
-            self._take(self._chains.finished(now))
+            self._learn_texts(self._chains.finished(now))
             if now >= next_tick:
                 on_tick(self.counts)
                 next_tick = now + _TICK_S
@@ -125,11 +125,11 @@ class Follower:
         self._num_invalid += num_invalid
         for event in events:
             if isinstance(event, AllCleared):
-                self._take(self._chains.close(publisher))
+                self._learn_texts(self._chains.close(publisher))
             else:
-                self._take(self._chains.store(publisher, event, time.monotonic()))
+                self._learn_texts(self._chains.store(publisher, event, time.monotonic()))
 
-    def _take(self, texts: Iterable[FollowedText]) -> None:
+    def _learn_texts(self, texts: Iterable[FollowedText]) -> None:
         for text in texts:
             self._num_texts += 1
             self._num_tokens += len(text.tokens)

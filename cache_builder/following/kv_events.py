@@ -31,8 +31,8 @@ _FIELDS: Final = (
 )
 """The fields of a ``BlockStored`` event in their order, because vLLM encodes an event as a list without field names."""
 
-_MOST_BLOCKS: Final = 1 << 16
-_MOST_CHARACTERS: Final = 256
+_MAX_BLOCKS: Final = 1 << 16
+_MAX_CHARACTERS: Final = 256
 
 BlockHash = int | bytes
 
@@ -110,7 +110,7 @@ def _decode(event: Any, vocab_size: int) -> Event | None:
             raise InvalidEvents("an event without type")
         return None
     hashes, parent, token_ids = event.get("block_hashes"), event.get("parent_block_hash"), event.get("token_ids")
-    if not (isinstance(hashes, list) and isinstance(token_ids, list) and len(hashes) <= _MOST_BLOCKS):
+    if not (isinstance(hashes, list) and isinstance(token_ids, list) and len(hashes) <= _MAX_BLOCKS):
         raise InvalidEvents("block_hashes and token_ids must be lists")
     if not token_ids or event.get("group_idx"):
         return None
@@ -146,6 +146,6 @@ def _salt(extra_keys: Any, lora: Any) -> str | None:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, (str, int)) or len(str(value)) > _MOST_CHARACTERS:
+    if not isinstance(value, (str, int)) or len(str(value)) > _MAX_CHARACTERS:
         raise InvalidEvents("the name of an adapter or a salt is too long or not a text")
     return str(value)

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple, Self
 
 from ssd.errors import ConfigError
 
-_MOST_BYTES: Final = 64 << 20
-_MOST_MESSAGES: Final = 10_000  # that wait at a socket; further ones are dropped and asked for again
+_MAX_BYTES: Final = 64 << 20
+_MAX_MESSAGES: Final = 10_000  # that wait at a socket; further ones are dropped and asked for again
 _REPLAY_TIMEOUT_MS: Final = 5000
 _END_OF_REPLAY: Final = (1 << 64) - 1
 
@@ -62,8 +62,8 @@ class EventSubscriber:
             for endpoint, port in zip(endpoints, ports, strict=True):
                 replay = None if distance is None else f"{endpoint.rpartition(':')[0]}:{port + distance}"
                 socket = self._context.socket(zmq.SUB)
-                socket.set_hwm(_MOST_MESSAGES)
-                socket.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+                socket.set_hwm(_MAX_MESSAGES)
+                socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
                 socket.setsockopt(zmq.IPV6, 1)
                 socket.connect(endpoint)
                 socket.subscribe(topic)
@@ -128,9 +128,9 @@ class EventSubscriber:
         """Yield the messages with numbers in [first, stop) that a publisher still has."""
         socket = self._context.socket(self._zmq.DEALER)
         try:
-            socket.setsockopt(self._zmq.MAXMSGSIZE, _MOST_BYTES)
+            socket.setsockopt(self._zmq.MAXMSGSIZE, _MAX_BYTES)
             socket.setsockopt(self._zmq.IPV6, 1)
-            socket.set_hwm(_MOST_MESSAGES)
+            socket.set_hwm(_MAX_MESSAGES)
             socket.connect(endpoint)
             socket.send_multipart([b"", first.to_bytes(8, "big")])
             while first < stop and socket.poll(_REPLAY_TIMEOUT_MS):

@@ -22,7 +22,7 @@ UNDERSTOOD: Final = (
     '"messages" or "input" with "response" or "output", batches, and exports of chats; use --field for other names'
 )
 _REDACTED: Final = ("redacted-by-litellm", "redacted")
-_MOST_DEPTH: Final = 6
+_MAX_DEPTH: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class Exchange:
     """A prompt with its answers, or a conversation, extracted from a record.
 
     Attributes:
-        asked: The prompt as text, messages or token ids; or a whole conversation. None: unknown.
-        said: The answers to the prompt, each a text or an assistant message. Empty if ``is_conversation``.
-        is_conversation: Whether ``asked`` is a conversation that contains its answers, the assistant messages.
+        prompt: The prompt as text, messages or token ids; or a whole conversation. None: unknown.
+        answers: The answers to the prompt, each a text or an assistant message. Empty if ``is_conversation``.
+        is_conversation: Whether ``prompt`` is a conversation that contains its answers, the assistant messages.
         tools: The tools in OpenAI's format.
         template_kwargs: The variables of the chat template as they are in the record, not yet validated.
     """
 
-    asked: str | Sequence[Any] | None
-    said: tuple[str | Message, ...] = ()
+    prompt: str | Sequence[Any] | None
+    answers: tuple[str | Message, ...] = ()
     is_conversation: bool = False
     tools: Any = None
     template_kwargs: Any = field(default_factory=dict)
@@ -55,7 +55,7 @@ def find_nested_records(line: Mapping[str, Any], depth: int = 0) -> tuple[str, l
     if key is not None:
         return key, lists[key]
     inner = ((key, find_nested_records(value, depth + 1)) for key, value in line.items() if isinstance(value, dict))
-    found = [(f"{key}.{within[0]}", within[1]) for key, within in inner if within] if depth < _MOST_DEPTH else []
+    found = [(f"{key}.{within[0]}", within[1]) for key, within in inner if within] if depth < _MAX_DEPTH else []
     return found[0] if len(found) == 1 else None
 
 
@@ -83,13 +83,15 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
     if isinstance(observations := line.get("observations"), list):
         found = [parse_exchanges(each) for each in observations if isinstance(each, dict)]
         return [exchange for each in found for exchange in each or ()]
-    answers = [key for key in ANSWER_KEYS if key in line]
-    answer_key = next((key for key in answers if _is_there(line[key])), answers[0] if answers else None)
+    answer_keys = [key for key in ANSWER_KEYS if key in line]
+    answer_key = next((key for key in answer_keys if _is_there(line[key])), answer_keys[0] if answer_keys else None)
     there = [key for key in PROMPT_KEYS if _is_there(line.get(key))]
     request_key = next((key for key in there if _has_prompt(line, key)), None)
     if answer_key is None:
         if request_key == "messages":
-            return [Exchange(_turns(_parsed(line["messages"]), line), is_conversation=True, **_template(line))]
+            return [
+                Exchange(_turns(_parse_nested_json(line["messages"]), line), is_conversation=True, **_template(line))
+            ]
         if request_key is None and (conversation := _only_conversation(line)) is not None:
             return [Exchange(_turns(conversation, line), is_conversation=True, **_template(line))]
         is_call = "text" not in line and (any(key in _CALLS for key in there) or "input" in line)
@@ -99,28 +101,28 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
         or line.get("status") == "failure"
         or is_error({key: line[key] for key in STATUSES if key in line})
     )
-    said = () if is_other else tuple(find_answers(line if answer_key == "choices" else line[answer_key]))
-    if request_key in (None, "input") and (asked := _instruction(line)):
-        return [Exchange(asked, said, **_template(line))]
+    answers = () if is_other else tuple(find_answers(line if answer_key == "choices" else line[answer_key]))
+    if request_key in (None, "input") and (prompt := _instruction(line)):
+        return [Exchange(prompt, answers, **_template(line))]
     if request_key is None:
         is_half = isinstance(line[answer_key], str) and not there and not any(key in line for key in _PLAIN)
-        return None if is_half and answer_key in ("completion", "output") else [Exchange(None, said)]
-    asked, options = _read_prompt(line, request_key)
-    if isinstance(asked, Mapping) or not (
-        isinstance(asked, str | Sequence) or hasattr(asked, "__array__") or asked is None
+        return None if is_half and answer_key in ("completion", "output") else [Exchange(None, answers)]
+    prompt, options = _read_prompt(line, request_key)
+    if isinstance(prompt, Mapping) or not (
+        isinstance(prompt, str | Sequence) or hasattr(prompt, "__array__") or prompt is None
     ):
-        keys = ", ".join(f'"{str(key)[:40]}"' for key in list(asked)[:8]) if isinstance(asked, Mapping) else ""
+        keys = ", ".join(f'"{str(key)[:40]}"' for key in list(prompt)[:8]) if isinstance(prompt, Mapping) else ""
         raise RequestError(
-            f'"{request_key}" must be text, messages or token ids, got {type(asked).__name__}'
+            f'"{request_key}" must be text, messages or token ids, got {type(prompt).__name__}'
             + (f" of {keys}: name the text by --field prompt=... and --field completion=..." if keys else "")
         )
-    if isinstance(asked, list) and said and _repeats(asked[-1:], said[0]):
-        return [Exchange(asked, is_conversation=True, **options)]
-    if _is_redacted(asked):
-        asked = None
-    elif isinstance(asked, str) and any(not isinstance(each, str) for each in said):
-        asked = [{"role": "user", "content": asked}]
-    return [Exchange(asked, said, **options)]
+    if isinstance(prompt, list) and answers and _repeats(prompt[-1:], answers[0]):
+        return [Exchange(prompt, is_conversation=True, **options)]
+    if _is_redacted(prompt):
+        prompt = None
+    elif isinstance(prompt, str) and any(not isinstance(each, str) for each in answers):
+        prompt = [{"role": "user", "content": prompt}]
+    return [Exchange(prompt, answers, **options)]
 
 
 _REFUSED: Final = (
@@ -150,7 +152,7 @@ def _only_conversation(line: Mapping[str, Any]) -> list[Any] | None:
     found = [
         value
         for value in line.values()
-        if isinstance(value, list) and value and all(_has(each, "role") and len(each) > 1 for each in value)
+        if isinstance(value, list) and value and all(_has_keys(each, "role") and len(each) > 1 for each in value)
     ]
     return found[0] if len(found) == 1 else None
 
@@ -159,7 +161,7 @@ def _repeats(last: Sequence[Any], answer: str | Message) -> bool:
     """Return whether the last message equals the answer, so that the messages already contain the answer."""
     text = answer if isinstance(answer, str) else answer["content"]
     return any(
-        _has(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
+        _has_keys(each, "role", "content") and each["role"] == "assistant" and _text_of(each["content"]) == text
         for each in last
     )
 
@@ -180,8 +182,8 @@ def _sharegpt(line: Mapping[str, Any]) -> Any:
         return turns
     found, last_id = list[Any](), ""
     for number, turn in enumerate(turns):
-        message = _named(turn["from"], turn["value"]) if _has(turn, "from", "value") else turn
-        if _has(turn, "value") and turn.get("from") in _CALLERS and (calls := _calls_in(turn["value"])):
+        message = _named(turn["from"], turn["value"]) if _has_keys(turn, "from", "value") else turn
+        if _has_keys(turn, "value") and turn.get("from") in _CALLERS and (calls := _calls_in(turn["value"])):
             last_id = f"call{number:05}"  # Mistral's templates require nine characters
             message = _message("assistant", "", [{**call, "id": last_id} for call in calls], "")
         elif isinstance(message, dict) and message.get("role") == "tool" and last_id:
@@ -195,9 +197,9 @@ _CALLERS: Final = ("function_call", "tool_call")
 
 def _calls_in(value: Any) -> list[dict[str, Any]]:
     """Parse a text that consists of tool calls in JSON; any other text gives an empty list."""
-    parsed = _parsed(value.strip()) if isinstance(value, str) else value
+    parsed = _parse_nested_json(value.strip()) if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, list) else [parsed]
-    if not all(_has(call, "name") for call in calls):
+    if not all(_has_keys(call, "name") for call in calls):
         return []
     return [_call(call, "id", "arguments" if "arguments" in call else "parameters") for call in calls]
 
@@ -254,7 +256,7 @@ def _join_turns(turns: Iterator[tuple[Any, Any]]) -> Sequence[Message]:
     return found
 
 
-# -- what was asked ---------------------------------------------------------------------------------------------------
+# -- prompts ----------------------------------------------------------------------------------------------------------
 
 _CALLS: Final = ("request", "params", "body", "request_body", "requestBody", "proxy_server_request")
 PROMPT_KEYS: Final = tuple(
@@ -271,21 +273,21 @@ def _has_prompt(line: Mapping[str, Any], key: str) -> bool:
     """
     if key in _PLAIN or (key == "request" and isinstance(line[key], str)):
         return True
-    return not isinstance(_parsed(line[key]), str) and _read_prompt(line, key)[0] is not None
+    return not isinstance(_parse_nested_json(line[key]), str) and _read_prompt(line, key)[0] is not None
 
 
 def _read_prompt(line: Mapping[str, Any], key: str) -> tuple[Any, dict[str, Any]]:
     if key in ("messages", "prompt"):
         value = line[key]
-        parsed = _parsed(value) if key == "messages" else value
+        parsed = _parse_nested_json(value) if key == "messages" else value
         is_chat = isinstance(parsed, list) and any(isinstance(each, dict) for each in parsed)
         return (_turns(parsed, line, key) if is_chat else _text_or_ids(value)), _template(line)
-    value = _parsed(line[key])
+    value = _parse_nested_json(line[key])
     if isinstance(value, dict):
         body = _body(value)
         inner = next((name for name in _PLAIN if body.get(name)), None)
         return (None, {}) if inner is None else _read_prompt(body, inner)
-    if isinstance(value, list) and any(_has(each, "role") or _has(each, "type") for each in value):
+    if isinstance(value, list) and any(_has_keys(each, "role") or _has_keys(each, "type") for each in value):
         return _turns(value, line, key), _template(line)
     if isinstance(line.get("instructions"), str) and isinstance(value, str):
         return _turns([{"role": "user", "content": value}], line), _template(line)
@@ -301,7 +303,7 @@ def _template(line: Mapping[str, Any]) -> dict[str, Any]:
         line,
         *(as_mapping(line.get(name)) for name in ("model_parameters", "modelParameters", "optional_params")),
     )
-    tools = next((_parsed(place["tools"]) for place in places if place.get("tools")), None)
+    tools = next((_parse_nested_json(place["tools"]) for place in places if place.get("tools")), None)
     if isinstance(tools, list):
         tools = [_tool(tool) for tool in tools]
     return {"tools": tools, "template_kwargs": line.get("chat_template_kwargs") or {}}
@@ -309,7 +311,7 @@ def _template(line: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tool(tool: Any) -> Any:
     """Convert a tool definition of Anthropic's or OpenAI's Responses API to the format of chat completions."""
-    if not _has(tool, "name"):
+    if not _has_keys(tool, "name"):
         return tool
     parameters = tool.get("input_schema", tool.get("parameters", {}))
     about = {"description": tool["description"]} if "description" in tool else {}
@@ -348,14 +350,18 @@ def _turn(message: Message) -> Iterator[Any]:
     elif kind == "reasoning":
         return
     elif not isinstance(content, list) or not any(
-        _has(block, "type") and block["type"] in _BLOCKS for block in content
+        _has_keys(block, "type") and block["type"] in _BLOCKS for block in content
     ):
         given = {key: value for key, value in message.items() if key != "type"}
         if "role" not in message and isinstance(kind, str) and kind in _ROLES | _LANGCHAIN:
             given["role"] = (_ROLES | _LANGCHAIN)[kind]
         if isinstance(content, list):
             given["content"] = [_part(part) for part in content]
-        if isinstance(calls := message.get("tool_calls"), list) and calls and all(_has(call, "name") for call in calls):
+        if (
+            isinstance(calls := message.get("tool_calls"), list)
+            and calls
+            and all(_has_keys(call, "name") for call in calls)
+        ):
             given["tool_calls"] = [_call(call, "id", "args" if "args" in call else "arguments") for call in calls]
         yield given
     else:
@@ -376,7 +382,7 @@ _LANGCHAIN: Final = {"system": "system", "tool": "tool"}
 
 
 def _part(part: Any) -> Any:
-    if not _has(part, "type") or part["type"] not in _TEXTS or "text" in part:
+    if not _has_keys(part, "type") or part["type"] not in _TEXTS or "text" in part:
         return part
     return {**part, "text": part.get("value", part.get("content"))}
 
@@ -423,7 +429,7 @@ def _instruction(line: Mapping[str, Any]) -> list[Any] | None:
     return _turns(turns, {"system": system})  # type: ignore[no-any-return]
 
 
-# -- what was said ----------------------------------------------------------------------------------------------------
+# -- answers ----------------------------------------------------------------------------------------------------------
 
 ANSWER_KEYS: Final = ("response", "completion", "result", "output", "response_body", "responseBody", "choices")
 """Keys under which records may contain the answer; the first key with a value that is not empty is used.
@@ -437,8 +443,8 @@ _ONE_TEXT: Final = ("text", "completion", "content", "response", "output")
 
 def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
     """Return the answers in an API response of any format, as texts and messages. O(size)."""
-    parsed = _parsed(value)
-    if depth > _MOST_DEPTH or parsed is None or is_error(parsed):
+    parsed = _parse_nested_json(value)
+    if depth > _MAX_DEPTH or parsed is None or is_error(parsed):
         return []
     if (chunks := find_chunks(parsed)) is not None:
         return _find_answers_in_object(join_chunks(chunks), depth)
@@ -452,7 +458,7 @@ def find_answers(value: Any, depth: int = 0) -> list[str | Message]:
             return []
     else:
         turns = parsed if isinstance(parsed, list) else []
-        if any(_has(turn, "role") or _has(turn, "type") for turn in turns):
+        if any(_has_keys(turn, "role") or _has_keys(turn, "type") for turn in turns):
             found = _one_answer(turns)
         else:
             found = [answer for turn in turns for answer in find_answers(turn, depth + 1)]
@@ -479,7 +485,7 @@ def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
             text = _text_of(message.get("content"))
             texts += [text] if text and text not in _REDACTED else []
             calls += message["tool_calls"] if isinstance(message.get("tool_calls"), list) else []
-            if _has(older := message.get("function_call"), "name"):
+            if _has_keys(older := message.get("function_call"), "name"):
                 calls.append({"type": "function", "function": older})
             thought = message.get("reasoning_content") or message.get("reasoning")
             thoughts += [thought] if isinstance(thought, str) and thought not in _REDACTED else []
@@ -490,13 +496,13 @@ def _one_answer(turns: Sequence[Any]) -> list[str | Message]:
     return [_message("assistant", "\n".join(texts), calls, "\n".join(thoughts))]
 
 
-def _is_redacted(asked: Any) -> bool:
-    if isinstance(asked, list):
-        return all(_has(turn, "content") and turn["content"] in _REDACTED for turn in asked)
-    return isinstance(asked, str) and asked in _REDACTED
+def _is_redacted(prompt: Any) -> bool:
+    if isinstance(prompt, list):
+        return all(_has_keys(turn, "content") and turn["content"] in _REDACTED for turn in prompt)
+    return isinstance(prompt, str) and prompt in _REDACTED
 
 
-def _parsed(value: Any) -> Any:
+def _parse_nested_json(value: Any) -> Any:
     """Return the JSON value in a string that contains JSON, as some exports do; return any other value unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
@@ -514,7 +520,7 @@ def _body(part: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("body", "params"):
         if isinstance(part.get(name), dict):
             return part[name]  # type: ignore[no-any-return]
-    parsed = _parsed(_text_of_body(part))
+    parsed = _parse_nested_json(_text_of_body(part))
     return parsed if isinstance(parsed, dict) else part
 
 
@@ -534,5 +540,5 @@ def _is_there(value: Any) -> bool:
     return value is not None and (not hasattr(value, "__len__") or len(value) > 0)
 
 
-def _has(value: Any, *names: str) -> bool:
+def _has_keys(value: Any, *names: str) -> bool:
     return isinstance(value, dict) and all(name in value for name in names)

@@ -56,7 +56,7 @@ def is_regular(name: str) -> bool:
 def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator[io.BufferedReader]:
     """Open an input without decompressing it. Raises InputError; reading from the stream raises OSError."""
     if name == STANDARD_INPUT:
-        yield _buffered(sys.stdin.buffer, progress)
+        yield _count_bytes(sys.stdin.buffer, progress)
         return
     try:
         if is_url(name):
@@ -67,9 +67,9 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
     except InputError:
         raise
     except Exception as error:  # fsspec drivers may raise any exception
-        raise InputError(f"{name}: cannot be read: {_why(error)}") from None
+        raise InputError(f"{name}: cannot be read: {_error_reason(error)}") from None
     with file:
-        yield _buffered(file, progress)
+        yield _count_bytes(file, progress)
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def open_stream(name: str, progress: Progress = lambda num_bytes: None) -> Itera
         begin = raw.peek(8)
         kinds = (kind for suffix, magic, kind in _COMPRESSIONS if begin.startswith(magic) or name.endswith(suffix))
         kind = next(kinds, None)
-        yield raw if kind is None else io.BufferedReader(_Decompressed(raw, name, kind), _BUFFER)
+        yield raw if kind is None else io.BufferedReader(_DecompressedStream(raw, name, kind), _BUFFER)
 
 
 @contextmanager
@@ -96,18 +96,18 @@ def input_errors(name: str) -> Iterator[None]:
             f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
         ) from None
     except OSError as error:
-        raise InputError(f"{shown}: cannot be read: {_why(error)}") from None
+        raise InputError(f"{shown}: cannot be read: {_error_reason(error)}") from None
 
 
-def _why(error: BaseException) -> str:
+def _error_reason(error: BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
 
 
-def _buffered(file: IO[bytes], progress: Progress) -> io.BufferedReader:
-    return io.BufferedReader(_Counted(file, progress), _BUFFER)
+def _count_bytes(file: IO[bytes], progress: Progress) -> io.BufferedReader:
+    return io.BufferedReader(_CountingStream(file, progress), _BUFFER)
 
 
-class _Forward(io.RawIOBase):
+class _ForwardStream(io.RawIOBase):
     """A raw stream for ``io.BufferedReader`` that reads from an object with only a ``read`` method, without seeking."""
 
     def __init__(self, raw: Any) -> None:
@@ -122,7 +122,7 @@ class _Forward(io.RawIOBase):
         return len(data)
 
 
-class _Counted(_Forward):
+class _CountingStream(_ForwardStream):
     """A raw stream that reports the number of bytes read to ``progress``, and converts errors of fsspec to OSError."""
 
     def __init__(self, raw: IO[bytes], progress: Progress) -> None:
@@ -153,7 +153,7 @@ _DAMAGE: Final = ("ZSTD", "zlib", "bz2", "LZ4", "Truncated")
 """Words of pyarrow's error messages for damaged compressed data, by which they are told from other errors."""
 
 
-class _Decompressed(_Forward):
+class _DecompressedStream(_ForwardStream):
     """A raw stream that decompresses another stream in bounded memory."""
 
     def __init__(self, raw: io.BufferedReader, name: str, kind: str) -> None:

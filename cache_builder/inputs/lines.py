@@ -20,7 +20,7 @@ _KEPT = "surrogateescape"
 rejected.
 """
 _DOCUMENT_BYTES = 1 << 22
-_MOST_ARRAY_BYTES = 1 << 30
+_MAX_ARRAY_BYTES = 1 << 30
 
 
 def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterator[tuple[str, bytes]]:
@@ -50,9 +50,9 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
     """
     beginning = file.peek(1) if isinstance(file, io.BufferedReader) and start == 0 and stop is None else b""
     if not is_line_by_line(beginning):
-        data = file.read(_MOST_ARRAY_BYTES + 1)
-        if len(data) > _MOST_ARRAY_BYTES:
-            raise InputError(f"{shown}: more than {_MOST_ARRAY_BYTES >> 30} GiB of JSON: write one object per line")
+        data = file.read(_MAX_ARRAY_BYTES + 1)
+        if len(data) > _MAX_ARRAY_BYTES:
+            raise InputError(f"{shown}: more than {_MAX_ARRAY_BYTES >> 30} GiB of JSON: write one object per line")
         text = data.decode("utf-8-sig", _KEPT)
         is_array = text.lstrip()[:1] == "["
         what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
@@ -128,7 +128,7 @@ def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = No
 
 Side: TypeAlias = Literal["requests", "responses"]
 
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """The maximum size of batch requests held in memory for one file of responses. OpenAI accepts files of 200 MB."""
 
 
@@ -150,19 +150,19 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
     by_id: dict[str, str] = {}
     unread, num_bytes = list(names), 0
     for record in responses:
-        line = _loaded(record.text)
+        line = _parse_or_none(record.text)
         side = batch_side(line) if _is_text(record.text) else None  # invalid lines are reported when the record is read
         while side and side[1] not in by_id and unread:
             for custom_id, request in _requests_in(unread.pop(0)):
                 by_id.setdefault(custom_id, request)
                 num_bytes += len(request)
-                if num_bytes > _MOST_BYTES:
+                if num_bytes > _MAX_BYTES:
                     raise InputError(
-                        f"{record.where}: its request is not in the first {_MOST_BYTES >> 30} GiB of requests: build "
+                        f"{record.where}: its request is not in the first {_MAX_BYTES >> 30} GiB of requests: build "
                         "from fewer batches at once, and merge the caches"
                     )
         if side and (request := by_id.get(side[1], "")):
-            joined = {"request": _loaded(request), "response": line.get("response", line.get("result"))}
+            joined = {"request": _parse_or_none(request), "response": line.get("response", line.get("result"))}
             yield InputRecord(record.where, "", is_json=True, line=joined)
         else:
             yield record
@@ -171,7 +171,7 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
 def _requests_in(name: str) -> Iterator[tuple[str, str]]:
     with input_errors(name), open_stream(name) as file:
         for record in json_lines(display_name(name), file):
-            side = batch_side(_loaded(record.text))
+            side = batch_side(_parse_or_none(record.text))
             if side and side[0] == "requests" and _is_text(record.text):
                 yield side[1], record.text
 
@@ -184,7 +184,7 @@ def _is_text(text: str) -> bool:
     return True
 
 
-def _loaded(text: str) -> Any:
+def _parse_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

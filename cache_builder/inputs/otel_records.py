@@ -29,7 +29,7 @@ def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
     attributes: dict[str, Any] = {}
     for part in (span, *_objects(span.get("events"))):
         for name, value in _attributes(part.get("attributes")):
-            _put(attributes, name.split("."), value)
+            _set_at_path(attributes, name.split("."), value)
     said = as_mapping(attributes.get("gen_ai"))
     if as_mapping(said.get("operation")).get("name") not in _CALLS:
         return None
@@ -37,14 +37,16 @@ def parse_model_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
     answers = as_mapping(said.get("output")).get("messages", said.get("completion"))
     if asked is None and answers is None:
         return None
-    messages = [message for each in _listed(asked) for message in _messages_of(each)]
-    system = _text_of_parts(_listed(said.get("system_instructions")))
+    messages = [message for each in _as_list(asked) for message in _messages_of(each)]
+    system = _text_of_parts(_as_list(said.get("system_instructions")))
     functions = as_mapping(as_mapping(attributes.get("llm")).get("request")).get("functions")
     tools = as_mapping(said.get("tool")).get("definitions", functions)
     return {
         "messages": [{"role": "system", "content": system}, *messages] if system else messages,
-        "response": {"choices": [{"message": message} for each in _listed(answers) for message in _messages_of(each)]},
-        "tools": [{**tool, "parameters": _parsed(tool.get("parameters"))} for tool in _objects(_listed(tools))],
+        "response": {"choices": [{"message": message} for each in _as_list(answers) for message in _messages_of(each)]},
+        "tools": [
+            {**tool, "parameters": _parse_nested_json(tool.get("parameters"))} for tool in _objects(_as_list(tools))
+        ],
     }
 
 
@@ -60,21 +62,21 @@ def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
         yield from given.items()
     for each in _objects(given):
         if isinstance(each.get("key"), str):
-            yield each["key"], _plain(each.get("value"))
+            yield each["key"], _unwrap_value(each.get("value"))
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_value(value: Any) -> Any:
     if not isinstance(value, dict) or len(value) != 1:
         return value
     ((kind, inner),) = value.items()
     if kind == "arrayValue":
-        return [_plain(each) for each in as_mapping(inner).get("values", [])]
+        return [_unwrap_value(each) for each in as_mapping(inner).get("values", [])]
     if kind == "kvlistValue":
         return dict(_attributes(as_mapping(inner).get("values")))
     return inner
 
 
-def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
+def _set_at_path(whole: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         if not isinstance(whole.get(name), dict):
             whole[name] = {}
@@ -82,8 +84,8 @@ def _put(whole: dict[str, Any], path: list[str], value: Any) -> None:
     whole[path[-1]] = value
 
 
-def _listed(value: Any) -> list[Any]:
-    value = _parsed(value)
+def _as_list(value: Any) -> list[Any]:
+    value = _parse_nested_json(value)
     if isinstance(value, dict) and all(key.isdecimal() for key in value):
         return [value[key] for key in sorted(value, key=int)]
     return value if isinstance(value, list) else [] if value is None else [value]
@@ -106,7 +108,7 @@ def _messages_of(message: Any) -> Iterator[Any]:
             has = {"tool_calls": calls, "reasoning_content": thought}
             yield {"role": message.get("role"), "content": text, **{key: value for key, value in has.items() if value}}
     elif isinstance(message, dict):
-        calls = _listed(message.get("tool_calls"))
+        calls = _as_list(message.get("tool_calls"))
         yield {**message, "tool_calls": calls} if calls else message
 
 
@@ -119,7 +121,7 @@ def _objects(value: Any) -> list[dict[str, Any]]:
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def _parsed(value: Any) -> Any:
+def _parse_nested_json(value: Any) -> Any:
     if not isinstance(value, str) or value[:1] not in ("{", "["):
         return value
     try:

@@ -117,7 +117,7 @@ class FieldNames:
             )
         return cls(names)
 
-    def of(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
+    def rename(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record in which the fields that ``--field`` names have the names that the builder supports.
 
         Other fields from which the builder would also read a prompt or an answer are removed. A record that lacks one
@@ -135,4 +135,4 @@ class FieldNames:
         )
 
 
-AS_WE_CALL_THEM = FieldNames()
+DEFAULT_FIELD_NAMES = FieldNames()

@@ -51,9 +51,9 @@ def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
     if isinstance(value, str):
         if not _STREAM.match(value):
             is_json = value[:1] == "{" and "\n{" in value  # one chunk per line
-            return find_chunks([_loaded(line) for line in value.splitlines() if line]) if is_json else None
+            return find_chunks([_parse_or_none(line) for line in value.splitlines() if line]) if is_json else None
         data = (line[5:].strip() for line in value.splitlines() if line.startswith("data:"))
-        return [chunk for chunk in map(_loaded, data) if isinstance(chunk, dict)]
+        return [chunk for chunk in map(_parse_or_none, data) if isinstance(chunk, dict)]
     if not isinstance(value, list) or not value:
         return None
     if all(isinstance(each, str) for each in value):
@@ -61,7 +61,7 @@ def find_chunks(value: Any) -> list[Mapping[str, Any]] | None:
     return value if all(isinstance(each, dict) for each in value) and any(map(_is_chunk, value)) else None
 
 
-def _loaded(text: str) -> Any:
+def _parse_or_none(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -85,31 +85,31 @@ def join_chunks(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         if isinstance(whole := chunk.get("response"), dict) and kind in ("response.completed", "response.incomplete"):
             return whole
         if kind == "response.output_text.delta":
-            _add(body, {"text": chunk.get("delta")})
+            _merge_chunk(body, {"text": chunk.get("delta")})
         elif kind == "content_block_start":
-            _add(body, {"content": [{"index": index, **as_mapping(chunk.get("content_block")), "input": ""}]})
+            _merge_chunk(body, {"content": [{"index": index, **as_mapping(chunk.get("content_block")), "input": ""}]})
         elif kind == "content_block_delta":
             delta = as_mapping(chunk.get("delta"))
             more = {"text": delta.get("text"), "thinking": delta.get("thinking"), "input": delta.get("partial_json")}
-            _add(body, {"content": [{"index": index, **more}]})
+            _merge_chunk(body, {"content": [{"index": index, **more}]})
         elif not isinstance(kind, str) or not kind.startswith(("message_", "response.")):
-            _add(body, {key: chunk[key] for key in ("choices", "message", "response") if key in chunk})
-    body = _listed(body)
+            _merge_chunk(body, {key: chunk[key] for key in ("choices", "message", "response") if key in chunk})
+    body = _join_pieces(body)
     for choice in body.get("choices", ()):
         if "delta" in choice:
             choice["message"] = {**choice["delta"], "role": "assistant"}
     return body
 
 
-def _add(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _merge_chunk(whole: dict[str, Any], more: Mapping[str, Any]) -> None:
     """Merge a chunk of a streamed response into the body: append its texts, and merge list elements by index."""
     for key, value in more.items():
         if isinstance(value, Mapping):
-            _add(_inner(whole, key), value)
+            _merge_chunk(_get_or_create(whole, key), value)
         elif isinstance(value, list):
             for number, each in enumerate(value):
                 if isinstance(each, Mapping):
-                    _add(_inner(_inner(whole, key, _Elements), each.get("index", number)), each)
+                    _merge_chunk(_get_or_create(_get_or_create(whole, key, _Elements), each.get("index", number)), each)
         elif isinstance(value, str) and (key in _GROWING or key == "input"):
             whole.setdefault(key, _Pieces())
             if isinstance(whole[key], _Pieces):
@@ -124,19 +124,19 @@ class _Pieces(list[str]): ...
 class _Elements(dict[Any, Any]): ...
 
 
-def _inner(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
+def _get_or_create(whole: dict[Any, Any], key: Any, kind: type[dict[Any, Any]] = dict) -> dict[Any, Any]:
     if not isinstance(whole.get(key), kind):
         whole[key] = kind()
     found: dict[Any, Any] = whole[key]
     return found
 
 
-def _listed(value: Any) -> Any:
+def _join_pieces(value: Any) -> Any:
     if isinstance(value, _Pieces):
         return "".join(value)
     if isinstance(value, _Elements):
-        return [_listed(each) for each in value.values()]
-    return {key: _listed(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_join_pieces(each) for each in value.values()]
+    return {key: _join_pieces(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
 def as_mapping(value: Any) -> Mapping[str, Any]:

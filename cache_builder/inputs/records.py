@@ -15,7 +15,7 @@ from cache_builder.inputs.detect import detect_format
 from cache_builder.inputs.input_streams import input_errors, open_stream
 from cache_builder.inputs.lines import csv_rows, documents, join_requests, json_lines
 from cache_builder.inputs.record import (
-    AS_WE_CALL_THEM,
+    DEFAULT_FIELD_NAMES,
     FieldNames,
     InputError,
     InputRecord,
@@ -31,12 +31,12 @@ from ssd.text.messages import normalize_messages
 
 
 def read_sources(
-    sources: Iterable[Source], progress: Progress, fields: FieldNames = AS_WE_CALL_THEM
+    sources: Iterable[Source], progress: Progress, fields: FieldNames = DEFAULT_FIELD_NAMES
 ) -> Iterator[InputRecord]:
     return chain.from_iterable(read_part(source, progress, fields) for source in sources)
 
 
-def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_THEM) -> Iterator[InputRecord]:
+def read_part(part: Source, progress: Progress, fields: FieldNames = DEFAULT_FIELD_NAMES) -> Iterator[InputRecord]:
     """Yield the records of a file, or of the part of a file that ``part`` describes, in order. Raises InputError.
 
     A text file is one record, but above 4 MB it is split at line ends into several records.
@@ -67,17 +67,17 @@ def read_part(part: Source, progress: Progress, fields: FieldNames = AS_WE_CALL_
 def _unwrap_nested_records(records: Iterator[InputRecord], fields: FieldNames) -> Iterator[InputRecord]:
     """Yield the records of a file. If the file is one JSON object with a list of records, yield the list's records."""
     beginning = list(islice(records, 2))
-    if len(beginning) == 1 and (within := _within(beginning[0], fields)):
+    if len(beginning) == 1 and (within := _find_inner_records(beginning[0], fields)):
         name, lines = within
         where = beginning[0].where
         beginning = [InputRecord(f"{where}: {name}[{n}]", "", is_json=True, line=line) for n, line in enumerate(lines)]
     yield from chain(beginning, records)
 
 
-def _within(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
+def _find_inner_records(record: InputRecord, fields: FieldNames) -> tuple[str, list[Mapping[str, Any]]] | None:
     try:
         line = fields_of(record)
-        is_understood = fields.of(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
+        is_understood = fields.rename(line) is not line or not line.keys().isdisjoint(("text", "token_ids"))
         return None if is_understood or parse_exchanges(line) is not None else find_nested_records(line)
     except (InputError, RequestError):  # `encode_record` raises the error again
         return None
@@ -91,13 +91,13 @@ class EncodedRecord(NamedTuple):
     has_answer: bool = True
 
 
-def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = AS_WE_CALL_THEM) -> EncodedRecord:
+def encode_record(record: InputRecord, codec: TextCodec, fields: FieldNames = DEFAULT_FIELD_NAMES) -> EncodedRecord:
     """Tokenize the texts or conversations of a log record. Raises InputError, which names the file and line."""
     if not record.is_json:
         return EncodedRecord([codec.encode_text_example(record.text)])
     line = fields_of(record)
     try:
-        return _found_in(fields.of(line), record.where, codec)
+        return _encode_line(fields.rename(line), record.where, codec)
     except RequestError as error:
         raise InputError(f"{record.where}: {error}") from error
 
@@ -129,7 +129,7 @@ def fields_of(record: InputRecord) -> Mapping[str, Any]:
     return line
 
 
-def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> EncodedRecord:
+def _encode_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> EncodedRecord:
     if "token_ids" in line:
         return EncodedRecord([_example_of_ids(line, where, codec)])
     exchanges = parse_exchanges(line)
@@ -138,41 +138,41 @@ def _found_in(line: Mapping[str, Any], where: str, codec: TextCodec) -> EncodedR
             return EncodedRecord([codec.encode_text_example(_string(line["text"], "text", where))])
         found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
         raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
-    examples = [example for exchange in exchanges for example in _encoded(exchange, where, codec)]
-    has_prompt = any(exchange.asked is not None for exchange in exchanges) or not examples
+    examples = [example for exchange in exchanges for example in _encode_exchange(exchange, where, codec)]
+    has_prompt = any(exchange.prompt is not None for exchange in exchanges) or not examples
     return EncodedRecord(examples, has_prompt, has_answer=bool(examples))
 
 
-def _encoded(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | EncodedAnswer]:
-    asked = exchange.asked
-    if asked is None:
-        for answer in exchange.said:
+def _encode_exchange(exchange: Exchange, where: str, codec: TextCodec) -> Iterator[Example | EncodedAnswer]:
+    prompt = exchange.prompt
+    if prompt is None:
+        for answer in exchange.answers:
             text = answer if isinstance(answer, str) else answer["content"]
             if text:
                 yield codec.encode_text_example(text)
-    elif exchange.is_conversation or _is_chat(asked):
+    elif exchange.is_conversation or _is_chat(prompt):
         kwargs = _template_kwargs(exchange, where)
-        if exchange.is_conversation and isinstance(asked, list) and not asked:
+        if exchange.is_conversation and isinstance(prompt, list) and not prompt:
             return  # an empty chat
-        messages = normalize_messages(asked)  # type: ignore[arg-type]  # it names what is wrong
+        messages = normalize_messages(prompt)  # type: ignore[arg-type]  # it names what is wrong
         if exchange.is_conversation:
             yield from encode_answers(messages, kwargs, codec)
-        for answer in exchange.said:
+        for answer in exchange.answers:
             message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
             yield from encode_answer(messages, message, kwargs, codec)
     else:
-        for answer in exchange.said:
+        for answer in exchange.answers:
             text = _string(answer, "completion", where)
-            if isinstance(asked, str):
-                yield codec.encode_completion_example(asked, text)
-            elif len(asked) and not isinstance(asked[0], str):
-                yield codec.encode_answer_example(_ids(asked, where, codec), text)
+            if isinstance(prompt, str):
+                yield codec.encode_completion_example(prompt, text)
+            elif len(prompt) and not isinstance(prompt[0], str):
+                yield codec.encode_answer_example(_ids(prompt, where, codec), text)
             else:
-                raise InputError(f'{where}: "prompt" must be a string or token ids, got {type(asked).__name__}')
+                raise InputError(f'{where}: "prompt" must be a string or token ids, got {type(prompt).__name__}')
 
 
-def _is_chat(asked: str | Sequence[Any]) -> bool:
-    return not isinstance(asked, str) and any(isinstance(each, dict) for each in asked)
+def _is_chat(prompt: str | Sequence[Any]) -> bool:
+    return not isinstance(prompt, str) and any(isinstance(each, dict) for each in prompt)
 
 
 def _template_kwargs(exchange: Exchange, where: str) -> dict[str, Any]:

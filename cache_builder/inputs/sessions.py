@@ -12,7 +12,7 @@ from cache_builder.inputs.chat_formats import ANSWER_KEYS, PROMPT_KEYS
 from cache_builder.inputs.record import BYTE_ORDER_MARK, InputError, InputRecord
 from cache_builder.inputs.recorded_responses import as_mapping
 
-_MOST_BYTES: Final = 1 << 30
+_MAX_BYTES: Final = 1 << 30
 _CODEX: Final = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 _CODEX_ITEMS: Final = tuple(
     "message function_call function_call_output custom_tool_call custom_tool_call_output local_shell_call".split()
@@ -26,7 +26,9 @@ Line = Mapping[str, Any]
 
 def is_session(line: bytes | str) -> bool:
     """Return whether a file is a session log of a coding agent, judging by its first line."""
-    return _reader_of(_loaded(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
+    return (
+        _reader_of(_parse_or_none(line.removeprefix(BYTE_ORDER_MARK) if isinstance(line, bytes) else line)) is not None
+    )
 
 
 def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
@@ -37,16 +39,16 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
     first = next(records, None)
     if first is None:
         return
-    read = _reader_of(_loaded(first.text))
+    read = _reader_of(_parse_or_none(first.text))
     if read is None:
         yield from chain((first,), records)
         return
     lines, num_bytes = list[Line](), 0
     for record in chain((first,), records):
-        line = _loaded(record.text)
+        line = _parse_or_none(record.text)
         num_bytes += len(record.text)
-        if num_bytes > _MOST_BYTES:
-            raise InputError(f"{record.where}: a session of more than {_MOST_BYTES >> 30} GiB: split its file")
+        if num_bytes > _MAX_BYTES:
+            raise InputError(f"{record.where}: a session of more than {_MAX_BYTES >> 30} GiB: split its file")
         if isinstance(line, dict):
             lines.append(line)
         else:
@@ -67,7 +69,7 @@ def _reader_of(line: Any) -> Callable[[list[Line]], Iterator[dict[str, Any]]] | 
     return _claude if is_claude else None
 
 
-def _loaded(text: bytes | str) -> Any:
+def _parse_or_none(text: bytes | str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -42,10 +42,10 @@ _FORMATS: dict[str, Format] = {
 """Maps file name suffixes to formats; "auto" means that the content decides."""
 _ROTATED = re.compile(r"[.-]\d[\d.T_-]*$")
 """Matches the number or date at the end of a rotated log's file name."""
-_PEEKED = 1 << 16
-_MOST_PEEKED_FILES = 1024
+_PEEKED_BYTES = 1 << 16
+_MAX_PEEKED_FILES = 1024
 _STAMPS = ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "updated")
-_SWELLS = 4
+_COMPRESSION_RATIO = 4
 """The assumed ratio of a file's uncompressed size to its compressed size."""
 
 
@@ -79,17 +79,17 @@ def find_sources(names: Sequence[str], format: Format = "auto") -> list[Source]:
     """
     found: dict[str, Source] = {}
     for name in names:
-        for source in _remote(name, format) if is_url(name) else _local(name, format):
+        for source in _find_remote(name, format) if is_url(name) else _find_local(name, format):
             found.setdefault(source.name, source)
     return _join_batches(list(found.values()))
 
 
-def _local(name: str, format: Format) -> Iterator[Source]:
+def _find_local(name: str, format: Format) -> Iterator[Source]:
     path = Path(name)
     if name == STANDARD_INPUT:
         yield Source(name, format, None, secrets.token_hex(8))
     elif path.is_dir():
-        yield from _of_directory(path, format)
+        yield from _find_in_directory(path, format)
     elif path.exists():
         yield _file(path, format)
     elif glob.has_magic(name):
@@ -101,7 +101,7 @@ def _local(name: str, format: Format) -> Iterator[Source]:
         raise InputError(f"{name}: no such file. Check the path, or give - for standard input")
 
 
-def _of_directory(path: Path, format: Format) -> Iterator[Source]:
+def _find_in_directory(path: Path, format: Format) -> Iterator[Source]:
     sources: list[Source] = []
     for file in sorted(path.rglob("*")):
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
@@ -118,7 +118,7 @@ def _file(path: Path, format: Format) -> Source:
     return Source(str(path), _format_of(str(path), format), status.st_size, f"{status.st_mtime_ns}")
 
 
-def _remote(name: str, format: Format) -> Iterator[Source]:
+def _find_remote(name: str, format: Format) -> Iterator[Source]:
     system, path = file_system(name)
     scheme = name.partition("://")[0]
     is_web = scheme in ("http", "https")
@@ -149,7 +149,7 @@ def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
     return Source(name, _format_of(name, format), size if isinstance(size, int) else None, stamp)
 
 
-def _bare(name: str) -> str:
+def _strip_suffixes(name: str) -> str:
     """Return a file name without suffixes of compression and rotation and without a URL's query."""
     if is_url(name):
         name = name.partition("?")[0]
@@ -161,7 +161,7 @@ def _bare(name: str) -> str:
 def _is_known(inside: str) -> bool:
     """Return whether a file in a directory is read: its format is known, and no part of its path is hidden."""
     is_hidden = any(part.startswith((".", "_")) for part in Path(inside).parts)
-    return not is_hidden and Path(_bare(inside)).suffix.lower() in _FORMATS
+    return not is_hidden and Path(_strip_suffixes(inside)).suffix.lower() in _FORMATS
 
 
 def _is_card(name: str) -> bool:
@@ -174,7 +174,7 @@ def _is_card(name: str) -> bool:
 
 
 def _format_of(name: str, format: Format) -> Format:
-    return _FORMATS.get(Path(_bare(name)).suffix.lower(), "auto") if format == "auto" else format
+    return _FORMATS.get(Path(_strip_suffixes(name)).suffix.lower(), "auto") if format == "auto" else format
 
 
 def _join_batches(sources: list[Source]) -> list[Source]:
@@ -184,9 +184,9 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     gets only the i-th file of requests. Raises InputError if the numbers of these files differ.
     """
     lines = [source for source in sources if source.format == "jsonl" and is_regular(source.name)]
-    if not 2 <= len(lines) <= _MOST_PEEKED_FILES:
+    if not 2 <= len(lines) <= _MAX_PEEKED_FILES:
         return sources
-    sides = {source.name: _side(source.name) for source in lines}
+    sides = {source.name: _read_batch_side(source.name) for source in lines}
     asked = {name: side[1] for name, side in sides.items() if side and side[0] == "requests"}
     said = [name for name, side in sides.items() if side and side[0] == "responses"]
     if not asked or len(asked) == len(lines):
@@ -211,9 +211,9 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     return joined
 
 
-def _side(name: str) -> tuple[Side, str] | None:
+def _read_batch_side(name: str) -> tuple[Side, str] | None:
     with input_errors(name), open_stream(name) as file:
-        line = file.readline(_PEEKED << 4)
+        line = file.readline(_PEEKED_BYTES << 4)
     try:
         return batch_side(json.loads(line))
     except (ValueError, RecursionError):
@@ -223,7 +223,7 @@ def _side(name: str) -> tuple[Side, str] | None:
 def estimate_text_bytes(source: Source) -> int:
     """Return the estimated number of bytes of text in a file after decompression, at least 1."""
     size = source.size or 0
-    return max(1, size * _SWELLS if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
+    return max(1, size * _COMPRESSION_RATIO if source.name.endswith(COMPRESSED) or source.format == "parquet" else size)
 
 
 def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
@@ -242,7 +242,7 @@ def split_source(source: Source, part_weight: int) -> list[tuple[Source, int]]:
     )
     kind = _kind_of(source) if can_be_cut else None
     if kind == "parquet":
-        return list(_grouped(source, row_group_bytes(source.name), part_weight))
+        return list(_group_ranges(source, row_group_bytes(source.name), part_weight))
     if kind is not None and source.size is not None:
         return list(_ranges(source, source.size, part_weight))
     return [(source, weight)]
@@ -268,7 +268,7 @@ def _ranges(source: Source, size: int, step: int) -> Iterator[tuple[Source, int]
         yield replace(source, start=start, stop=stop), max(1, (size if stop is None else stop) - start)
 
 
-def _grouped(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Source, int]]:
+def _group_ranges(source: Source, sizes: Iterable[int], most: int) -> Iterator[tuple[Source, int]]:
     start, held = 0, 0
     for number, size in enumerate(sizes):
         if held and held + size > most:

@@ -39,7 +39,7 @@ def parquet_rows(
         groups = [file.metadata.row_group(number) for number in range(last)]
         first_rows = list(accumulate((group.num_rows for group in groups), initial=0))
         there = file.schema_arrow.names
-        chosen = _chosen(there, columns)
+        chosen = _select_columns(there, columns)
         for number in range(start, last):
             row = first_rows[number]
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[number], columns=chosen, use_threads=False):
@@ -60,11 +60,11 @@ def arrow_rows(name: str, stream: io.BufferedReader, columns: Collection[str]) -
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         row = 0
         for batch in batches:
-            yield from _rows(name, batch.select(_chosen(batch.schema.names, columns)), row)
+            yield from _rows(name, batch.select(_select_columns(batch.schema.names, columns)), row)
             row += len(batch)
 
 
-def _chosen(there: list[str], columns: Collection[str]) -> list[str]:
+def _select_columns(there: list[str], columns: Collection[str]) -> list[str]:
     return [column for column in there if column in columns] or there
 
 

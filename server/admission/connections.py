@@ -37,14 +37,14 @@ TOO_MANY = "too_many_connections"
 BODY_FAULT = "body_fault"
 """The key in ``scope["state"]`` whose value is the ApiError for a chunked request body that was rejected early."""
 
-_MOST_BEYOND = 256
+_MAX_BEYOND = 256
 _BEYOND_IDLE_S = 5.0
 _MAX_CHECK_INTERVAL_S = 5.0
 """The maximum interval in seconds between two checks of a connection for idleness. A check takes about a microsecond.
 """
 _HEAD_BYTES = 64 << 10
 """The maximum size of an HTTP request's headers in bytes; the parser (httptools) has no limit of its own."""
-_MOST_AHEAD = 8
+_MAX_AHEAD = 8
 """The maximum number of pipelined HTTP requests on a connection that wait behind the request that is answered first, so
 one more than this number can be unanswered. uvicorn has no limit.
 """
@@ -68,7 +68,7 @@ def num_beyond(limits: Limits) -> int:
 
     Further connections are closed immediately.
     """
-    return max(1, min(_MOST_BEYOND, limits.max_connections // 8))
+    return max(1, min(_MAX_BEYOND, limits.max_connections // 8))
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -149,7 +149,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Start handling a request, unless too many pipelined requests on the connection are unanswered."""
         self._head_bytes, self._is_head = 0, False
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
-        if len(self._unanswered) > _MOST_AHEAD:
+        if len(self._unanswered) > _MAX_AHEAD:
             self.transport.abort()
             raise ValueError("too many requests on one connection are not answered yet")
         super().on_headers_complete()
@@ -247,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self._sending is None:
             self._sending = LeakyBucket(self.limits.max_send_seconds, self.limits.min_bytes_per_second, now)
         else:
-            self._sending.moved(max(0, self._unsent - unsent), now)
+            self._sending.extend_deadline(max(0, self._unsent - unsent), now)
         self._unsent = unsent
         return now > self._sending.until
 
@@ -297,7 +297,7 @@ class BodyReader:
             async with asyncio.timeout_at(patience.until) as timeout:
                 async for chunk in request.stream():
                     content += chunk
-                    patience.moved(len(chunk), clock())
+                    patience.extend_deadline(len(chunk), clock())
                     timeout.reschedule(patience.until)
                     if len(content) > SMALL_BODY_BYTES:
                         memory.grow(len(content) - memory.amount)

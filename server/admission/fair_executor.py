@@ -56,18 +56,18 @@ class FairExecutor:
         self._costs[record.tenant] += cost
         has_turn = False
         try:
-            await self._turn(record.tenant or record.request_id)
+            await self._wait_for_thread(record.tenant or record.request_id)
             has_turn = True
             future = self._threads.submit(call)
         except BaseException:
-            self._leave(record.tenant, cost, has_turn)
+            self._release(record.tenant, cost, has_turn)
             raise
         loop = asyncio.get_running_loop()
         waiting = asyncio.wrap_future(future)
-        future.add_done_callback(lambda _: _tell(loop, partial(self._leave, record.tenant, cost, True)))
+        future.add_done_callback(lambda _: _call_in_loop(loop, partial(self._release, record.tenant, cost, True)))
         return await waiting
 
-    async def _turn(self, whose: str | None) -> None:
+    async def _wait_for_thread(self, whose: str | None) -> None:
         if self._num_idle:  # then no call is waiting
             self._num_idle -= 1
             return
@@ -77,10 +77,10 @@ class FairExecutor:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._pass_on()
+                self._wake_next()
             raise
 
-    def _pass_on(self) -> None:
+    def _wake_next(self) -> None:
         while self._lines:
             whose, line = next(iter(self._lines.items()))
             turn = line.popleft()
@@ -93,12 +93,12 @@ class FairExecutor:
                 return
         self._num_idle += 1
 
-    def _leave(self, tenant: str | None, cost: int, had_turn: bool) -> None:
+    def _release(self, tenant: str | None, cost: int, had_turn: bool) -> None:
         self._costs[tenant] -= cost
         if not self._costs[tenant]:
             del self._costs[tenant]
         if had_turn:
-            self._pass_on()
+            self._wake_next()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -107,7 +107,7 @@ class FairExecutor:
                 turn.cancel()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)
 

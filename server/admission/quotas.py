@@ -88,7 +88,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self.amount = 0
         self._account: Account | None = None
         self._num_choices = self._num_prompt_tokens = 0
-        self._has_begun = False
+        self._is_accepted = False
 
     def grow(self, amount: int) -> None:
         """Reserve ``amount`` more units. If the tenant's part of the budget is used up, raise QueueFull."""
@@ -100,12 +100,12 @@ class Reservation(AbstractContextManager["Reservation"]):
         account.acquire(num_choices, num_prompt_tokens, num_slots)
         self._account, self._num_choices, self._num_prompt_tokens = account, num_choices, num_prompt_tokens
 
-    def begin(self) -> None:
+    def mark_accepted(self) -> None:
         """Add the request and its prompt tokens to the tenant's counters, because the engine has accepted the request.
 
         Without this call, ``release`` refunds the prompt tokens to the tenant's quota.
         """
-        self._has_begun = True
+        self._is_accepted = True
         if self._account is not None:
             self._account.count(self._num_prompt_tokens)
 
@@ -114,7 +114,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._budget.release(self._tenant, self.amount)
         self.amount = 0
         account, self._account = self._account, None
-        if account is not None and self._has_begun:
+        if account is not None and self._is_accepted:
             account.release(self._num_choices, num_output_tokens, num_unused_tokens=0)
         elif account is not None:
             account.release(self._num_choices, 0, num_unused_tokens=self._num_prompt_tokens)
@@ -131,24 +131,24 @@ class TokenBucket:
 
     def __init__(self, per_minute: int | None, now: float) -> None:
         self.per_minute = per_minute
-        self._left, self._at = float(per_minute or 0), now
+        self._available, self._at = float(per_minute or 0), now
 
-    def left(self, now: float) -> float:
+    def available(self, now: float) -> float:
         """Return the tokens in the bucket at time ``now``; negative if more tokens were taken than available."""
         if self.per_minute is None:
             return math.inf
-        return min(float(self.per_minute), self._left + (now - self._at) * self.per_minute / _MINUTE_S)
+        return min(float(self.per_minute), self._available + (now - self._at) * self.per_minute / _MINUTE_S)
 
-    def take(self, amount: float, now: float) -> None:
+    def consume(self, amount: float, now: float) -> None:
         """Remove ``amount`` tokens from the bucket, or add tokens if ``amount`` is negative."""
         if self.per_minute is not None:
-            self._left, self._at = min(float(self.per_minute), self.left(now) - amount), now
+            self._available, self._at = min(float(self.per_minute), self.available(now) - amount), now
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until the bucket contains ``amount`` tokens, or is full if its capacity is smaller."""
         if self.per_minute is None:
             return 0.0
-        return max(0.0, (min(amount, self.per_minute) - self.left(now)) * _MINUTE_S / self.per_minute)
+        return max(0.0, (min(amount, self.per_minute) - self.available(now)) * _MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int | None, now: float) -> None:
         """Change the bucket's rate and capacity to ``per_minute``.
@@ -156,9 +156,9 @@ class TokenBucket:
         Tokens that were taken in the last minute stay taken, so the change neither refills the bucket nor increases its
         debt.
         """
-        used = 0.0 if self.per_minute is None else self.per_minute - self.left(now)
+        used = 0.0 if self.per_minute is None else self.per_minute - self.available(now)
         owed = max(0.0, used - (self.per_minute or 0))
-        self._left, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
+        self._available, self._at, self.per_minute = max((per_minute or 0) - used, -owed), now, per_minute
 
     def headers(self, name: str, now: float) -> dict[str, str]:
         """Return OpenAI's rate limit headers for the resource ``name``: limit, remaining, and time until full."""
@@ -166,7 +166,7 @@ class TokenBucket:
             return {}
         return {
             f"x-ratelimit-limit-{name}": str(self.per_minute),
-            f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.left(now)))),
+            f"x-ratelimit-remaining-{name}": str(max(0, math.floor(self.available(now)))),
             f"x-ratelimit-reset-{name}": format_duration(self.wait_s(self.per_minute, now)),
         }
 
@@ -221,9 +221,9 @@ class Account:
             now = self._clock()
             if (wait_s := self._requests.wait_s(1, now)) > 0:
                 message = f"this key may send {self._requests.per_minute} requests per minute: try again later"
-                raise self._refused("requests", message, wait_s)
+                raise self._make_rejection("requests", message, wait_s)
             self._require_tokens(1)
-            self._requests.take(1, now)
+            self._requests.consume(1, now)
 
     def check_quota(self, num_choices: int, num_slots: int) -> None:
         """Raise the error that `acquire` would raise for this number of choices.
@@ -243,7 +243,7 @@ class Account:
         with self._lock:
             if self.num_in_flight + num_choices > most:
                 message = f"this key has {self.num_in_flight} of its {most} requests in flight: try again later"
-                raise self._refused("queue", message, _QUEUE_RETRY_S)
+                raise self._make_rejection("queue", message, _QUEUE_RETRY_S)
 
     def acquire(self, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:
         """Take quota for the choices and prompt tokens of a request. Raises RequestError or ApiError."""
@@ -257,7 +257,7 @@ class Account:
                     param="prompt",
                 )
             self._require_tokens(num_prompt_tokens)
-            self._tokens.take(num_prompt_tokens, self._clock())
+            self._tokens.consume(num_prompt_tokens, self._clock())
             self.num_in_flight += num_choices
 
     def release(self, num_choices: int, num_output_tokens: int, num_unused_tokens: int) -> None:
@@ -266,7 +266,7 @@ class Account:
             self.num_in_flight -= num_choices
             assert self.num_in_flight >= 0
             self.num_output_tokens += num_output_tokens
-            self._tokens.take(num_output_tokens - num_unused_tokens, self._clock())
+            self._tokens.consume(num_output_tokens - num_unused_tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
         with self._lock:
@@ -281,9 +281,9 @@ class Account:
     def _require_tokens(self, num_tokens: int) -> None:
         if (wait_s := self._tokens.wait_s(max(1, num_tokens), self._clock())) > 0:
             message = f"this key may use {self._tokens.per_minute} tokens per minute: try again later"
-            raise self._refused("tokens", message, wait_s)
+            raise self._make_rejection("tokens", message, wait_s)
 
-    def _refused(self, kind: str, message: str, wait_s: float) -> ApiError:
+    def _make_rejection(self, kind: str, message: str, wait_s: float) -> ApiError:
         self.num_refused[kind] += 1
         headers = {"retry-after": str(max(1, math.ceil(wait_s))), **self.headers()}
         return ApiError(429, message, kind=kind, code="rate_limit_exceeded", headers=headers)

@@ -51,7 +51,7 @@ class NamespaceNames:
         """Return the namespace of a tenant's cache for a model; ``generation`` counts deletions of the cache."""
         return "t" + self._digest("tenant", base, seed, generation)
 
-    def salted(self, namespace: str, salt: str) -> str:
+    def salted_namespace(self, namespace: str, salt: str) -> str:
         """Return the cache namespace for requests with a ``cache_salt``; ``namespace`` is the tenant's namespace."""
         return "s" + self._digest("salt", namespace, salt)
 
@@ -66,7 +66,7 @@ class NamespaceNames:
         """
         return Owner(secret_id(self.secret), self._digest("owner", seed))
 
-    def short(self, digest: str) -> str:
+    def short_name(self, digest: str) -> str:
         """Return a name for an API key without a named tenant: 8 digits of its HMAC, too few to verify guessed keys."""
         return self._digest("name", digest)[:8]
 
@@ -78,8 +78,8 @@ def summarize_names(names: list[str]) -> str:
     return f"{len(names)} cache(s) of tenants ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
-_MOST_DELETIONS: Final = 1 << 53
-_MOST_FILE_BYTES: Final = 1 << 22
+_MAX_DELETIONS: Final = 1 << 53
+_MAX_FILE_BYTES: Final = 1 << 22
 
 
 class Generations:
@@ -99,28 +99,28 @@ class Generations:
             with suppress(OSError):  # without a checksum the file is still usable
                 self._set({})
 
-    def of(self, name: str) -> int:
+    def get(self, name: str) -> int:
         return self._numbers.get(name, 0)
 
-    def advance(self, name: str) -> tuple[int, bool]:
+    def increment(self, name: str) -> tuple[int, bool]:
         """Increment a cache's deletion count. Returns the count, and whether replicas received it. Raises OSError."""
         with self._counting:
-            number, is_notified = self.of(name) + 1, self._shared is None
+            number, is_notified = self.get(name) + 1, self._shared is None
             if self._shared is not None:
                 try:
                     number = max(number, self._record_count(name, self._shared.add(name, 1), number))
                     is_notified = True
-                except Exception as error:  # `absorb` sends the count later
+                except Exception as error:  # `exchange` sends the count later
                     self._complain(error)
             self._set({name: number})
             return number, is_notified
 
-    def adopt(self, name: str, number: int) -> None:
+    def restore(self, name: str, number: int) -> None:
         """Restore a lost deletion count, which was derived from the name of a cache's directory. Raises OSError."""
         with self._counting:
             self._set({name: number})
 
-    def absorb(self, names: Iterable[str]) -> dict[str, int]:
+    def exchange(self, names: Iterable[str]) -> dict[str, int]:
         """Exchange deletion counts with replicas. Returns the old count of each cache that a replica has deleted."""
         with self._counting:
             asked = list(names)
@@ -129,9 +129,9 @@ class Generations:
             try:
                 found = dict(zip(asked, self._shared.read(asked), strict=True))
                 for name, number in found.items():
-                    if number < self.of(name):
-                        self._record_count(name, number, self.of(name))
-                newer = {name: number for name, number in found.items() if self.of(name) < number < _MOST_DELETIONS}
+                    if number < self.get(name):
+                        self._record_count(name, number, self.get(name))
+                newer = {name: number for name, number in found.items() if self.get(name) < number < _MAX_DELETIONS}
                 if newer:  # read twice, so that a corrupted reply deletes no cache
                     again = zip(newer, self._shared.read(list(newer)), strict=True)
                     newer = {name: newer[name] for name, number in again if number >= newer[name]}
@@ -139,7 +139,7 @@ class Generations:
                 self._complain(error)
                 return {}
             self._is_reached = True
-            former = {name: self.of(name) for name in newer}
+            former = {name: self.get(name) for name in newer}
             if newer:
                 self._set(newer)
             return former
@@ -176,7 +176,7 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
     """Read deletion counts from a file (empty if missing or damaged), and return whether the file has a checksum."""
     try:
         with open_file(path) as file:
-            content = file.read(_MOST_FILE_BYTES)
+            content = file.read(_MAX_FILE_BYTES)
         is_checked = b'"xxh3"' in content or b'"generations"' in content
         numbers = parse_checked_json("generations", content) if is_checked else dict(json.loads(content))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         )
         return {}, True
     found = {
-        str(name): number for name, number in numbers.items() if type(number) is int and 0 <= number < _MOST_DELETIONS
+        str(name): number for name, number in numbers.items() if type(number) is int and 0 <= number < _MAX_DELETIONS
     }
     return found, is_checked
 
@@ -205,7 +205,7 @@ model.
 
 _RETIRED_S: Final = 60.0
 """For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
-_MOST_RETIRED: Final = 1024
+_MAX_RETIRED: Final = 1024
 _NEAR: Final = 256
 """To find out whether an unknown cache directory belongs to a tenant, its name is compared with the names for the
 ``_NEAR`` deletion counts before the tenant's known count, the count itself, and ``_NEAR - 1`` counts after it.
@@ -261,7 +261,7 @@ class Tenants:
 
     def find(self, key: str) -> Account | None:
         """Return the account of an API key. A keyed digest is compared, so the duration reveals nothing about keys."""
-        return self._by_key.get(self._keyed(digest_of(key)))
+        return self._by_key.get(self._hash_key(digest_of(key)))
 
     def accounts(self) -> list[Account]:
         return sorted(self._accounts.values(), key=lambda account: account.name)
@@ -290,7 +290,7 @@ class Tenants:
             group=main,
             max_in_group=SALTS_AT_ONCE,
         )
-        return CacheAccess(self._names.salted(main, salt), salted)
+        return CacheAccess(self._names.salted_namespace(main, salt), salted)
 
     def labels(self) -> Mapping[str, str]:
         """Map the names of tenants' cache namespaces to the tenants' names, for labels of metrics. O(tenants)."""
@@ -347,7 +347,7 @@ class Tenants:
             self._accounts = accounts
             # One assignment, so that lookups see either all old keys or all new keys. Requests in flight continue.
             self._by_key = {
-                self._keyed(digest): account for account in accounts.values() for digest in account.tenant.digests
+                self._hash_key(digest): account for account in accounts.values() for digest in account.tenant.digests
             }
 
     def delete_cache(self, name: str) -> dict[str, Any]:
@@ -363,17 +363,17 @@ class Tenants:
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
         try:
-            unknown = self._unknown()
+            unknown = self._unknown_directories()
             counters = [self._names.counter(base, account.tenant.seed) for base in self._bases]
-            notified = [self._generations.advance(counter)[1] for counter in counters]
+            notified = [self._generations.increment(counter)[1] for counter in counters]
         except OSError as error:
             raise ApiError(
                 500, f"nothing was deleted, because the deletion cannot be recorded: {error}", kind="server_error"
             ) from error
         owner = self._names.owner(account.tenant.seed)
-        near = {name for base in self._bases for name in self._near(account.tenant, base)}
+        near = {name for base in self._bases for name in self._possible_names(account.tenant, base)}
         failures = self._retire([*old, *(name for name, whose in unknown.items() if whose == owner or name in near)])
-        if strangers := [name for name in self._strangers(unknown) if name not in near]:
+        if strangers := [name for name in self._foreign_directories(unknown) if name not in near]:
             failures.append(
                 f"the known caches of tenant {name} are deleted, but {summarize_names(strangers)} in {self._directory} "
                 "belong to another secret or to former tenants, and may contain text of this one: remove them by hand"
@@ -389,21 +389,21 @@ class Tenants:
         Returns the cache directories that belong to no known tenant or were created with another secret.
         O(directories). Raises OSError.
         """
-        unknown = self._unknown()
+        unknown = self._unknown_directories()
         owners = set(unknown.values())
         for tenant in [account.tenant for account in self.accounts()] if unknown else ():
             if owners.isdisjoint((None, self._names.owner(tenant.seed))):
                 continue
             for base in self._bases:
                 counter = self._names.counter(base, tenant.seed)
-                found = {name: number for name, number in self._near(tenant, base).items() if name in unknown}
-                newest = max([self._generations.of(counter), *found.values()])
-                if newest > self._generations.of(counter):
+                found = {name: number for name, number in self._possible_names(tenant, base).items() if name in unknown}
+                newest = max([self._generations.get(counter), *found.values()])
+                if newest > self._generations.get(counter):
                     log.error(
                         "the count of cache deletions of tenant %s was lost and is restored from a directory name",
                         tenant.name,
                     )
-                    self._generations.adopt(counter, newest)
+                    self._generations.restore(counter, newest)
                 assert self._directory is not None
                 if (self._directory / self._names.tenant(base, tenant.seed, newest)).is_dir():
                     due = time.monotonic() + _RETIRED_S
@@ -417,25 +417,25 @@ class Tenants:
                     )
                 for name in found:
                     del unknown[name]
-        return self._strangers(unknown)
+        return self._foreign_directories(unknown)
 
-    def _unknown(self) -> dict[str, Owner | None]:
+    def _unknown_directories(self) -> dict[str, Owner | None]:
         """Return the tenants' cache directories that no current tenant uses, with their owners. Raises OSError."""
         if self._directory is None:
             return {}
         known = self.labels()
         return {path.name: read_owner(path) for path in tenant_directories(self._directory) if path.name not in known}
 
-    def _strangers(self, unknown: Mapping[str, Owner | None]) -> list[str]:
+    def _foreign_directories(self, unknown: Mapping[str, Owner | None]) -> list[str]:
         ours = secret_id(self._names.secret)
         return [name for name, owner in unknown.items() if owner is None or owner.secret != ours]
 
-    def _near(self, tenant: Tenant, base: str) -> dict[str, int]:
+    def _possible_names(self, tenant: Tenant, base: str) -> dict[str, int]:
         """Map possible names of a tenant's cache directory to deletion counts near the known count (see ``_NEAR``).
 
         The known count is too low if the file with the counts was lost.
         """
-        number = self._generations.of(self._names.counter(base, tenant.seed))
+        number = self._generations.get(self._names.counter(base, tenant.seed))
         near = range(max(0, number - _NEAR), number + _NEAR)
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
@@ -446,7 +446,7 @@ class Tenants:
             for account in self.accounts()
             for base in self._bases
         }
-        for counter, former in self._generations.absorb(counted).items():
+        for counter, former in self._generations.exchange(counted).items():
             tenant, base = counted[counter]
             log.info("the cache of tenant %s was deleted by a replica", tenant.name)
             self._retire([self._names.tenant(base, tenant.seed, former)])
@@ -463,7 +463,7 @@ class Tenants:
     def _retire(self, namespaces: list[str]) -> list[str]:
         with self._lock:
             self._retired += [(time.monotonic() + _RETIRED_S, name) for name in namespaces]
-            del self._retired[:-_MOST_RETIRED]
+            del self._retired[:-_MAX_RETIRED]
         return [failure for name in namespaces if (failure := self._remove(name)) is not None]
 
     def _remove(self, namespace: str) -> str | None:
@@ -489,8 +489,8 @@ class Tenants:
     def _namespace(self, tenant: Tenant, base: str) -> str:
         if tenant.is_operator or self._share_cache:
             return base
-        generation = self._generations.of(self._names.counter(base, tenant.seed))
+        generation = self._generations.get(self._names.counter(base, tenant.seed))
         return self._names.tenant(base, tenant.seed, generation)
 
-    def _keyed(self, digest: str) -> bytes:
+    def _hash_key(self, digest: str) -> bytes:
         return hmac.new(self._process_secret, digest.encode(), hashlib.sha256).digest()

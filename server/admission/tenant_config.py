@@ -80,7 +80,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """Matches API keys that an HTTP header can transmit unchanged."""
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 
 
 class _Defaults(Quotas):
@@ -133,17 +133,17 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
     """Read a file or pipe with secrets, and warn if other users of the machine can read it. Raises ConfigError."""
     try:
         with opened(path) as file:
-            content, mode = file.read(_MOST_BYTES + 1), os.fstat(file.fileno()).st_mode
+            content, mode = file.read(_MAX_BYTES + 1), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
-    if len(content) > _MOST_BYTES:
-        raise ConfigError(f"{option} {path} is longer than {_MOST_BYTES} bytes")
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{option} {path} is longer than {_MAX_BYTES} bytes")
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s may be read by other users: chmod 600 it", option, path)
     return content
 
 
-def checked_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
+def check_keys(keys: Iterable[str], source: str) -> tuple[str, ...]:
     """Return the API keys if HTTP headers can transmit them; else raise ConfigError, whose message quotes no key."""
     found = tuple(keys)
     for number, key in enumerate(found, 1):
@@ -160,7 +160,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{KEY_FILE_OPTION} {path} cannot be read: it is not text") from error
-    keys = checked_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
+    keys = check_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
     if not keys:
         raise ConfigError(f"{KEY_FILE_OPTION} {path} contains no key: write one key per line, or omit the option")
     return keys

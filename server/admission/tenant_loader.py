@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES: Final = 4096
+_MAX_BYTES: Final = 4096
 _ADVICE: Final = "`openssl rand -hex 32` creates a secret"
 
 
@@ -53,8 +53,10 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
             content = read_private(path, SECRET_OPTION)
         except ConfigError as error:
             raise ConfigError(f"{error}; {_ADVICE}, and all replicas need the same file") from error
-        return _checked(content.strip(), f"{SECRET_OPTION} {path}")
-    return _checked(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
+        return _check_secret_length(content.strip(), f"{SECRET_OPTION} {path}")
+    return (
+        _check_secret_length(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
+    )
 
 
 def load_or_create_secret(cache_directory: Path | None) -> bytes:
@@ -83,8 +85,8 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
             kept, has_checksum = parse_secret(content)
         except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
-        secret = _checked(kept, str(path))
-        if not has_checksum and len(checked := dump_secret(secret)) <= _MOST_BYTES:
+        secret = _check_secret_length(kept, str(path))
+        if not has_checksum and len(checked := dump_secret(secret)) <= _MAX_BYTES:
             with suppress(OSError):  # without a checksum the file is still usable
                 write_file(path, [checked], durable=True)
         return secret
@@ -99,9 +101,9 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         return secrets.token_bytes(32)
 
 
-def _checked(secret: bytes, source: str) -> bytes:
-    if not MIN_SECRET_BYTES <= len(secret) <= _MOST_BYTES:
-        raise ConfigError(f"{source} must hold {MIN_SECRET_BYTES} to {_MOST_BYTES} bytes: {_ADVICE}")
+def _check_secret_length(secret: bytes, source: str) -> bytes:
+    if not MIN_SECRET_BYTES <= len(secret) <= _MAX_BYTES:
+        raise ConfigError(f"{source} must hold {MIN_SECRET_BYTES} to {_MAX_BYTES} bytes: {_ADVICE}")
     return secret
 
 
@@ -126,7 +128,10 @@ def open_tenants(
         rules = NO_FILE if path is None else read_rules(path)
         of_keys = [
             replace(
-                rules.defaults, name=f"key-{names.short(digest)}", seed=f"key:{digest}", digests=frozenset({digest})
+                rules.defaults,
+                name=f"key-{names.short_name(digest)}",
+                seed=f"key:{digest}",
+                digests=frozenset({digest}),
             )
             for digest in dict.fromkeys(map(digest_of, (*keys, *read_keys())))
         ]

@@ -52,7 +52,7 @@ def draft_counts(stats: RequestStats | None, *, is_detailed: bool) -> dict[str, 
     return found
 
 
-def _described(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
+def _describe_draft(draft: VerifiedDraft, texts: list[str]) -> dict[str, Any]:
     """Return the field ``draft`` of a streamed chunk (docs/reference/api.md)."""
     return {
         "pass": draft.number,
@@ -171,9 +171,9 @@ class Answer(ABC):
             chunks = [self._choice(place, each) for place in begun for each in self.first_chunks(place)]
             return self._events([*chunks, *(self._choice(index, each) for each in self.prompt_chunks(index))], usage)
 
-        return await self.written(write)
+        return await self.serialize(write)
 
-    async def written(self, write: Callable[[], bytes]) -> bytes:
+    async def serialize(self, write: Callable[[], bytes]) -> bytes:
         """Serialize the response by calling ``write``, on another thread if the response is long."""
         return write() if self.is_short else await self.generation.aside.run(write)
 
@@ -190,7 +190,7 @@ class Answer(ABC):
             choices.append(self._choice(index, last, output.token_ids))
             if self._options.include_drafts:
                 texts = self.spelling.texts(index, output.token_ids, output.text)
-                choices[-1]["draft"] = None if output.draft is None else _described(output.draft, texts)
+                choices[-1]["draft"] = None if output.draft is None else _describe_draft(output.draft, texts)
         if output.finish_reason is not None:  # in a chunk without text: some clients drop the last chunk's text
             choices.append(self._choice(index, self.empty_chunk(), ended=self.generation.choices[index]))
         return self._events(choices, usage)
@@ -306,7 +306,7 @@ class CompletionAnswer(Answer):
 
     def whole_choice(self, index: int) -> dict[str, Any]:
         choice = self.generation.choices[index]
-        text = self._echoed(index) + "".join(choice.text)
+        text = self._echoed_text(index) + "".join(choice.text)
         body: dict[str, Any] = {"text": text, "logprobs": None}
         if self.logprobs is not None and (shown := self.shown_tokens(index, choice)) is not None:
             before = choice.prompt_logprobs if self._echo is not None else ()
@@ -323,7 +323,7 @@ class CompletionAnswer(Answer):
         if not self.return_token_ids and self._echo is None:
             return []
         prompt = self.prompt_of(index)
-        body: dict[str, Any] = {"text": self._echoed(index), "logprobs": None}
+        body: dict[str, Any] = {"text": self._echoed_text(index), "logprobs": None}
         if self.return_token_ids:
             body["prompt_token_ids"] = prompt
         if self.logprobs is not None and self._echo is not None:
@@ -344,5 +344,5 @@ class CompletionAnswer(Answer):
             body["logprobs"] = self.logprobs.completion(shown.entries, None, output.text, written, shown.cut)
         return [body]
 
-    def _echoed(self, index: int) -> str:
+    def _echoed_text(self, index: int) -> str:
         return "" if self._echo is None else self._echo[self.prompt_index(index)]

@@ -15,29 +15,29 @@ from server.tools.values import is_json
 
 
 class _BlockPart(AnswerPart):
-    def begun(self) -> list[Event]:
+    def start_events(self) -> list[Event]:
         block = self.body("", "in_progress")
         return [{"type": "content_block_start", "index": self.index, "content_block": block}]
 
-    def delta(self, said: str, _logprobs: object) -> Event:
-        if isinstance(self.of, ToolCall):
-            delta = {"type": "input_json_delta", "partial_json": said}
-        elif self.of == "reasoning":
-            delta = {"type": "thinking_delta", "thinking": said}
+    def delta(self, text: str, _logprobs: object) -> Event:
+        if isinstance(self.kind, ToolCall):
+            delta = {"type": "input_json_delta", "partial_json": text}
+        elif self.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": text}
         else:
-            delta = {"type": "text_delta", "text": said}
+            delta = {"type": "text_delta", "text": text}
         return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
-    def ended(self, _body: dict[str, Any]) -> list[Event]:
+    def end_events(self, _body: dict[str, Any]) -> list[Event]:
         return [{"type": "content_block_stop", "index": self.index}]
 
-    def body(self, said: str, status: Status) -> dict[str, Any]:
-        arguments = _object(said, is_cut=status == "incomplete") if isinstance(self.of, ToolCall) else None
-        if isinstance(self.of, ToolCall) and arguments is not None:
-            return {"type": "tool_use", "id": self.of.id, "name": self.of.name, "input": arguments}
-        if self.of == "reasoning":
-            return {"type": "thinking", "thinking": said, "signature": ""}  # reasoning needs no signature here
-        return {"type": "text", "text": said}
+    def body(self, text: str, status: Status) -> dict[str, Any]:
+        arguments = _object(text, is_cut=status == "incomplete") if isinstance(self.kind, ToolCall) else None
+        if isinstance(self.kind, ToolCall) and arguments is not None:
+            return {"type": "tool_use", "id": self.kind.id, "name": self.kind.name, "input": arguments}
+        if self.kind == "reasoning":
+            return {"type": "thinking", "thinking": text, "signature": ""}  # reasoning needs no signature here
+        return {"type": "text", "text": text}
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
@@ -54,7 +54,7 @@ def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
 class AnthropicAnswer(PartsAnswer):
     """The response of Anthropic's /v1/messages, which has one choice."""
 
-    id_prefix, object_name, kind = "msg_", "message", _BlockPart
+    id_prefix, object_name, make_part = "msg_", "message", _BlockPart
 
     keep_alive = encode_events([("ping", {"type": "ping"})], pad=False)
 
@@ -62,7 +62,7 @@ class AnthropicAnswer(PartsAnswer):
         return {**self._message(self.parts.done), **self._stopped(self.generation.choices[0])}
 
     async def beginning(self) -> bytes:
-        return await self.written(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
+        return await self.serialize(lambda: self.named([{"type": "message_start", "message": self._message([])}]))
 
     async def closing(self) -> bytes:
         events = self.parts.finish()

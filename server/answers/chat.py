@@ -40,11 +40,11 @@ class ChatAnswer(Answer):
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self._messages is not None:
-            said = self._messages.whole(index, text)
-            message["content"] = "".join(said.content) or None
-            if reasoning := "".join(said.reasoning):
+            parsed = self._messages.parse(index, text)
+            message["content"] = "".join(parsed.content) or None
+            if reasoning := "".join(parsed.reasoning):
                 message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-            if calls := said.tool_calls[: -1 if self.stops_within_call(index) else None]:
+            if calls := parsed.tool_calls[: -1 if self.stops_within_call(index) else None]:
                 message["tool_calls"] = [_call(call, call.arguments) for call in calls]
         return {"message": message, "logprobs": self._logprobs(self.shown_tokens(index, choice))}
 
@@ -59,14 +59,14 @@ class ChatAnswer(Answer):
 
     def ending(self, index: int, choice: ChoiceState) -> dict[str, Any]:
         written = super().ending(index, choice)
-        if self._messages is not None and choice.finish_reason == "stop" and self._messages.of(index).tool_calls:
+        if self._messages is not None and choice.finish_reason == "stop" and self._messages.message(index).tool_calls:
             written["finish_reason"] = "stop" if self.stops_within_call(index) else "tool_calls"
         return written
 
     def stops_within_call(self, index: int) -> bool:
         """Return whether a stop string or stop token ended a choice inside a tool call and left the call incomplete."""
         is_stopped = self.generation.choices[index].stop_reason is not None
-        return is_stopped and self._messages is not None and self._messages.of(index).ends_within_call
+        return is_stopped and self._messages is not None and self._messages.message(index).ends_within_call
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         prompt = choices[0].get("prompt_token_ids") if choices else None  # vLLM's name of the field
@@ -100,18 +100,18 @@ class ChatAnswer(Answer):
 
     def _deltas(self, messages: Messages, index: int, output: RequestOutput) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for said in messages.push(index, output.text, ended=output.finish_reason is not None):
-            if isinstance(said, ToolCallDelta):
-                if said.name is not None:
-                    begun = _call(messages.of(index).tool_calls[said.index], "")
-                    deltas.append({"tool_calls": [{"index": said.index, **begun}]})
-                if said.arguments:
-                    more = {"arguments": said.arguments}
-                    deltas.append({"tool_calls": [{"index": said.index, "function": more}]})
-            elif said.of == "content":
-                deltas.append({"content": said.text})
+        for delta in messages.push(index, output.text, ended=output.finish_reason is not None):
+            if isinstance(delta, ToolCallDelta):
+                if delta.name is not None:
+                    begun = _call(messages.message(index).tool_calls[delta.index], "")
+                    deltas.append({"tool_calls": [{"index": delta.index, **begun}]})
+                if delta.arguments:
+                    more = {"arguments": delta.arguments}
+                    deltas.append({"tool_calls": [{"index": delta.index, "function": more}]})
+            elif delta.kind == "content":
+                deltas.append({"content": delta.text})
             else:
-                deltas.append({"reasoning_content": said.text, "reasoning": said.text})
+                deltas.append({"reasoning_content": delta.text, "reasoning": delta.text})
         return deltas
 
 

@@ -28,7 +28,7 @@ _LOOKS_S = 0.25
 
 
 @dataclass(slots=True)
-class _Gathered:
+class _ChoiceBuffer:
     """The output of one choice that has not been sent yet, divided into chunks with equal numbers of tokens."""
 
     stream: TextStream
@@ -71,7 +71,7 @@ class EqualChunks:
     """
 
     def __init__(self, streams: Sequence[TextStream], piece_tokens: int) -> None:
-        self._choices = [_Gathered(stream, piece_tokens) for stream in streams]
+        self._choices = [_ChoiceBuffer(stream, piece_tokens) for stream in streams]
 
     @property
     def ended(self) -> bool:
@@ -90,7 +90,7 @@ class EqualChunks:
 class TickClock:
     """A clock that ticks every ``interval_s`` seconds from now, so that an obfuscated stream sends at regular times.
 
-    If ``hurries`` returns True, because the server is about to stop, ``until`` stops waiting.
+    If ``hurries`` returns True, because the server is about to stop, ``wait_until`` stops waiting.
     """
 
     def __init__(self, interval_s: float, hurries: Callable[[], bool]) -> None:
@@ -100,7 +100,7 @@ class TickClock:
         self._started = self._loop.time()
         self._tick = 0
 
-    async def until(self, tick: int | None = None) -> None:
+    async def wait_until(self, tick: int | None = None) -> None:
         """Wait for a tick of the clock. Ticks are counted from 1.
 
         Without ``tick``, or if the tick with that number has passed, wait for the next tick.
@@ -122,7 +122,7 @@ async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: 
     """
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)
-    await pace.until(max(1, -(-longest // piece_tokens)))
+    await pace.wait_until(max(1, -(-longest // piece_tokens)))
 
 
 async def obfuscated_events(
@@ -142,7 +142,7 @@ async def obfuscated_events(
             if arrived is not None:
                 pieces.add(*arrived)
             while pairs := pieces.next_round():
-                await pace.until()
+                await pace.wait_until()
                 if next(numbers) == 0:
                     usage = _usage_so_far(answer.generation, 0, last=False)
                     for index, _ in pairs:

@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
-Of = Literal["content", "reasoning"] | ToolCall
+PartKind = Literal["content", "reasoning"] | ToolCall
 """The kind of a part of a message: text, reasoning, or a tool call."""
 
 
 class AnswerPart(ABC):
     """One part of a generated message (text, reasoning or a tool call), serialized in the form of the client's API.
 
-    ``begun`` returns the stream events that begin the part, ``delta`` the event for new text, and ``ended`` the events
-    that end the part. ``body`` returns the JSON object of the part for a complete response.
+    ``start_events`` returns the stream events that begin the part, ``delta`` the event for new text, and
+    ``end_events`` the events that end the part. ``body`` returns the JSON object of the part for a complete response.
     """
 
-    def __init__(self, index: int, of: Of) -> None:
-        self.index, self.of = index, of
+    def __init__(self, index: int, kind: PartKind) -> None:
+        self.index, self.kind = index, kind
         self.pieces: list[str] = []
 
     @abstractmethod
-    def begun(self) -> list[Event]: ...
+    def start_events(self) -> list[Event]: ...
 
     @abstractmethod
-    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event: ...
+    def delta(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Event: ...
 
     @abstractmethod
-    def ended(self, body: dict[str, Any]) -> list[Event]: ...
+    def end_events(self, body: dict[str, Any]) -> list[Event]: ...
 
     @abstractmethod
-    def body(self, said: str, status: Status) -> dict[str, Any]: ...
+    def body(self, text: str, status: Status) -> dict[str, Any]: ...
 
 
 class Parts:
     """Divides a generated message into its parts (text, reasoning and tool calls), while the text arrives.
 
-    ``messages`` parses tool calls and reasoning; if it is None, all text is content. ``kind`` creates each part.
+    ``messages`` parses tool calls and reasoning; if it is None, all text is content. ``make_part`` creates each part.
     """
 
-    def __init__(self, messages: Messages | None, kind: Callable[[int, Of], AnswerPart]) -> None:
+    def __init__(self, messages: Messages | None, make_part: Callable[[int, PartKind], AnswerPart]) -> None:
         self.done: list[dict[str, Any]] = []
-        self._messages, self._kind = messages, kind
+        self._messages, self._make_part = messages, make_part
         self._open: AnswerPart | None = None
         self._tokens: deque[tuple[int, dict[str, Any]]] = deque()
 
@@ -67,16 +67,16 @@ class Parts:
         """
         events: list[Event] = []
         if self._messages is None:
-            return self._say("content", text, [logprob for _, logprob in tokens]) if text or tokens else []
+            return self._add("content", text, [logprob for _, logprob in tokens]) if text or tokens else []
         self._tokens += tokens
-        for said in self._messages.push(0, text, ended=ended):
-            if isinstance(said, ToolCallDelta):
-                events += self._say(self._messages.of(0).tool_calls[said.index], said.arguments)
-            elif said.of == "content":
-                self._tokens_before(said.end - len(said.text))
-                events += self._say(said.of, said.text, self._tokens_before(said.end))
+        for delta in self._messages.push(0, text, ended=ended):
+            if isinstance(delta, ToolCallDelta):
+                events += self._add(self._messages.message(0).tool_calls[delta.index], delta.arguments)
+            elif delta.kind == "content":
+                self._tokens_before(delta.end - len(delta.text))
+                events += self._add(delta.kind, delta.text, self._tokens_before(delta.end))
             else:
-                events += self._say(said.of, said.text)
+                events += self._add(delta.kind, delta.text)
         return events
 
     def _tokens_before(self, end: int) -> list[dict[str, Any]]:
@@ -90,19 +90,19 @@ class Parts:
 
     def finish(self, status: Status = "completed") -> list[Event]:
         """Return the events that end the last part of a message. If the message has no part, an empty text is added."""
-        begun = self._say("content", "") if self._open is None and not self.done else []
+        begun = self._add("content", "") if self._open is None and not self.done else []
         return begun + self._end(status)
 
-    def _say(self, of: Of, said: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def _add(self, kind: PartKind, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         events: list[Event] = []
         part = self._open
-        if part is None or part.of is not of:
+        if part is None or part.kind is not kind:
             events = self._end("completed")
-            part = self._open = self._kind(len(self.done), of)
-            events += part.begun()
-        if said or logprobs:
-            part.pieces.append(said)
-            events.append(part.delta(said, logprobs))
+            part = self._open = self._make_part(len(self.done), kind)
+            events += part.start_events()
+        if text or logprobs:
+            part.pieces.append(text)
+            events.append(part.delta(text, logprobs))
         return events
 
     def _end(self, status: Status) -> list[Event]:
@@ -110,18 +110,18 @@ class Parts:
             return []
         part, self._open = self._open, None
         self.done.append(part.body("".join(part.pieces), status))
-        return part.ended(self.done[-1])
+        return part.end_events(self.done[-1])
 
 
 class PartsAnswer(ChatAnswer):
     """A response with one choice whose stream consists of named events and has no end mark (``[DONE]``)."""
 
     end = b""
-    kind: Callable[[int, Of], AnswerPart]
+    make_part: Callable[[int, PartKind], AnswerPart]
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         super().__init__(settings, asked, **options)
-        self.parts = Parts(self._messages, self.kind)
+        self.parts = Parts(self._messages, self.make_part)
 
     @abstractmethod
     def finished(self) -> dict[str, Any]: ...

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from server.answers.parts import AnswerPart, Event, Of, PartsAnswer, Status
+from server.answers.parts import AnswerPart, Event, PartKind, PartsAnswer, Status
 from server.base.errors import as_api_error
 from server.base.settings import ServerSettings
 from server.schema.body import Body
@@ -19,56 +19,56 @@ from server.tools.message_parser import ToolCall
 class _Item(AnswerPart):
     """An output item of /v1/responses: a message, a function call, or the complete reasoning."""
 
-    def __init__(self, index: int, of: Of, namespaces: Mapping[str, str]) -> None:
-        super().__init__(index, of)
+    def __init__(self, index: int, kind: PartKind, namespaces: Mapping[str, str]) -> None:
+        super().__init__(index, kind)
         self._called: dict[str, Any] = {}
-        if isinstance(of, ToolCall):
-            namespace = namespaces.get(of.name)
-            in_it = {"namespace": namespace, "name": of.name.removeprefix(f"{namespace}.")}
-            self._called = {"name": of.name} if namespace is None else in_it
-        prefix = "fc" if isinstance(of, ToolCall) else "rs" if of == "reasoning" else "msg"
+        if isinstance(kind, ToolCall):
+            namespace = namespaces.get(kind.name)
+            in_it = {"namespace": namespace, "name": kind.name.removeprefix(f"{namespace}.")}
+            self._called = {"name": kind.name} if namespace is None else in_it
+        prefix = "fc" if isinstance(kind, ToolCall) else "rs" if kind == "reasoning" else "msg"
         self.id = f"{prefix}_{uuid.uuid4().hex}"
         self._logprobs: list[dict[str, Any]] = []
 
-    def begun(self) -> list[Event]:
+    def start_events(self) -> list[Event]:
         item = self.body("", "in_progress")
         events: list[Event] = [{"type": "response.output_item.added", "output_index": self.index, "item": item}]
-        if not isinstance(self.of, ToolCall):
+        if not isinstance(self.kind, ToolCall):
             events.append(self._event("content_part.added", content_index=0, part=self._part("")))
         return events
 
-    def delta(self, said: str, logprobs: Sequence[dict[str, Any]]) -> Event:
-        if isinstance(self.of, ToolCall):
-            return self._event("function_call_arguments.delta", delta=said)
-        if self.of == "reasoning":
-            return self._event("reasoning_text.delta", content_index=0, delta=said)
+    def delta(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Event:
+        if isinstance(self.kind, ToolCall):
+            return self._event("function_call_arguments.delta", delta=text)
+        if self.kind == "reasoning":
+            return self._event("reasoning_text.delta", content_index=0, delta=text)
         self._logprobs += logprobs
-        return self._event("output_text.delta", content_index=0, delta=said, logprobs=list(logprobs))
+        return self._event("output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
 
-    def ended(self, body: dict[str, Any]) -> list[Event]:
+    def end_events(self, body: dict[str, Any]) -> list[Event]:
         done = {"type": "response.output_item.done", "output_index": self.index, "item": body}
-        if isinstance(self.of, ToolCall):
+        if isinstance(self.kind, ToolCall):
             named = {"arguments": body["arguments"], "name": body["name"]}
             return [self._event("function_call_arguments.done", **named), done]
         part = body["content"][0]
-        told = {"logprobs": self._logprobs} if self.of == "content" else {}
+        told = {"logprobs": self._logprobs} if self.kind == "content" else {}
         return [
             self._event(f"{part['type']}.done", content_index=0, text=part["text"], **told),
             self._event("content_part.done", content_index=0, part=part),
             done,
         ]
 
-    def body(self, said: str, status: Status) -> dict[str, Any]:
-        if isinstance(self.of, ToolCall):
-            called = {"call_id": self.of.id, **self._called, "arguments": said}
+    def body(self, text: str, status: Status) -> dict[str, Any]:
+        if isinstance(self.kind, ToolCall):
+            called = {"call_id": self.kind.id, **self._called, "arguments": text}
             return {"id": self.id, "type": "function_call", **called, "status": status}
-        content = [] if status == "in_progress" else [self._part(said)]
-        if self.of == "reasoning":
+        content = [] if status == "in_progress" else [self._part(text)]
+        if self.kind == "reasoning":
             return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
         return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     def _part(self, text: str) -> dict[str, Any]:
-        if self.of == "reasoning":
+        if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
@@ -83,10 +83,10 @@ class ResponseAnswer(PartsAnswer):
 
     def __init__(self, settings: ServerSettings, asked: Body, **options: Any) -> None:
         assert isinstance(asked, ResponsesBody)
-        self.kind = partial(_Item, namespaces=asked.namespaces)
+        self.make_part = partial(_Item, namespaces=asked.namespaces)
         super().__init__(settings, asked, **options)
         self._is_small = asked.is_small
-        self._asked = _asked(asked)
+        self._request_fields = _request_fields(asked)
         self._number = 0
 
     @property
@@ -100,7 +100,7 @@ class ResponseAnswer(PartsAnswer):
             kinds = ("response.created", "response.in_progress")
             return self.named([{"type": kind, "response": response} for kind in kinds])
 
-        return await self.written(write)
+        return await self.serialize(write)
 
     async def closing(self) -> bytes:
 
@@ -108,7 +108,7 @@ class ResponseAnswer(PartsAnswer):
             events = self.parts.finish(self.status)
             return self.named([*events, {"type": f"response.{self.status}", "response": self.finished()}])
 
-        return await self.written(write)
+        return await self.serialize(write)
 
     def failed(self, error: Exception) -> bytes:
         events = self.parts.finish("incomplete")
@@ -157,11 +157,11 @@ class ResponseAnswer(PartsAnswer):
             "usage": None,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
-            **self._asked,
+            **self._request_fields,
         }
 
 
-def _asked(body: ResponsesBody) -> dict[str, Any]:
+def _request_fields(body: ResponsesBody) -> dict[str, Any]:
     """Return the part of a /v1/responses body that repeats the request, with fixed values for unsupported features."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))

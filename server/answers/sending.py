@@ -46,7 +46,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Before, the request's body must have been read, because this function discards what it receives.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(receive))
+    watch = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -59,7 +59,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -116,10 +116,10 @@ class Answers:
             options = options.model_copy(update={"include_obfuscation": True})
 
         answer.stream(options)
-        answer.spelling = TokenAttribution(partial(self._spelling, answer))
+        answer.spelling = TokenAttribution(partial(self._make_text_stream, answer))
         if not answer.pad:
             return EventStream(generation, events(answer, settings.keep_alive_s))
-        streams = [self._spelling(answer, index) for index in range(len(generation.choices))]
+        streams = [self._make_text_stream(answer, index) for index in range(len(generation.choices))]
         pieces = EqualChunks(streams, settings.obfuscation_tokens)
         return EventStream(generation, obfuscated_events(answer, pieces, self._pace(), settings.keep_alive_s))
 
@@ -129,7 +129,7 @@ class Answers:
         size = self._settings.obfuscation_tokens
         finish = finish_at_tick(generation, self._pace(), size) if is_even else generation.finish()
         await until_disconnect(receive, finish)
-        answer.spelling = TokenAttribution(partial(self._spelling, answer))
+        answer.spelling = TokenAttribution(partial(self._make_text_stream, answer))
 
         def write() -> bytes:
             content = json_text(answer.whole())
@@ -137,7 +137,7 @@ class Answers:
 
         return self.response(write() if answer.is_short else await self._lanes.answers.run(write))
 
-    def _spelling(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
+    def _make_text_stream(self, answer: Answer, index: int, *, stops: bool = True) -> TextStream:
         engine, generation = self._worker.loaded_engine, answer.generation
         assert engine is not None and generation.sampling is not None  # every generation was submitted
         prompt = generation.prompts[answer.prompt_index(index)]

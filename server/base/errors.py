@@ -116,13 +116,13 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    found = _noted(error)
+    found = _record_rejection(error)
     return {"error": {"message": str(found), "type": found.kind, "param": found.param, "code": found.code}}
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
     """Return the JSON body of an error in Anthropic's form. The only error code in it is `NO_THREADS`."""
-    found = _noted(error)
+    found = _record_rejection(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}
     if found.code == NO_THREADS:
@@ -130,7 +130,7 @@ def anthropic_error_body(error: Exception) -> dict[str, Any]:
     return {"type": "error", "error": body, "request_id": current_record().request_id}
 
 
-def _noted(error: Exception) -> ApiError:
+def _record_rejection(error: Exception) -> ApiError:
     found = as_api_error(error)
     record = current_record()
     record.refusal, record.param = rejection_reason(found.status, found.code) or "failed", found.param

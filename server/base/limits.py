@@ -82,5 +82,5 @@ class LeakyBucket:
         self._seconds, self._bytes_per_s = seconds, bytes_per_s
         self.until = now + seconds
 
-    def moved(self, num_bytes: int, now: float) -> None:
+    def extend_deadline(self, num_bytes: int, now: float) -> None:
         self.until = min(now + self._seconds, self.until + num_bytes / self._bytes_per_s)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
-_MOST_BYTES = 512
+_MAX_BYTES = 512
 """The maximum size in bytes of a trace header. W3C's recommendation requires that ``tracestate`` may have this size."""
 
 
@@ -27,9 +27,9 @@ def trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
         b",".join(value for name, value in headers if name == wanted).decode("latin-1").strip(" \t")
         for wanted in (b"traceparent", b"tracestate")
     )
-    if len(parent) > _MOST_BYTES or not _PARENT.fullmatch(parent) or (parent[:2] == "00" and len(parent) > 55):
+    if len(parent) > _MAX_BYTES or not _PARENT.fullmatch(parent) or (parent[:2] == "00" and len(parent) > 55):
         return {}
-    return {"traceparent": parent, "tracestate": state if len(state) <= _MOST_BYTES else ""}
+    return {"traceparent": parent, "tracestate": state if len(state) <= _MAX_BYTES else ""}
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ def seconds_between(begin_s: float, end_s: float) -> float | None:
 _CURRENT: ContextVar[RequestRecord] = ContextVar("record")
 
 
-def begin_record() -> RequestRecord:
+def create_record() -> RequestRecord:
     """Create a request's record and make it the current one of this asyncio task and of tasks that it starts."""
     record = RequestRecord()
     _CURRENT.set(record)

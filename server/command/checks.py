@@ -45,14 +45,14 @@ def find_config(model: str, hub: HubOptions) -> Path:
     if directory.is_dir():
         path = directory / "config.json"
         if not path.exists():
-            raise ModelError(f"{model} has no config.json: {_other_kind(directory) or _ADVICE}")
+            raise ModelError(f"{model} has no config.json: {_describe_other_kind(directory) or _ADVICE}")
         return path
     if directory.exists():
-        kind = "a GGUF file, which ssd-serve cannot load" if _begins(directory, _GGUF) else "a file"
+        kind = "a GGUF file, which ssd-serve cannot load" if _starts_with(directory, _GGUF) else "a file"
         raise ModelError(f"{model} is {kind}: {_ADVICE}")
     if directory.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
         raise ModelError(f"there is no directory {model}: {_ADVICE}")
-    return _fetched(model, "config.json", hub)
+    return _fetch_file(model, "config.json", hub)
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
@@ -76,25 +76,25 @@ def read_context_length(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _begins(path: Path, beginning: bytes) -> bool:
+def _starts_with(path: Path, beginning: bytes) -> bool:
     with contextlib.suppress(OSError), path.open("rb") as file:
         return file.read(len(beginning)) == beginning
     return False
 
 
 def _require_no_pointer(path: Path) -> None:
-    if _begins(path, _LFS_POINTER):
+    if _starts_with(path, _LFS_POINTER):
         raise ModelError(f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its directory")
 
 
-def _other_kind(directory: Path) -> str:
+def _describe_other_kind(directory: Path) -> str:
     """Return what a directory without config.json contains instead, e.g. GGUF files, and a remedy; "" if unknown."""
     if (adapter := directory / "adapter_config.json").exists():
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if base := json.loads(adapter.read_bytes()).get("base_model_name_or_path"):
                 return f"it is a LoRA adapter of {base}. Serve that model with --lora-modules NAME={directory}"
         return f"it is a LoRA adapter. Serve its base model with --lora-modules NAME={directory}"
-    if any(_begins(path, _GGUF) for path in directory.glob("*.gguf")):
+    if any(_starts_with(path, _GGUF) for path in directory.glob("*.gguf")):
         return f"it has GGUF files, which ssd-serve cannot load. {_ADVICE[0].upper()}{_ADVICE[1:]}"
     return ""
 
@@ -139,7 +139,7 @@ def check_weights_are_there(model: str) -> None:
         raise ModelError(f"{model} has a config.json, but no weights (*.safetensors): {_ADVICE}")
 
 
-def _fetched(model: str, name: str, hub: HubOptions) -> Path:
+def _fetch_file(model: str, name: str, hub: HubOptions) -> Path:
     failure = go_offline_without_a_hub()
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

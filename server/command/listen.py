@@ -50,7 +50,7 @@ def listen(options: NetworkOptions) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if options.uds is not None:
-            _remove_left_behind(options.uds)
+            _remove_stale_socket(options.uds)
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -142,7 +142,7 @@ def remove_socket_file(options: NetworkOptions) -> None:
             options.uds.unlink()
 
 
-def _remove_left_behind(path: Path) -> None:
+def _remove_stale_socket(path: Path) -> None:
     """Remove a Unix domain socket's file if no process listens on it, because it would block the path."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):

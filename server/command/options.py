@@ -18,7 +18,7 @@ from server.admission.tenant_config import (
     SECRET_OPTION,
     SECRET_VARIABLE,
     TENANTS_OPTION,
-    checked_keys,
+    check_keys,
 )
 from server.command.flags import check_range
 from server.observe.logs import LogFormat
@@ -177,9 +177,9 @@ class ServiceOptions:
         """Return a copy with the API keys and the secret from environment variables added. Raises ConfigError."""
         if not all(name.strip() for name in self.model_names):
             raise ConfigError("--served-model-name must not be empty, because requests must name the model")
-        keys = checked_keys(self.api_keys, KEY_OPTION)
+        keys = check_keys(self.api_keys, KEY_OPTION)
         if environment.get(KEY_VARIABLE):
-            keys += checked_keys(environment[KEY_VARIABLE].split("\n"), f"${KEY_VARIABLE}")
+            keys += check_keys(environment[KEY_VARIABLE].split("\n"), f"${KEY_VARIABLE}")
         return replace(self, api_keys=keys, secret=environment.get(SECRET_VARIABLE) or None)
 
 

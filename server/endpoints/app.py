@@ -43,8 +43,8 @@ from server.schema.responses import ResponsesBody
 from server.web_ui.routes import add_files, add_ui, docs_files, ui_files
 from ssd.errors import ConfigError, SSDError
 
-_Asked = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
-_GENERATION: dict[str, tuple[str, type[_Asked]]] = {
+_GenerationBody = CompletionBody | ChatBody | ResponsesBody | AnthropicBody
+_GENERATION: dict[str, tuple[str, type[_GenerationBody]]] = {
     "/v1/completions": ("completions", CompletionBody),
     "/v1/chat/completions": ("chat_completions", ChatBody),
     "/v1/responses": ("responses", ResponsesBody),
@@ -72,14 +72,14 @@ def add_generation(app: FastAPI, service: Service) -> None:
         app.add_api_route(path, _nothing_stored, methods=list(methods), **options)
 
 
-def _generates(service: Service, schema: type[_Asked]) -> Callable[[Request], Awaitable[Response]]:
+def _generates(service: Service, schema: type[_GenerationBody]) -> Callable[[Request], Awaitable[Response]]:
     async def generate(request: Request) -> Response:
-        asked: _Asked = await service.read(request, schema.parse)
-        body = asked.chat if isinstance(asked, ChatForm) else asked
-        with renamed_fields(asked.chat_names):
-            answer = await service.start(asked, body, account_of(request.scope))
+        request_body: _GenerationBody = await service.read(request, schema.parse)
+        body = request_body.chat if isinstance(request_body, ChatForm) else request_body
+        with renamed_fields(request_body.chat_names):
+            answer = await service.start(request_body, body, account_of(request.scope))
         if body.stream:
-            options = asked.events if isinstance(asked, ChatForm) else body.stream_options
+            options = request_body.events if isinstance(request_body, ChatForm) else body.stream_options
             return service.answers.stream(answer, options or StreamOptions())
         try:
             with renamed_fields(answer.names):
@@ -187,10 +187,10 @@ def add_state(app: FastAPI, service: Service) -> None:
         engine = worker.loaded_engine
         if worker.state is WorkerState.READY and engine is not None:
             invariance = engine.target.batch_invariance
-            why = {} if invariance.holds else {"reason": str(invariance)}
+            why = {} if invariance.is_invariant else {"reason": str(invariance)}
             speculation = engine.speculation._asdict()
             return JSONResponse(
-                {"status": "ok", "batch_invariant": invariance.holds, **why, "speculation": speculation}
+                {"status": "ok", "batch_invariant": invariance.is_invariant, **why, "speculation": speculation}
             )
         headers = {} if worker.state is WorkerState.FAILED else {"retry-after": str(RETRY_AFTER_S)}
         return JSONResponse({"status": worker.state.value}, 503, headers)

@@ -111,12 +111,14 @@ class Service:
         if isinstance(body, CompletionBody):
             prompts = await self._texts.prompts(engine, texts, special=body.add_special_tokens)
             echo = await self._texts.echoes(engine, texts) if body.echo else None
-            answer = CompletionAnswer(self.settings, asked, echo=echo, **await self._shown(engine, body))
+            answer = CompletionAnswer(self.settings, asked, echo=echo, **await self._token_options(engine, body))
             answer_plan = AnswerPlan(None, body.structured_output())
         else:
             prompt, answer_plan = await self._chats.prepare(engine, body)
             kind, prompts = _CHATS.get(type(asked), ChatAnswer), [prompt]
-            answer = kind(self.settings, asked, messages=answer_plan.messages, **await self._shown(engine, body))
+            answer = kind(
+                self.settings, asked, messages=answer_plan.messages, **await self._token_options(engine, body)
+            )
         if body.stream_options is not None and body.stream_options.include_drafts:
             _require_draft_details(self.settings)
         plan = GenerationPlan(
@@ -158,7 +160,7 @@ class Service:
             raise
         return generation
 
-    async def _shown(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
+    async def _token_options(self, engine: Engine, body: CompletionBody | ChatBody) -> dict[str, Any]:
         """Return the arguments of `Answer` that put token ids and log-probabilities into the response."""
         options: dict[str, Any] = {"return_token_ids": body.return_token_ids}
         wanted = {"logprobs": body.num_logprobs(), "prompt_logprobs": body.prompt_logprobs}

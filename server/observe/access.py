@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission.auth_middleware import path_below_root
 from server.admission.connections import TOO_MANY
-from server.base.request_record import RequestRecord, begin_record, seconds_between, trace_headers
+from server.base.request_record import RequestRecord, create_record, seconds_between, trace_headers
 from server.observe.logs import Fields
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,10 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = begin_record()
+        record = create_record()
         record.trace = trace_headers(scope["headers"])
 
-        async def send_and_note(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 if TOO_MANY in scope.get("state", ()):
@@ -83,12 +83,12 @@ class Access:
 
         self.counts.num_under_way += 1
         try:
-            await self.app(scope, receive, send_and_note)
+            await self.app(scope, receive, send_and_record)
         finally:
             self.counts.num_under_way -= 1
-            self._tell(scope, record)
+            self._report_request(scope, record)
 
-    def _tell(self, scope: Scope, record: RequestRecord) -> None:
+    def _report_request(self, scope: Scope, record: RequestRecord) -> None:
         ended = time.perf_counter()
         path = self._path(scope)
         method = scope["method"] if scope["method"] in _METHODS else "other"

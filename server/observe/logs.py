@@ -24,7 +24,7 @@ OURS = ("ssd", "server", "cache_builder")
 """
 
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_MOST_WAITING = 8192
+_MAX_WAITING = 8192
 _PATIENCE_S = 2.0
 """The seconds that the process waits at exit until queued log lines are written."""
 _NO_FILES = (
@@ -63,7 +63,7 @@ def _text(value: Any) -> str:
 class QueuedLogHandler(QueueHandler):
     """A log handler that queues records for a thread that writes them. If the queue is full, it drops new records."""
 
-    def __init__(self, target: logging.Handler, *, most_waiting: int = _MOST_WAITING) -> None:
+    def __init__(self, target: logging.Handler, *, most_waiting: int = _MAX_WAITING) -> None:
         self._waiting: SimpleQueue[logging.LogRecord | threading.Event | None] = SimpleQueue()
         super().__init__(self._waiting)
         self.num_dropped = 0

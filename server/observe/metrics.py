@@ -39,7 +39,7 @@ class Families:
     def __init__(self, labels: tuple[str, str]) -> None:
         self.labels = labels
 
-    def by(
+    def labelled(
         self,
         kind: type[CounterMetricFamily | GaugeMetricFamily],
         name: str,
@@ -54,12 +54,12 @@ class Families:
             family.add_metric([*self.labels, *((each,) if isinstance(each, str) else each)], value)
         return family
 
-    def of(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float) -> Metric:
-        return self.by(kind, name, text, (), {(): value})
+    def metric(self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float) -> Metric:
+        return self.labelled(kind, name, text, (), {(): value})
 
     def info(self, name: str, text: str, **facts: str) -> Metric:
         """Create a gauge with the value 1 whose labels are ``facts``, as Prometheus info metrics are."""
-        return self.by(GAUGE, name, text, tuple(facts), {tuple(facts.values()): 1.0})
+        return self.labelled(GAUGE, name, text, tuple(facts), {tuple(facts.values()): 1.0})
 
     def histogram(self, name: str, text: str, histogram: Any) -> Metric:
         """Create a Prometheus histogram from an object with ``bounds``, ``counts`` and ``total``."""
@@ -70,10 +70,10 @@ class Families:
         return family
 
 
-MOST_NAMED = 64
+MAX_NAMED = 64
 """The maximum number of cache namespaces with labels of their own, because each label adds a time series per metric."""
 OTHERS = "(others)"
-"""The metric label under which all cache namespaces after the first ``MOST_NAMED`` are added up."""
+"""The metric label under which all cache namespaces after the first ``MAX_NAMED`` are added up."""
 
 _SIZES = frozenset(
     {
@@ -107,20 +107,20 @@ class NamespaceFamilies:
 
     def collect(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
         """Yield a metric family for each statistic, and one for the number of namespaces. O(namespaces)."""
-        yield self._families.of(GAUGE, f"{self._prefix}_namespaces", "Open namespaces.", len(stats))
-        self._named |= set([name for name in stats if name not in self._named][: MOST_NAMED - len(self._named)])
+        yield self._families.metric(GAUGE, f"{self._prefix}_namespaces", "Open namespaces.", len(stats))
+        self._named |= set([name for name in stats if name not in self._named][: MAX_NAMED - len(self._named)])
         for name, text in self._texts.items() if stats else ():
             values = {namespace: float(getattr(counts, name)) for namespace, counts in stats.items()}
             shown = {namespace: value for namespace, value in values.items() if namespace in self._named}
             others = {namespace: value for namespace, value in values.items() if namespace not in self._named}
             if others or name in self._grown:
-                shown[OTHERS] = self._together(name, others)
+                shown[OTHERS] = self._total(name, others)
             kind = GAUGE if name in _SIZES else COUNTER
             full = f"{self._prefix}_{name.removeprefix('num_').removeprefix('is_')}"
-            yield self._families.by(kind, full, text, "namespace", shown)
+            yield self._families.labelled(kind, full, text, "namespace", shown)
         self._seen = {key: value for key, value in self._seen.items() if key[0] in stats}
 
-    def _together(self, name: str, values: Mapping[str, float]) -> float:
+    def _total(self, name: str, values: Mapping[str, float]) -> float:
         if name in _SIZES:
             return max(values.values(), default=0.0) if name == "lag_seconds" else sum(values.values())
         for namespace, value in values.items():
@@ -240,9 +240,9 @@ class ServerMetrics(Collector):
             self.latencies.loop_lag.observe(max(0.0, loop.time() - due))
 
     def collect(self) -> Iterator[Metric]:
-        of, by, http = self._families.of, self._families.by, self.http
+        metric, labelled, http = self._families.metric, self._families.labelled, self.http
         is_ready = self._worker.state is WorkerState.READY
-        yield of(GAUGE, "ssd:ready", "1 while requests are accepted, else 0.", float(is_ready))
+        yield metric(GAUGE, "ssd:ready", "1 while requests are accepted, else 0.", float(is_ready))
         requests = CounterMetricFamily(
             "http_requests",
             "Finished HTTP requests by path, method and class of status code.",
@@ -251,31 +251,31 @@ class ServerMetrics(Collector):
         for labels, number in dict(http.requests).items():
             requests.add_metric(labels, number)
         yield requests
-        yield by(
+        yield labelled(
             COUNTER,
             "ssd:requests_rejected",
             "HTTP requests that were rejected because of an error or the load, by reason.",
             "reason",
             dict.fromkeys(_REASONS, 0) | dict(http.refused),
         )
-        yield of(GAUGE, "ssd:http_requests_in_progress", "HTTP requests in progress.", http.num_under_way)
-        yield of(
+        yield metric(GAUGE, "ssd:http_requests_in_progress", "HTTP requests in progress.", http.num_under_way)
+        yield metric(
             COUNTER,
             "ssd:log_lines_dropped",
             "Log lines that were dropped because the reader of the log was too slow.",
             num_dropped_lines(),
         )
         yield self._families.info("ssd:build_info", "Versions of the server and its libraries.", **_build())
-        yield from self._of_tenants()
+        yield from self._collect_tenants()
         engine = self._worker.loaded_engine
         if engine is not None:
-            yield from self._of_engine(engine)
+            yield from self._collect_engine(engine)
             shared = self._sharing_stats()  # of the log, by the one namespace it is named after
-            yield from self._replication.collect(self._by_label(shared))
+            yield from self._replication.collect(self._name_tenants(shared))
             for log in shared.values():
-                yield from self._streams.collect(self._by_label(log.streams))
+                yield from self._streams.collect(self._name_tenants(log.streams))
 
-    def _of_engine(self, engine: Engine) -> Iterator[Metric]:
+    def _collect_engine(self, engine: Engine) -> Iterator[Metric]:
         families, target, counts = self._families, engine.target, engine.metrics
         status = engine.speculation
         speculative = str(engine.is_speculating).lower()
@@ -293,12 +293,12 @@ class ServerMetrics(Collector):
             enable_prefix_caching=str(engine.config.enable_prefix_caching),
         )
         text = "1 while drafts are verified; 0 if speculation is off, suspended or not ready. /health gives the reason."
-        yield families.of(GAUGE, "ssd:speculation_active", text, float(status.active))
+        yield families.metric(GAUGE, "ssd:speculation_active", text, float(status.active))
         text = "Estimated duration of a forward pass of 16 tokens, relative to a pass of one token; 0 while unknown."
-        yield families.of(GAUGE, "ssd:pass_cost_16_tokens", text, engine.relative_pass_cost(16))
+        yield families.metric(GAUGE, "ssd:pass_cost_16_tokens", text, engine.relative_pass_cost(16))
         for kind, table in ((COUNTER, _ENGINE_COUNTERS), (GAUGE, _ENGINE_GAUGES)):
             for name, count, text in _rows(table):
-                yield families.of(kind, name, text, getattr(counts, count))
+                yield families.metric(kind, name, text, getattr(counts, count))
         for name, histogram, text in _rows(_ENGINE_HISTOGRAMS):
             yield families.histogram(name, text, getattr(counts.histograms, histogram))
         by_source, finished = dict(counts.by_source), dict(counts.num_requests_finished)
@@ -317,27 +317,27 @@ class ServerMetrics(Collector):
             ("ssd:source_accepted_tokens", "Accepted draft tokens by source.", "source", accepted),
             ("vllm:request_success", "Finished sequences by finish reason.", "finished_reason", ended),
         ):
-            yield families.by(COUNTER, name, text, label, values)
+            yield families.labelled(COUNTER, name, text, label, values)
         if engine.caches is not None:
-            yield from self._caches.collect(self._by_label(engine.caches.stats()))
+            yield from self._caches.collect(self._name_tenants(engine.caches.stats()))
 
-    def _of_tenants(self) -> Iterator[Metric]:
+    def _collect_tenants(self) -> Iterator[Metric]:
         accounts = {account.name: account for account in self._tenants.accounts()}
         if not accounts:
             return
-        by = self._families.by
+        labelled = self._families.labelled
         for name, text in _TENANT_COUNTS.items():
             used = {tenant: getattr(account, f"num_{name}") for tenant, account in accounts.items()}
-            yield by(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
+            yield labelled(COUNTER, f"ssd:tenant_{name}", text, "tenant", used)
         refused = {(tenant, reason): accounts[tenant].num_refused[reason] for tenant in accounts for reason in REFUSALS}
         text = "Requests that were rejected with 429, by the exhausted quota."
-        yield by(COUNTER, "ssd:tenant_requests_rejected", text, ("tenant", "reason"), refused)
+        yield labelled(COUNTER, "ssd:tenant_requests_rejected", text, ("tenant", "reason"), refused)
         in_flight = {tenant: account.num_in_flight for tenant, account in accounts.items()}
-        yield by(
+        yield labelled(
             GAUGE, "ssd:tenant_choices_in_progress", "Waiting and running sequences per tenant.", "tenant", in_flight
         )
 
-    def _by_label(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+    def _name_tenants(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the names of tenants' cache namespaces, which are secret, by the tenants' names."""
         labels = self._tenants.labels()
         return {labels.get(namespace, namespace): counts for namespace, counts in stats.items()}

@@ -44,13 +44,13 @@ class MessageFormat:
         tool_call: The name of the tool call parser. None: the output is not searched for tool calls.
         reasoning: The name of the reasoning parser. None: the output is not searched for reasoning.
         in_words: Whether a text in the prompt describes the tools, because the chat template does not support tools.
-        several: Whether a message may contain several tool calls.
+        allows_several_calls: Whether a message may contain several tool calls.
     """
 
     tool_call: str | None = None
     reasoning: str | None = None
     in_words: bool = False
-    several: bool = True
+    allows_several_calls: bool = True
 
 
 @lru_cache(maxsize=8)
@@ -68,8 +68,8 @@ def message_format(template: ChatTemplate | None, tool_call: str, reasoning: str
         thoughts = None if reasoning == OFF else reasoning
     # An operator who selects another format describes it, and the tools, to the model.
     in_words = not template.takes_tools and (tool_call == AUTO or calls == FORMAT_IN_WORDS)
-    several = in_words or template.takes_several_calls
-    return MessageFormat(FORMAT_IN_WORDS if in_words else calls, thoughts, in_words, several)
+    allows_several_calls = in_words or template.takes_several_calls
+    return MessageFormat(FORMAT_IN_WORDS if in_words else calls, thoughts, in_words, allows_several_calls)
 
 
 _TAIL_TOKENS = 32
@@ -99,7 +99,7 @@ def plan_answer(
     ``form`` is the format of the model's messages, and ``prompt`` the tokenized conversation.
     """
     use, asked = body.tool_use(), body.structured_output()
-    if use is not None and not form.several:
+    if use is not None and not form.allows_several_calls:
         use = replace(use, parallel=False)
     mode = "none" if use is None else use.mode
     if mode == "none" and form.reasoning is None:
@@ -109,7 +109,7 @@ def plan_answer(
         thoughts = REASONING_FORMATS[form.reasoning]
         if ends_within_reasoning(thoughts, str(body.messages[-1].get("content"))):
             tail = thoughts.begin[0]
-        elif thoughts.inside:  # the model has already finished or skipped its reasoning
+        elif thoughts.starts_inside:  # the model has already finished or skipped its reasoning
             form = replace(form, reasoning=None)
     functions: Functions = {}
     reader, calls = form.tool_call if mode != "none" else None, None

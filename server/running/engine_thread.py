@@ -80,7 +80,7 @@ class Inbox:
                     timer.cancel()
         return self._arrived.popleft() if self._arrived else None
 
-    def take_all(self) -> list[RequestOutput | Exception]:
+    def pop_all(self) -> list[RequestOutput | Exception]:
         arrived = [delivery for _, delivery in self._arrived]
         self._arrived.clear()
         return arrived

@@ -52,7 +52,7 @@ class Latencies:
         self.loop_lag = histogram("ssd:event_loop_lag_seconds", text, _LAG_SECONDS)
 
 
-_MOST_AT_ONCE = 32
+_MAX_AT_ONCE = 32
 """The maximum number of waiting outputs that are processed before the event loop gets a chance to run other tasks."""
 
 
@@ -148,7 +148,7 @@ class Generation:
             self._index[request.request_id] = len(self.choices)
             self._running.add(request.request_id)
             self.choices.append(ChoiceState())
-        self._reservation.begin()
+        self._reservation.mark_accepted()
 
     def close(self) -> None:
         """Cancel all running choices, so that their slots become free at the next step, and release the reservation."""
@@ -156,7 +156,7 @@ class Generation:
         for request_id in self._running:
             self._worker.cancel(request_id)
         self._running.clear()
-        not_taken = sum(len(each.token_ids) for each in self._inbox.take_all() if not isinstance(each, Exception))
+        not_taken = sum(len(each.token_ids) for each in self._inbox.pop_all() if not isinstance(each, Exception))
         self._reservation.release(self._num_completion_tokens + not_taken)
 
     def _note_counts(self) -> None:
@@ -211,7 +211,7 @@ class Generation:
                 yield None
                 continue
             num_at_once += is_here
-            if is_here and num_at_once % _MOST_AT_ONCE == 0:  # many outputs may wait for a slow client
+            if is_here and num_at_once % _MAX_AT_ONCE == 0:  # many outputs may wait for a slow client
                 await asyncio.sleep(0)
             request_id, delivery = arrived
             if isinstance(delivery, Exception):
@@ -220,7 +220,7 @@ class Generation:
             if self._only_scores:
                 logprobs = None if delivery.logprobs is None else ()
                 delivery = replace(delivery, token_ids=(), text="", logprobs=logprobs)
-            self._take(request_id, delivery)
+            self._record_output(request_id, delivery)
             yield self._index[request_id], delivery
         refused = [each.refusal for each in self.choices if each.refusal is not None]
         if refused and len(refused) == len(self.choices):
@@ -236,18 +236,18 @@ class Generation:
         async for _ in self.outputs():
             pass
 
-    def _note_cached(self, index: int, num_tokens: int) -> None:
+    def _count_cached_tokens(self, index: int, num_tokens: int) -> None:
         per_prompt = len(self.choices) // len(self.prompts)
         cached = self._cached[index // per_prompt]
         cached.append(num_tokens)
         if len(cached) == per_prompt:
             self._num_cached_tokens += min(cached)
 
-    def _take(self, request_id: str, output: RequestOutput) -> None:
+    def _record_output(self, request_id: str, output: RequestOutput) -> None:
         index = self._index[request_id]
         choice = self.choices[index]
         if choice.stats is None:
-            self._note_cached(index, output.stats.num_cached_tokens)
+            self._count_cached_tokens(index, output.stats.num_cached_tokens)
         choice.text.append(output.text)
         choice.token_ids.extend(output.token_ids)
         self._num_completion_tokens += len(output.token_ids)

@@ -20,7 +20,7 @@ from ssd.errors import RequestError
 if TYPE_CHECKING:
     from ssd.engine import Engine, Request
 
-_MOST_LOGPROBS = 1 << 20
+_MAX_LOGPROBS = 1 << 20
 """The maximum number of log-probabilities in a response, including those of alternative tokens."""
 _TOKENS_A_CHOICE = 256
 """The estimated fixed cost of submitting one choice: as much as for this number of additional prompt tokens."""
@@ -121,24 +121,24 @@ def _sampling_within(plan: GenerationPlan, settings: ServerSettings, context: in
 
 
 def _bounded(sampling: SamplingParams, context: int, room: int, num_choices: int) -> SamplingParams:
-    """Lower a default ``max_tokens``, so that the response has at most ``_MOST_LOGPROBS`` log-probabilities."""
+    """Lower a default ``max_tokens``, so that the response has at most ``_MAX_LOGPROBS`` log-probabilities."""
     if sampling.max_tokens is not None or sampling.logprobs is None:
         return sampling
     of_prompt = 0 if sampling.prompt_logprobs is None else (context - room) * (1 + sampling.prompt_logprobs)
-    most = (_MOST_LOGPROBS // num_choices - of_prompt) // (1 + sampling.logprobs)
+    most = (_MAX_LOGPROBS // num_choices - of_prompt) // (1 + sampling.logprobs)
     return replace(sampling, max_tokens=most) if 0 < most < room else sampling
 
 
 def _require_logprobs(sampling: SamplingParams, context: int, room: int, num_choices: int) -> None:
-    """Raise RequestError if the response could have more than ``_MOST_LOGPROBS`` log-probabilities."""
+    """Raise RequestError if the response could have more than ``_MAX_LOGPROBS`` log-probabilities."""
     entries = 0
     if sampling.logprobs is not None:
         entries += (sampling.max_tokens or room) * (1 + sampling.logprobs)
     if sampling.prompt_logprobs is not None:
         entries += (context - room) * (1 + sampling.prompt_logprobs)
-    if entries * num_choices > _MOST_LOGPROBS:
+    if entries * num_choices > _MAX_LOGPROBS:
         raise RequestError(
-            f"the response would have {entries * num_choices} log-probabilities, but the limit is {_MOST_LOGPROBS}: "
+            f"the response would have {entries * num_choices} log-probabilities, but the limit is {_MAX_LOGPROBS}: "
             "lower max_tokens, n or logprobs",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS_PER_TOKEN = 512
 """The maximum number of characters of a token in known tokenizers; the longest tokens are runs of spaces."""
 _USUAL_CHARACTERS_PER_TOKEN = 4
-_MOST_DETOKENIZED = 1 << 16
+_MAX_DETOKENIZED = 1 << 16
 """The maximum number of token ids in a /detokenize request (or the context length, if larger), because decoding blocks
 all other threads.
 """
@@ -48,7 +48,7 @@ class Tokenization:
 
         ``special`` adds the tokenizer's special tokens to texts.
         """
-        most = self._most_tokens(engine)
+        most = self._max_tokens(engine)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         found = [tuple(prompt) for prompt in prompts if not isinstance(prompt, str)]
         _require_few_tokens(found, most)
@@ -92,7 +92,7 @@ class Tokenization:
 
     async def tokenize(self, engine: Engine, body: TokenizeTextBody) -> dict[str, Any]:
         """Return the token ids of a text, as the JSON fields of /tokenize."""
-        most, special = self._most_tokens(engine), body.add_special_tokens
+        most, special = self._max_tokens(engine), body.add_special_tokens
         encode = partial(_encode, codec_of(engine), body.prompt, most=most, param="prompt", special=special)
         return await self._tokenize(engine, encode, shows_texts=body.return_token_strs)
 
@@ -112,7 +112,7 @@ class Tokenization:
         return await self._lanes.tools.run(call)
 
     async def detokenize(self, engine: Engine, tokens: list[int]) -> str:
-        codec, most = codec_of(engine), max(_MOST_DETOKENIZED, engine.max_model_len)
+        codec, most = codec_of(engine), max(_MAX_DETOKENIZED, engine.max_model_len)
         if len(tokens) > most:
             raise RequestError(
                 f"tokens has {len(tokens)} token ids, at most {most} are accepted: split the request", param="tokens"
@@ -121,7 +121,7 @@ class Tokenization:
             raise RequestError(f"tokens has a token id outside 0..{codec.vocab_size - 1}", param="tokens")
         return await self._lanes.tools.run(codec.decode, tokens)
 
-    def _most_tokens(self, engine: Engine) -> int:
+    def _max_tokens(self, engine: Engine) -> int:
         return max(self._limits.max_request_tokens, engine.max_model_len)
 
     def _conversation(

@@ -96,18 +96,18 @@ class _Result(_ContentBlock):
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
 
-_Said = Annotated[_TextBlock | _Thinking | _Redacted | _Use, Field(discriminator="type")]
-_Asked = Annotated[_TextBlock | _Result, Field(discriminator="type")]
+_AssistantBlock = Annotated[_TextBlock | _Thinking | _Redacted | _Use, Field(discriminator="type")]
+_UserBlock = Annotated[_TextBlock | _Result, Field(discriminator="type")]
 
 
 class _UserTurn(RequestObject):
     role: Literal["user"]
-    content: Annotated[list[_Asked], Field(fail_fast=True), OR_TEXT]
+    content: Annotated[list[_UserBlock], Field(fail_fast=True), OR_TEXT]
 
 
 class _AssistantTurn(RequestObject):
     role: Literal["assistant"]
-    content: Annotated[list[_Said], Field(fail_fast=True), OR_TEXT]
+    content: Annotated[list[_AssistantBlock], Field(fail_fast=True), OR_TEXT]
 
 
 class _SystemTurn(RequestObject):
@@ -115,8 +115,8 @@ class _SystemTurn(RequestObject):
     content: _Texts
 
 
-_Turn = Annotated[_UserTurn | _AssistantTurn | _SystemTurn, Field(discriminator="role")]
-_TURNS: TypeAdapter[list[_Turn]] = TypeAdapter(Annotated[list[_Turn], Field(fail_fast=True)])
+_AnyTurn = Annotated[_UserTurn | _AssistantTurn | _SystemTurn, Field(discriminator="role")]
+_TURNS: TypeAdapter[list[_AnyTurn]] = TypeAdapter(Annotated[list[_AnyTurn], Field(fail_fast=True)])
 _SYSTEM: TypeAdapter[list[_TextBlock]] = TypeAdapter(_Texts)
 
 _BILLING = re.compile(r"x-anthropic-billing-header:.*\n*")
@@ -137,7 +137,7 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
                 texts.append(block)
                 continue
             if texts:
-                conversation.say(turn.role, joined(texts))
+                conversation.add_text(turn.role, joined(texts))
                 texts.clear()
             if isinstance(block, _Thinking):
                 conversation.assistant("reasoning_content")["reasoning_content"] = block.thinking
@@ -276,10 +276,10 @@ class AnthropicChat(Body):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
-    def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
+    def supported_fields(cls, content: dict[str, Any]) -> dict[str, Any]:
         if content.get("thread") is not None:
             raise ApiError(400, f"thread is not supported: {_REFUSED['thread'][1]}", param="thread", code=NO_THREADS)
-        return super().honoured(content)
+        return super().supported_fields(content)
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the equivalent fields of a chat completion that determine the prompt. Raises RequestError."""

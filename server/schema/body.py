@@ -108,7 +108,7 @@ def require_counts(body: dict[str, Any], limits: Limits) -> None:
         ("bad_words", _characters, 1 << 14, "characters"),
         ("stop", _characters, 1 << 12, "characters"),
         ("tools", _length, limits.max_tools, "functions"),
-        ("tools", _written, 1 << 18, "characters"),
+        ("tools", _json_length, 1 << 18, "characters"),
     ):
         if (found := count(body.get(name))) > most:
             raise RequestError(f"{name} has {found} {unit}, but at most {most} are accepted: omit some", param=name)
@@ -132,7 +132,7 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, (list, dict)) else 0
 
 
-def _written(value: Any) -> int:
+def _json_length(value: Any) -> int:
     """Return the number of characters of a value as JSON; infinite if it is nested too deeply to be serialized."""
     if value is None:
         return 0
@@ -188,7 +188,7 @@ class Body(BaseModel):
         """Validate decoded JSON. Raises RequestError with the first invalid field as ``param``."""
         if not isinstance(content, dict):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
-        fields = cls.honoured(content)
+        fields = cls.supported_fields(content)
         unknown = [name for name in fields if name not in cls.model_fields]
         if unknown and not ignores_unknown:  # before anything else, since it explains other mistakes
             raise _unknown_field(unknown[0], suggest_name(unknown[0], cls.model_fields))
@@ -203,17 +203,17 @@ class Body(BaseModel):
         return body
 
     @classmethod
-    def honoured(cls, content: dict[str, Any]) -> dict[str, Any]:
+    def supported_fields(cls, content: dict[str, Any]) -> dict[str, Any]:
         """Return the request's fields without those that are ignored.
 
         Raises RequestError for unsupported fields that would change the output.
         """
-        honoured = {}
+        supported_fields = {}
         for name, value in content.items():
             if value is None or (name in cls.ignored and name not in cls.model_fields):
                 continue
             if name in cls.model_fields or name not in cls.refused:
-                honoured[name] = value
+                supported_fields[name] = value
                 continue
             values, reason = cls.refused[name]
             if name == "best_of":
@@ -221,7 +221,7 @@ class Body(BaseModel):
             # Types are compared too, because 0 == False, but ``logprobs: 0`` is a request.
             if not any(type(value) is type(neutral) and value == neutral for neutral in values):
                 raise RequestError(f"{name} is not supported: {reason}", param=name)
-        return honoured
+        return supported_fields
 
     def disable_caching(self) -> None:
         """Exclude the text of the request and its output from the cache."""
@@ -266,7 +266,9 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
         return RequestError(f"the field {quote_value(name)} is required", param=param)
     if first["type"] == "value_error":
         return RequestError(f"{name:.160}: {first['ctx']['error']}", param=param)
-    same = [_words(each) for each, there in found if there == place and _is_kind(each) == _is_kind(first)]
+    same = [
+        _describe_requirement(each) for each, there in found if there == place and _is_kind(each) == _is_kind(first)
+    ]
     said, *others = dict.fromkeys(same)
     said = " or ".join([said, *(other.removeprefix("be ") for other in others)])
     return RequestError(f"{name:.160} must {said:.500}", param=param)
@@ -299,7 +301,7 @@ _KINDS = {
 }
 
 
-def _words(complaint: ErrorDetails) -> str:
+def _describe_requirement(complaint: ErrorDetails) -> str:
     """Return the requirement that a value violates, in words without names of Python classes."""
     kind, told = complaint["type"], complaint.get("ctx", {})
     tag = "role" if "role" in told.get("discriminator", "") else "type"
@@ -329,7 +331,7 @@ def _place(complaint: ErrorDetails, value: Any) -> list[str | int]:
             return isinstance(here, Mapping) and complaint["ctx"]["name"] in here
         return complaint["type"] != "missing" or bool(place and place[-1] == complaint["loc"][-1])
 
-    def tried(rest: tuple[str | int, ...], here: Any, place: list[str | int]) -> Iterator[list[str | int]]:
+    def existing_paths(rest: tuple[str | int, ...], here: Any, place: list[str | int]) -> Iterator[list[str | int]]:
         if not rest:
             if fits(place, here):
                 yield place
@@ -339,9 +341,9 @@ def _place(complaint: ErrorDetails, value: Any) -> list[str | int]:
             isinstance(here, list) and isinstance(part, int) and part < len(here)
         )
         if is_inside:
-            yield from tried(tuple(others), here[part], [*place, part])
+            yield from existing_paths(tuple(others), here[part], [*place, part])
         elif complaint["type"] == "missing" and not others and isinstance(here, Mapping):
             yield [*place, part]
-        yield from tried(tuple(others), here, place)
+        yield from existing_paths(tuple(others), here, place)
 
-    return next(tried(complaint["loc"], value, []), [])
+    return next(existing_paths(complaint["loc"], value, []), [])

@@ -234,21 +234,21 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-def _or_text(given: Any) -> Any:
+def _to_text_parts(given: Any) -> Any:
     if not isinstance(given, str | list):
         raise PydanticCustomError("text_type", "Input should be a string or a list")
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
-OR_TEXT = BeforeValidator(_or_text)
+OR_TEXT = BeforeValidator(_to_text_parts)
 """A pydantic validator that accepts a single text in place of a list of texts."""
 
 
-def _with_texts(given: Any) -> Any:
+def _convert_text_parts(given: Any) -> Any:
     return [convert_to_text_part(part) for part in given] if isinstance(given, list) else given
 
 
-OF_RESULT = BeforeValidator(_with_texts)
+OF_RESULT = BeforeValidator(_convert_text_parts)
 """A pydantic validator that converts documents, images and other parts of a tool's result to text parts."""
 
 
@@ -269,26 +269,26 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._said = -1
+        self._last_rank = -1
         """The index in `_ORDER` of the last part of the last message; -1 if the last message is not the assistant's."""
 
     def add(self, role: str, content: str, **others: Any) -> None:
         self.messages.append({"role": role, "content": content, **others})
-        self._said = -1
+        self._last_rank = -1
 
-    def say(self, role: str, text: str) -> None:
+    def add_text(self, role: str, text: str) -> None:
         """Add a text to the conversation. A text of the assistant is added to its last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
-    def assistant(self, says: AssistantField) -> dict[str, Any]:
-        """Return the message for the part ``says`` of an assistant message: the last one or, if needed, a new one."""
-        rank = _ORDER.index(says)
-        if self._said < 0 or rank < self._said or (rank == self._said and says != "tool_calls"):
+    def assistant(self, field: AssistantField) -> dict[str, Any]:
+        """Return the message for the part ``field`` of an assistant message: the last one or, if needed, a new one."""
+        rank = _ORDER.index(field)
+        if self._last_rank < 0 or rank < self._last_rank or (rank == self._last_rank and field != "tool_calls"):
             self.add("assistant", "")
-        self._said = rank
+        self._last_rank = rank
         return self.messages[-1]
 
     def call(self, name: str, arguments: str, call_id: str) -> None:

@@ -14,7 +14,7 @@ from server.schema.body import Body, RequestObject
 from ssd.config import GrammarKind, SamplingParams, StructuredOutput
 from ssd.errors import RequestError, quote_value
 
-_MOST_REGEX = 1 << 13
+_MAX_REGEX = 1 << 13
 """The maximum number of characters of a regular expression that constrains the output."""
 
 
@@ -78,7 +78,7 @@ class StructuredOutputs(RequestObject):
     grammar: str | None = None
     json_object: bool | None = None
 
-    def given(self) -> list[StructuredOutput]:
+    def to_constraints(self) -> list[StructuredOutput]:
         schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
         sources: tuple[tuple[GrammarKind, str | None], ...] = (
             ("json_schema", schema),
@@ -126,7 +126,7 @@ class OutputFields(BaseModel):
             source = schema if form.type == "json_schema" else ""
             found.append(StructuredOutput(form.type, source, "response_format"))
         if outputs is not None:
-            if not (given := outputs.given()):
+            if not (given := outputs.to_constraints()):
                 raise RequestError(
                     "structured_outputs requires one of json, regex, choice, grammar, json_object",
                     param="structured_outputs",
@@ -181,7 +181,7 @@ class GenerateBody(SamplingFields, OutputFields, Body):
         output = self.structured_output()
         if output is None:
             return
-        most = _MOST_REGEX if output.kind == "regex" else limits.max_grammar_characters
+        most = _MAX_REGEX if output.kind == "regex" else limits.max_grammar_characters
         if len(output.source) > most:
             raise RequestError(
                 f"{output.param} has {len(output.source)} characters, but at most {most} are accepted: shorten it",

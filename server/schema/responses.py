@@ -101,7 +101,7 @@ def messages_of(instructions: str | None, items: str | list[Any]) -> list[dict[s
         items = [{"role": "user", "content": items}]
     for item in validate_field(_ITEMS, items, "input"):
         if isinstance(item, _Message):
-            conversation.say(item.role, joined(item.content))
+            conversation.add_text(item.role, joined(item.content))
         elif isinstance(item, _Call):
             conversation.call(_full_name(item.namespace, item.name), item.arguments, item.call_id)
         elif isinstance(item, _Output):

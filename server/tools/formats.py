@@ -33,11 +33,11 @@ _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 
 
-def _listed(before: str, after: str, call: str = _OBJECT) -> CallTemplate:
+def _list_template(before: str, after: str, call: str = _OBJECT) -> CallTemplate:
     return CallTemplate(call=call, before=before, between=", ", after=after)
 
 
-def _tags(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
+def _tag_format(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
     """Return a tool call format with tags, as in XML.
 
     ``call`` begins a tool call, ``key`` begins a parameter, and ``sections`` are tag names that enclose a list of
@@ -61,26 +61,28 @@ def _tags(call: str, key: str, *sections: str, **others: Any) -> CallFormat:
 _HEADER = ("<|start_header_id|>", "<|end_header_id|>")
 _LLAMA = CallFormat(
     call=("<|python_tag|>",),
-    bare=("{", "["),
+    bare_starts=("{", "["),
     space_is_text=True,
-    noise=_HEADER,
-    special=("<|python_tag|>", *_HEADER),
-    written=CallTemplate(call=_PARAMETERS, between="; "),
-    mentions=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
+    ignored_markers=_HEADER,
+    special_markers=("<|python_tag|>", *_HEADER),
+    template=CallTemplate(call=_PARAMETERS, between="; "),
+    template_markers=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
 )
 _HERMES = CallFormat(
-    call=("<tool_call>",), end=("</tool_call>",), written=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>")
+    call=("<tool_call>",), end=("</tool_call>",), template=CallTemplate(call=f"<tool_call>\n{_OBJECT}\n</tool_call>")
 )
-_JAMBA = CallFormat(call=("<tool_calls>",), end=("</tool_calls>",), written=_listed("<tool_calls>[", "]</tool_calls>"))
+_JAMBA = CallFormat(
+    call=("<tool_calls>",), end=("</tool_calls>",), template=_list_template("<tool_calls>[", "]</tool_calls>")
+)
 _DEEPSEEK_V31 = CallFormat(
     arguments="json",
     section=("<｜tool▁calls▁begin｜>",),
-    closes=True,
+    ends_content=True,
     call=("<｜tool▁call▁begin｜>",),
     after_name=(("<｜tool▁sep｜>",),),
     end=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     space_is_text=True,
-    written=CallTemplate(
+    template=CallTemplate(
         call="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
         before="<｜tool▁calls▁begin｜>",
         between="",
@@ -94,26 +96,26 @@ _GLM = CallFormat(
     after_key=("</arg_key>", "<arg_value>"),
     value_end="</arg_value>",
     call_end="</tool_call>",
-    mentions=(("<arg_key>",),),
+    template_markers=(("<arg_key>",),),
 )
-_QWEN = _tags(
+_QWEN = _tag_format(
     "<function=",
     "<parameter=",
     "tool_call",
-    on_lines=True,
-    written=CallTemplate(
+    has_line_values=True,
+    template=CallTemplate(
         call="<tool_call>\n<function=NAME>\n",
         parameter="<parameter=KEY>\n",
         value_end="\n</parameter>\n",
         call_end="</function>\n</tool_call>",
     ),
-    mentions=(("<function=", "<parameter="),),
+    template_markers=(("<function=", "<parameter="),),
 )
-_MINIMAX = _tags(
+_MINIMAX = _tag_format(
     "<invoke name=",
     "<parameter name=",
     "minimax:tool_call",
-    written=CallTemplate(
+    template=CallTemplate(
         call='<invoke name="NAME">\n',
         parameter='<parameter name="KEY">',
         value_end="</parameter>\n",
@@ -123,64 +125,64 @@ _MINIMAX = _tags(
         after="</minimax:tool_call>",
     ),
 )
-_GIGACHAT = CallFormat(call=("<|function_call|>", "function call<|role_sep|>"), noise=("<|message_sep|>",))
+_GIGACHAT = CallFormat(call=("<|function_call|>", "function call<|role_sep|>"), ignored_markers=("<|message_sep|>",))
 _K3 = [f"<|{mark}|>{name}<|sep|>" for mark in ("open", "close") for name in ("response", "tools")]
-_PYTHONIC = CallFormat(arguments="python", bare=("[",), mentions=(("[func_name1(",), ("[func1(",)))
+_PYTHONIC = CallFormat(arguments="python", bare_starts=("[",), template_markers=(("[func_name1(",), ("[func1(",)))
 
 TOOL_FORMATS: Mapping[str, CallFormat] = {
     "openai": CallFormat(
         arguments="json",
         message_ends=(END,),
-        special=(START, CALL, RETURN),
-        written=CallTemplate(
-            call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", several=False
+        special_markers=(START, CALL, RETURN),
+        template=CallTemplate(
+            call=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}ARGUMENTS", allows_several_calls=False
         ),
-        mentions=(("<|channel|>", "commentary"),),
+        template_markers=(("<|channel|>", "commentary"),),
     ),
-    "muse_glimmer": _tags(
+    "muse_glimmer": _tag_format(
         "<atem:invoke name=",
         "<atem:parameter name=",
         "atem:function_calls",
         message_ends=("<|eom|>", "<|eot|>"),
-        special=(START, MESSAGE),
+        special_markers=(START, MESSAGE),
     ),
-    "deepseek_v41": _tags(
+    "deepseek_v41": _tag_format(
         "<｜DSML｜ invoke name=",
         "<｜DSML｜ parameter name=",
         "｜DSML｜ calls",
-        special=("｜DSML｜",),
-        mentions=(("<｜DSML｜ ",),),
+        special_markers=("｜DSML｜",),
+        template_markers=(("<｜DSML｜ ",),),
     ),
-    "deepseek_v32": _tags(
+    "deepseek_v32": _tag_format(
         "<｜DSML｜invoke name=",
         "<｜DSML｜parameter name=",
         "｜DSML｜function_calls",
         "｜DSML｜tool_calls",
-        special=("｜DSML｜",),
-        mentions=(("｜DSML｜",),),
+        special_markers=("｜DSML｜",),
+        template_markers=(("｜DSML｜",),),
     ),
     "deepseek_v3": replace(
         _DEEPSEEK_V31,
         head=(("function",), ("<｜tool▁sep｜>",)),
         after_name=(("```json",),),
-        written=CallTemplate(
+        template=CallTemplate(
             call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
             before="<｜tool▁calls▁begin｜>",
             after="<｜tool▁calls▁end｜>",
         ),
-        mentions=(("<｜tool▁calls▁begin｜>", "```json"),),
+        template_markers=(("<｜tool▁calls▁begin｜>", "```json"),),
     ),
     "deepseek_v31": _DEEPSEEK_V31,
     "kimi_k2": CallFormat(
         arguments="json",
         section=("<|tool_calls_section_begin|>",),
-        closes=True,
+        ends_content=True,
         call=("<|tool_call_begin|>",),
         head=(("functions.", ""),),
         after_name=(("<|tool_call_argument_begin|>",),),
         end=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         space_is_text=True,
-        written=CallTemplate(
+        template=CallTemplate(
             call="<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
             before="<|tool_calls_section_begin|>",
             between="",
@@ -196,10 +198,10 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         value_end="<|close|>argument<|sep|>",
         call_end="<|close|>call<|sep|>",
         value_end_before_tag=True,
-        escaped=True,
-        noise=(*_K3, "<|close|>message<|sep|>"),
+        escapes_names=True,
+        ignored_markers=(*_K3, "<|close|>message<|sep|>"),
         space_is_text=True,
-        mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
+        template_markers=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": CallFormat(
         arguments="gemma",
@@ -207,23 +209,23 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         head=(("call:",),),
         end=("<tool_call|>",),
         space_is_text=True,
-        special=('<|"|>',),
-        mentions=(("<|tool_call>", "<tool_call|>"),),
+        special_markers=('<|"|>',),
+        template_markers=(("<|tool_call>", "<tool_call|>"),),
     ),
     "mistral": CallFormat(
         arguments="json",
         call=("[TOOL_CALLS]",),
         after_name=((CALL_ID, ""), ("[ARGS]", "")),
         space_is_text=True,
-        special=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
-        written=_listed("[TOOL_CALLS][", "]"),
+        special_markers=("[TOOL_CALLS]", CALL_ID, "[ARGS]"),
+        template=_list_template("[TOOL_CALLS][", "]"),
     ),
     "minimax_m2": _MINIMAX,
-    "seed_oss": _tags(
+    "seed_oss": _tag_format(
         "<function=",
         "<parameter=",
         "seed:tool_call",
-        written=CallTemplate(
+        template=CallTemplate(
             call="<seed:tool_call>\n<function=NAME>\n",
             parameter="<parameter=KEY>",
             value_end="</parameter>\n",
@@ -234,7 +236,7 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         _HERMES,
         call=("<longcat_tool_call>",),
         end=("</longcat_tool_call>",),
-        written=CallTemplate(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
+        template=CallTemplate(call=f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>"),
     ),
     "glm45": _GLM,
     "glm47": _GLM,
@@ -243,72 +245,83 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
     "internlm": CallFormat(
         call=("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
         end=("<|action_end|>",),
-        mentions=(("<|action_start|>", "<|plugin|>"),),
-        written=CallTemplate(call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", several=False),
+        template_markers=(("<|action_start|>", "<|plugin|>"),),
+        template=CallTemplate(
+            call=f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>", allows_several_calls=False
+        ),
     ),
     "lfm2": CallFormat(
         arguments="python",
         call=("<|tool_call_start|>",),
         end=("<|tool_call_end|>",),
-        mentions=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
+        template_markers=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("<|im_start|>", "List of tools: [")),
     ),
     "cohere": CallFormat(
         call=("<|START_ACTION|>",),
         end=("<|END_ACTION|>",),
-        noise=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-        written=_listed("<|START_ACTION|>[", "]<|END_ACTION|>", '{"tool_name": "NAME", "parameters": ARGUMENTS}'),
+        ignored_markers=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        template=_list_template(
+            "<|START_ACTION|>[", "]<|END_ACTION|>", '{"tool_name": "NAME", "parameters": ARGUMENTS}'
+        ),
     ),
     "apertus": CallFormat(
         arguments="keyed",
         call=("<|tools_prefix|>",),
         end=("<|tools_suffix|>",),
-        written=_listed("<|tools_prefix|>[", "]<|tools_suffix|>", '{"NAME": ARGUMENTS}'),
+        template=_list_template("<|tools_prefix|>[", "]<|tools_suffix|>", '{"NAME": ARGUMENTS}'),
     ),
-    "gigachat31": replace(_GIGACHAT, written=CallTemplate(call=f"<|function_call|>{_OBJECT}", several=False)),
+    "gigachat31": replace(
+        _GIGACHAT, template=CallTemplate(call=f"<|function_call|>{_OBJECT}", allows_several_calls=False)
+    ),
     "gigachat3": replace(
         _GIGACHAT,
-        written=CallTemplate(call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", several=False),
-        mentions=(("<|role_sep|>", "function call"),),
+        template=CallTemplate(
+            call=f"<|message_sep|>\n\nfunction call<|role_sep|>\n{_OBJECT}", allows_several_calls=False
+        ),
+        template_markers=(("<|role_sep|>", "function call"),),
     ),
     "nemotron_json": CallFormat(
-        call=("<TOOLCALL>",), end=("</TOOLCALL>",), written=_listed("<TOOLCALL>[", "]</TOOLCALL>")
+        call=("<TOOLCALL>",), end=("</TOOLCALL>",), template=_list_template("<TOOLCALL>[", "]</TOOLCALL>")
     ),
-    "minicpm5": _tags(
+    "minicpm5": _tag_format(
         "<function name=",
         "<param name=",
-        mentions=(("<function name=", "<param name="),),
-        written=CallTemplate(
+        template_markers=(("<function name=", "<param name="),),
+        template=CallTemplate(
             call='<function name="NAME">', parameter='<param name="KEY">', value_end="</param>", call_end="</function>"
         ),
     ),
     "functionary_v32": CallFormat(
         arguments="json",
         call=(">>>",),
-        opened="all",
-        noise=(">>>all\n",),
-        written=CallTemplate(call="NAME\nARGUMENTS", between=">>>"),
-        mentions=((">>>all",), (">>>${recipient}",)),
+        content_name="all",
+        ignored_markers=(">>>all\n",),
+        template=CallTemplate(call="NAME\nARGUMENTS", between=">>>"),
+        template_markers=((">>>all",), (">>>${recipient}",)),
     ),
     "functionary_v31": CallFormat(
         arguments="json",
         call=("<function=",),
         after_name=((">",),),
         end=("</function>",),
-        written=CallTemplate(call="<function=NAME>ARGUMENTS</function>", between=""),
-        mentions=(("<function=example_function_name>", "parameters in JSON"), ("</function>", "<|python_tag|>")),
+        template=CallTemplate(call="<function=NAME>ARGUMENTS</function>", between=""),
+        template_markers=(
+            ("<function=example_function_name>", "parameters in JSON"),
+            ("</function>", "<|python_tag|>"),
+        ),
     ),
     "olmo3": CallFormat(arguments="python", call=("<function_calls>",), end=("</function_calls>",)),
-    "granite-20b-fc": CallFormat(call=("<function_call>",), written=CallTemplate(call=f"<function_call> {_OBJECT}")),
+    "granite-20b-fc": CallFormat(call=("<function_call>",), template=CallTemplate(call=f"<function_call> {_OBJECT}")),
     "granite": CallFormat(
         call=("<|tool_call|>", "<tool_call>"),
-        written=_listed("<|tool_call|>[", "]"),
-        mentions=(("<|tool_call|>", "<|start_of_role|>"),),
+        template=_list_template("<|tool_call|>[", "]"),
+        template_markers=(("<|tool_call|>", "<|start_of_role|>"),),
     ),
     "phi4_mini_json": CallFormat(
         call=("functools", "<|tool_call|>"),
         end=("<|/tool_call|>",),
-        mentions=(("<|tool|>",), ("functools[",)),
-        written=_listed("functools[", "]"),
+        template_markers=(("<|tool|>",), ("functools[",)),
+        template=_list_template("functools[", "]"),
     ),
     "hermes": _HERMES,
     "granite4": _HERMES,
@@ -318,76 +331,81 @@ TOOL_FORMATS: Mapping[str, CallFormat] = {
         _PYTHONIC,
         call=("<|python_start|>",),
         end=("<|python_end|>",),
-        mentions=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
+        template_markers=(("<|python_start|>",), ("<|header_start|>", "[func_name1(")),
     ),
     "pythonic": _PYTHONIC,
     "llama4_json": replace(
         _LLAMA,
-        noise=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
-        mentions=(("<|header_start|>", '"parameters": '),),
+        ignored_markers=("<|python_start|>", "<|python_end|>", "<|header_start|>", "<|header_end|>"),
+        template_markers=(("<|header_start|>", '"parameters": '),),
     ),
     "llama3_json": _LLAMA,
-    "xlam": CallFormat(call=("[TOOL_CALLS]",), bare=("{", "["), written=_listed("[", "]"), mentions=()),
-    JSON: CallFormat(mentions=(), bare=("{", "["), written=_listed("[", "]", _PARAMETERS)),
+    "xlam": CallFormat(
+        call=("[TOOL_CALLS]",), bare_starts=("{", "["), template=_list_template("[", "]"), template_markers=()
+    ),
+    JSON: CallFormat(template_markers=(), bare_starts=("{", "["), template=_list_template("[", "]", _PARAMETERS)),
 }
 """All tool call formats by name, the most specific first. The first format that a chat template mentions is used."""
 
-_INSIDE = ReasoningFormat(inside=True)  # the model begins inside unless the prompt closed it
+_INSIDE = ReasoningFormat(starts_inside=True)  # the model begins inside unless the prompt closed it
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "openai_gptoss": ReasoningFormat(
         (f"{CHANNEL}analysis{MESSAGE}",),
         (END,),
-        also_ends=(CALL, RETURN),
+        next_starts=(CALL, RETURN),
         header=f"{START}assistant",
-        mentions=(("<|channel|>", "analysis"),),
+        template_markers=(("<|channel|>", "analysis"),),
     ),
     "muse_glimmer": ReasoningFormat(
         (f" to=self{MESSAGE}", f"to=self{MESSAGE}"),
         ("<|eom|>", "<|eot|>"),
         header=f"{START}assistant",
-        mentions=(("<atem:function_calls>",),),
+        template_markers=(("<atem:function_calls>",),),
     ),
     "cohere": ReasoningFormat(
         ("<|START_THINKING|>",),
         ("<|END_THINKING|>",),
-        also_ends=("<|START_ACTION|>", "<|START_RESPONSE|>"),
-        mentions=(("<|START_THINKING|>",),),
+        next_starts=("<|START_ACTION|>", "<|START_RESPONSE|>"),
+        template_markers=(("<|START_THINKING|>",),),
     ),
     "apertus": ReasoningFormat(
-        ("<|inner_prefix|>",), ("<|inner_suffix|>",), also_ends=("<|tools_prefix|>",), mentions=(("<|inner_prefix|>",),)
+        ("<|inner_prefix|>",),
+        ("<|inner_suffix|>",),
+        next_starts=("<|tools_prefix|>",),
+        template_markers=(("<|inner_prefix|>",),),
     ),
     "kimi_k3": ReasoningFormat(
         ("<|open|>think<|sep|>",),
         ("<|close|>think<|sep|>",),
-        also_ends=tuple(_K3[:2]),
-        mentions=(("<|open|>", "<|close|>", "<|sep|>"),),
+        next_starts=tuple(_K3[:2]),
+        template_markers=(("<|open|>", "<|close|>", "<|sep|>"),),
     ),
     "gemma4": ReasoningFormat(
         ("<|channel>thought\n", "<|channel>thought"),
         ("<channel|>",),
-        also_ends=("<|tool_call>",),
-        mentions=(("<|channel>", "<channel|>"),),
+        next_starts=("<|tool_call>",),
+        template_markers=(("<|channel>", "<channel|>"),),
     ),
-    "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), mentions=(("[THINK]",),)),
-    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), mentions=(("<seed:think>",),)),
+    "mistral": ReasoningFormat(("[THINK]", "<think>"), ("[/THINK]", "</think>"), template_markers=(("[THINK]",),)),
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), template_markers=(("<seed:think>",),)),
     "granite": ReasoningFormat(
         ("Here is my thought process:", "Here's my thought process:"),
         ("Here is my response: ", "Here's my response: ", "Here is my response:", "Here's my response:"),
-        mentions=(("Here is my thought process:",),),
+        template_markers=(("Here is my thought process:",),),
     ),
     "kimi_k2": ReasoningFormat(
-        also_ends=("<|tool_calls_section_begin|>",),
-        inside=True,
-        mentions=(("<|tool_calls_section_begin|>", "<think>"),),
+        next_starts=("<|tool_calls_section_begin|>",),
+        starts_inside=True,
+        template_markers=(("<|tool_calls_section_begin|>", "<think>"),),
     ),
-    "deepseek_r1": replace(_INSIDE, mentions=(("<｜Assistant｜><think>",),)),
-    "deepseek_v3": ReasoningFormat(mentions=(("<｜Assistant｜>", "<think>"),)),
-    "minimax_m2": replace(_INSIDE, mentions=(("<minimax:tool_call>", "<think>"),)),
-    "glm45": ReasoningFormat(mentions=(("<arg_key>", "<think>"),)),
+    "deepseek_r1": replace(_INSIDE, template_markers=(("<｜Assistant｜><think>",),)),
+    "deepseek_v3": ReasoningFormat(template_markers=(("<｜Assistant｜>", "<think>"),)),
+    "minimax_m2": replace(_INSIDE, template_markers=(("<minimax:tool_call>", "<think>"),)),
+    "glm45": ReasoningFormat(template_markers=(("<arg_key>", "<think>"),)),
     "glm47": ReasoningFormat(),
-    "olmo3": replace(_INSIDE, mentions=(("<function_calls>", "<think>"),)),
-    "qwen3": ReasoningFormat(mentions=(("<think>",), ("</think>",))),  # Nemotron's mentions only the end
+    "olmo3": replace(_INSIDE, template_markers=(("<function_calls>", "<think>"),)),
+    "qwen3": ReasoningFormat(template_markers=(("<think>",), ("</think>",))),  # Nemotron's mentions only the end
     "nemotron_v3": ReasoningFormat(),
     "holo2": _INSIDE,
     "step3": _INSIDE,
@@ -406,13 +424,13 @@ def detect(chat_template: str, sample: CallSample | None = None) -> tuple[str | 
     renders it, and the first format that can parse it is used; formats that the template mentions are tried first.
     Without ``sample``, the first tool call format that the template mentions is used.
     """
-    mentioned = [name for name, row in TOOL_FORMATS.items() if _is_mentioned(row.mentioned_by, chat_template)]
+    recognized = [name for name, row in TOOL_FORMATS.items() if _has_markers(row.required_markers, chat_template)]
     reasoning = next(
-        (name for name, row in REASONING_FORMATS.items() if _is_mentioned(row.mentions, chat_template)), None
+        (name for name, row in REASONING_FORMATS.items() if _has_markers(row.template_markers, chat_template)), None
     )
     if sample is None:
-        return (mentioned[0] if mentioned else None), reasoning
-    names = (name for name in (*mentioned, *TOOL_FORMATS) if name != JSON and _reads_back(name, sample))
+        return (recognized[0] if recognized else None), reasoning
+    names = (name for name in (*recognized, *TOOL_FORMATS) if name != JSON and _reads_back(name, sample))
     return next(names, None), reasoning
 
 
@@ -424,15 +442,15 @@ def _reads_back(name: str, sample: CallSample) -> bool:
     """Return whether a tool call format can parse the call that the chat template rendered, without leftover text."""
     for text in sample.texts:
         messages = Messages(partial(make_parser, name, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))
-        found = messages.whole(0, text)
+        found = messages.parse(0, text)
         calls = [(call.name, json.loads(call.arguments)) for call in found.tool_calls if call.is_json]
         if calls == [(SAMPLE_NAME, SAMPLE_ARGUMENTS)] and _NO_CONTENT.fullmatch("".join(found.content)):
             return True
     return False
 
 
-def _is_mentioned(mentions: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
-    return any(all(string in chat_template for string in strings) for strings in mentions)
+def _has_markers(template_markers: tuple[tuple[str, ...], ...], chat_template: str) -> bool:
+    return any(all(string in chat_template for string in strings) for strings in template_markers)
 
 
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
@@ -444,16 +462,16 @@ def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -
     if form.arguments == "python":
         calls = ", ".join(f"{each.get('name')}({_keywords(each)})" for each in functions)
         return f"{''.join(form.call[:1])}[{calls}]{''.join(form.end[:1])}"
-    written = form.written or _HERMES.written
+    written = form.template or _HERMES.template
     assert written is not None
     if written.parameter and not all(isinstance(each.get("arguments", {}), Mapping) for each in functions):
-        written = _HERMES.written
+        written = _HERMES.template
         assert written is not None
-    calls = written.between.join(_written_call(written, number, each) for number, each in enumerate(functions))
+    calls = written.between.join(_format_call(written, number, each) for number, each in enumerate(functions))
     return written.before + calls + written.after
 
 
-def _written_call(form: CallTemplate, number: int, function: Mapping[str, Any]) -> str:
+def _format_call(form: CallTemplate, number: int, function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments", {})
     if form.parameter:
         values = (
@@ -508,7 +526,7 @@ def special_tokens(tool_call: str | None, reasoning: str | None) -> frozenset[st
     """Return the special tokens that must not be removed from the output because the parser needs them as markers."""
     found: set[str] = set()
     if tool_call is not None:
-        found |= {*TOOL_FORMATS[tool_call].special, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}
+        found |= {*TOOL_FORMATS[tool_call].special_markers, *_MARKER.findall(repr(TOOL_FORMATS[tool_call]))}
     if reasoning is not None:
         found |= {*_MARKER.findall(repr(REASONING_FORMATS[reasoning]))}
     return frozenset(found)

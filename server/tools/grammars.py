@@ -44,7 +44,7 @@ def call_grammar(
     schemas of the functions in ``strict`` must be enforced completely; for other functions, constraints that cannot be
     enforced are removed. Raises RequestError if a schema cannot be used.
     """
-    form = TOOL_FORMATS[tool_call].written if tool_call is not None else None
+    form = TOOL_FORMATS[tool_call].template if tool_call is not None else None
     special = special or {}
     if form is None:
         return None
@@ -52,13 +52,13 @@ def call_grammar(
         form = CallTemplate(call="[TOOL_CALLS]NAME[ARGS]ARGUMENTS", between="")
     rules: dict[str, str] = {}
     for number, (name, schema) in enumerate(functions.items()):
-        call = _call(form, number, name, _prepared(name, schema, name in strict), special, rules)
+        call = _call(form, number, name, _prepare_parameters(name, schema, name in strict), special, rules)
         if call is None:
             return None
         rules[f"call_{number}"] = call
     rules["call"] = " | ".join(f"call_{number}" for number in range(len(functions)))
     start = [_text(form.before, special), "call"]
-    if parallel and form.several:
+    if parallel and form.allows_several_calls:
         start.append(f"({_text(form.between, special)} call)*")
     start.append(_text(form.after, special))
     lines = [f"start: {' '.join(filter(None, start))}", *(f"{name}: {body}" for name, body in rules.items())]
@@ -77,7 +77,7 @@ def _call(
     if not form.parameter:
         rules[f"arguments_{number}"] = _json(schema)
         return " ".join(_parts(form.call, name, number, special, rules))
-    parameters = _tagged(form, number, schema, special, rules)
+    parameters = _add_tag_rules(form, number, schema, special, rules)
     if parameters is None:
         return None
     return f"{_text(form.call.replace('NAME', name), special)} {parameters} {_text(form.call_end, special)}"
@@ -103,7 +103,7 @@ def _text(text: str, special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[piece]}]>" if piece in special else json.dumps(piece) for piece in pieces if piece)
 
 
-def _prepared(name: str, schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+def _prepare_parameters(name: str, schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     parameters = f"the parameters of {name}"
     try:
         return {**prepare_schema({**schema, "type": "object"}, strict=strict), "$comment": parameters}
@@ -115,7 +115,7 @@ def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": True}})
 
 
-def _tagged(
+def _add_tag_rules(
     form: CallTemplate, number: int, schema: Mapping[str, Any], special: Mapping[str, int], rules: dict[str, str]
 ) -> str | None:
     """Add grammar rules for a function's parameters, where each parameter is enclosed in tags.
@@ -184,7 +184,7 @@ def count_reasoning_tokens(
     beginning, inside = decode(token_ids[:_BEGINNING]).lstrip(), begins_inside(form, prompt)
     if not inside and (inside is None or not beginning.startswith(tuple(begin.lstrip() for begin in form.begin))):
         return 0
-    ends = re.compile("|".join(map(re.escape, (*form.end, *form.also_ends))))
+    ends = re.compile("|".join(map(re.escape, (*form.end, *form.next_starts))))
     ends_within = bisect_left(
         range(len(token_ids)), True, key=lambda last: ends.search(decode(token_ids[: last + 1])) is not None
     )

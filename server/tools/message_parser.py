@@ -33,15 +33,15 @@ class ToolCallDelta:
 class TextDelta(NamedTuple):
     """New text of the content or of the reasoning. ``end`` is the position of the text's end in the whole output."""
 
-    of: Literal["content", "reasoning"]
+    kind: Literal["content", "reasoning"]
     text: str
     end: int
 
 
-Said = TextDelta | ToolCallDelta
+DeltaPart = TextDelta | ToolCallDelta
 
 
-Delta = tuple[Said, ...]
+Delta = tuple[DeltaPart, ...]
 """What new output contains, in order: content, reasoning and tool calls. It is empty while the parser needs more text
 to decide between them.
 """
@@ -49,7 +49,7 @@ to decide between them.
 
 @dataclass(slots=True)
 class _Piece:
-    of: Literal["content", "reasoning"] | int
+    kind: Literal["content", "reasoning"] | int
     name: str | None = None
     texts: list[str] = field(default_factory=list)
     end: int = 0
@@ -65,7 +65,7 @@ class DeltaBuffer:
     def __init__(self, scanner: Scanner) -> None:
         self.num_calls = 0
         self._scanner = scanner
-        self._said: list[_Piece] = []
+        self._pieces: list[_Piece] = []
         self._space: list[tuple[str, int]] = []  # each with its end position
         self._after_call = self._any_content = False
 
@@ -74,13 +74,13 @@ class DeltaBuffer:
         """Whether content has been found on the current line."""
         return self._any_content and not self._after_call and not any("\n" in space for space, _ in self._space)
 
-    def _say(self, of: Literal["content", "reasoning"] | int, texts: Iterable[tuple[str, int]]) -> None:
+    def _add(self, kind: Literal["content", "reasoning"] | int, texts: Iterable[tuple[str, int]]) -> None:
         for text, end in texts:
             if not text:
                 continue
-            last = self._said[-1] if self._said else None
-            if last is None or last.of != of or (of == "content" and last.end != end - len(text)):
-                self._said.append(last := _Piece(of))
+            last = self._pieces[-1] if self._pieces else None
+            if last is None or last.kind != kind or (kind == "content" and last.end != end - len(text)):
+                self._pieces.append(last := _Piece(kind))
             last.texts.append(text)
             last.end = end
 
@@ -90,7 +90,7 @@ class DeltaBuffer:
         if visible:
             first = self._after_call and not self._any_content
             shown = (visible.lstrip() if first else visible, end - len(space))
-            self._say("content", [shown] if first else [*self._space, shown])
+            self._add("content", [shown] if first else [*self._space, shown])
             self._space.clear()
             self._after_call, self._any_content = False, True
         self._space.append((space, end))
@@ -99,44 +99,44 @@ class DeltaBuffer:
         """Add reasoning text. Line ends are held back until more reasoning follows."""
         visible, end = text.rstrip("\n"), self._scanner.num_read
         if visible:
-            self._say("reasoning", [*self._space, (visible, end)])
+            self._add("reasoning", [*self._space, (visible, end)])
             self._space.clear()
         self._space.append((text[len(visible) :], end))
 
     def end_reasoning(self, *, complete: bool) -> None:
         """End the reasoning, and drop its trailing line ends unless the output was truncated (not ``complete``)."""
         if not complete:
-            self._say("reasoning", self._space)
+            self._add("reasoning", self._space)
         self._space.clear()
 
     def call(self, name: str, *, space_is_text: bool = False) -> None:
         """Begin another tool call. If ``space_is_text`` is set, the white space before the call is content."""
         if space_is_text and self._any_content and not self._after_call:
-            self._say("content", self._space)
+            self._add("content", self._space)
         self._space.clear()
-        self._said.append(_Piece(self.num_calls, name))
+        self._pieces.append(_Piece(self.num_calls, name))
         self.num_calls += 1
         self._after_call = True
 
     def arguments(self, text: str) -> None:
-        self._say(self.num_calls - 1, [(text, self._scanner.num_read)])
+        self._add(self.num_calls - 1, [(text, self._scanner.num_read)])
 
     def end(self) -> None:
         if not self._after_call:
-            self._say("content", self._space)
+            self._add("content", self._space)
         self._space.clear()
 
-    def take(self) -> Delta:
+    def pop(self) -> Delta:
         """Remove and return the deltas that were collected since the last call."""
-        said: list[Said] = []
-        for piece in self._said:
+        parts: list[DeltaPart] = []
+        for piece in self._pieces:
             text = "".join(piece.texts)
-            if isinstance(piece.of, int):
-                said.append(ToolCallDelta(piece.of, piece.name, text))
+            if isinstance(piece.kind, int):
+                parts.append(ToolCallDelta(piece.kind, piece.name, text))
             else:
-                said.append(TextDelta(piece.of, text, piece.end))
-        self._said.clear()
-        return tuple(said)
+                parts.append(TextDelta(piece.kind, text, piece.end))
+        self._pieces.clear()
+        return tuple(parts)
 
 
 Reader = Callable[[Scanner, DeltaBuffer], Steps[None]]
@@ -160,20 +160,20 @@ class MessageParser:
     def _read(self, readers: tuple[Reader, ...]) -> Steps[None]:
         for reader in readers:
             yield from reader(self._scanner, self._pieces)
-            self._pieces.content(self._scanner.trail())
-        yield from self._scanner.rest(self._pieces.content)
+            self._pieces.content(self._scanner.pop_trail())
+        yield from self._scanner.read_rest(self._pieces.content)
 
     def push(self, text: str) -> Delta:
         self._scanner.feed(text)
         next(self._steps, None)
-        return self._pieces.take()
+        return self._pieces.pop()
 
     def finish(self) -> Delta:
         """End the message and return its last deltas, of text that was held back until now. Must be called once."""
         self._scanner.end()
         next(self._steps, None)
         self._pieces.end()
-        return self._pieces.take()
+        return self._pieces.pop()
 
 
 _CHARACTERS = string.ascii_letters + string.digits
@@ -182,15 +182,15 @@ _IS_SHORT = re.compile(rf"[A-Za-z0-9]{{{_SHORT}}}")
 
 
 def call_id() -> str:
-    return "call_" + _drawn(24)
+    return "call_" + _random_characters(24)
 
 
 def short_call_id() -> str:
     """Return a new random id for a tool call in the only form that Mistral's chat templates accept: nine characters."""
-    return _drawn(_SHORT)
+    return _random_characters(_SHORT)
 
 
-def _drawn(length: int) -> str:
+def _random_characters(length: int) -> str:
     return "".join(secrets.choice(_CHARACTERS) for _ in range(length))
 
 
@@ -199,7 +199,7 @@ def with_short_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     def shortened(part: Any, name: str) -> Any:
         is_named = isinstance(part, dict) and isinstance(part.get(name), str)
-        return {**part, name: _short(part[name])} if is_named else part
+        return {**part, name: _shorten_id(part[name])} if is_named else part
 
     changed = [dict(shortened(message, "tool_call_id")) for message in messages]
     for message in changed:
@@ -228,7 +228,7 @@ def with_numbered_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any
     return changed
 
 
-def _short(name: str) -> str:
+def _shorten_id(name: str) -> str:
     if _IS_SHORT.fullmatch(name):
         return name
     digest = hashlib.sha256(name.encode(errors="replace")).digest()
@@ -291,32 +291,32 @@ class Messages:
         delta = parser.push(text)
         if ended:
             delta = delta + parser.finish()
-        return self._taken(self.of(index), delta)
+        return self._add_to_message(self.message(index), delta)
 
-    def of(self, index: int) -> Message:
+    def message(self, index: int) -> Message:
         return self._messages.setdefault(index, Message())
 
-    def whole(self, index: int, text: str) -> Message:
+    def parse(self, index: int, text: str) -> Message:
         self.push(index, text, ended=True)
-        return self.of(index)
+        return self.message(index)
 
-    def _taken(self, message: Message, delta: Delta) -> Delta:
-        taken: list[Said] = []
-        for said in delta:
-            if isinstance(said, ToolCallDelta):
-                if said.index > 0 and not self.parallel:
+    def _add_to_message(self, message: Message, delta: Delta) -> Delta:
+        kept: list[DeltaPart] = []
+        for part in delta:
+            if isinstance(part, ToolCallDelta):
+                if part.index > 0 and not self.parallel:
                     continue
-                if said.name is not None:
-                    message.tool_calls.append(ToolCall(self.make_id(), said.name))
-                message.tool_calls[said.index].pieces.append(said.arguments)
-            elif said.of == "content":
+                if part.name is not None:
+                    message.tool_calls.append(ToolCall(self.make_id(), part.name))
+                message.tool_calls[part.index].pieces.append(part.arguments)
+            elif part.kind == "content":
                 if self.only_calls:
                     continue
-                message.content.append(said.text)
+                message.content.append(part.text)
             elif self.show_reasoning:
-                message.reasoning.append(said.text)
+                message.reasoning.append(part.text)
             else:
                 continue
-            message.ends_with_call = isinstance(said, ToolCallDelta)
-            taken.append(said)
-        return tuple(taken)
+            message.ends_with_call = isinstance(part, ToolCallDelta)
+            kept.append(part)
+        return tuple(kept)

@@ -32,19 +32,20 @@ class ReasoningFormat:
     Attributes:
         begin: The markers that begin reasoning.
         end: The markers that end reasoning.
-        also_ends: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
-        inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt ended it.
+        next_starts: The markers that end reasoning and belong to the text after it, e.g. the beginning of a tool call.
+        starts_inside: Whether the output begins inside the reasoning, even without a marker, unless the prompt
+            ended it.
         header: For models that write reasoning as a message of its own: the text after ``end``, with which the next
             message begins.
-        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
+        template_markers: Tuples of strings. A chat template that contains all strings of one tuple uses this format.
     """
 
     begin: tuple[str, ...] = ("<think>",)
     end: tuple[str, ...] = ("</think>",)
-    also_ends: tuple[str, ...] = ()
-    inside: bool = False
+    next_starts: tuple[str, ...] = ()
+    starts_inside: bool = False
     header: str = ""
-    mentions: tuple[tuple[str, ...], ...] = ()
+    template_markers: tuple[tuple[str, ...], ...] = ()
 
 
 def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
@@ -52,7 +53,7 @@ def begins_inside(form: ReasoningFormat, prompt: str) -> bool | None:
     written = prompt.rstrip()
     if written.endswith(form.end):
         return None
-    return form.inside or written.endswith(form.begin)
+    return form.starts_inside or written.endswith(form.begin)
 
 
 def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
@@ -63,7 +64,7 @@ def ends_within_reasoning(form: ReasoningFormat, message: str) -> bool:
 def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -> Reader:
     """Return a parser of reasoning up to its end marker or the beginning of a tool call (one of ``calls``)."""
     inside = begins_inside(form, prompt)
-    markers = Markers(*form.end, *form.also_ends, *calls)
+    markers = Markers(*form.end, *form.next_starts, *calls)
 
     def read(scanner: Scanner, pieces: DeltaBuffer) -> Steps[None]:
         if inside is None:
@@ -72,17 +73,17 @@ def reasoning(form: ReasoningFormat, prompt: str, calls: Collection[str] = ()) -
         begun = yield from scanner.literal(*form.begin)
         if not begun and not inside:
             return
-        space = scanner.trail()
+        space = scanner.pop_trail()
         if inside and not begun:  # the model wrote white space instead of the marker
             pieces.reasoning(space.lstrip())
         yield from scanner.space()
-        scanner.forget()
-        marker = yield from scanner.until(markers, pieces.reasoning, read_marker=False)
+        scanner.drop_trail()
+        marker = yield from scanner.read_until(markers, pieces.reasoning, read_marker=False)
         pieces.end_reasoning(complete=bool(marker))
         if marker in form.end:
             yield from scanner.literal(marker)
             yield from scanner.run(_LINE_ENDS)
-            scanner.forget()
+            scanner.drop_trail()
 
     return read
 
@@ -126,7 +127,7 @@ class _Channels:
         yield from scanner.space()
         marker = yield from scanner.literal(START, CHANNEL, MESSAGE, "to=")
         if marker == MESSAGE:
-            return scanner.trail()
+            return scanner.pop_trail()
         return (yield from self._rest_of_header()) if marker else ""
 
     def _rest_of_header(self) -> Steps[str]:
@@ -135,12 +136,12 @@ class _Channels:
             yield from scanner.run(_HEADER_TEXT)
             marker = yield from scanner.literal(CHANNEL, CONSTRAIN, MESSAGE)
             if marker == MESSAGE:
-                return scanner.trail()
+                return scanner.pop_trail()
             if not marker:
                 break
         if not (yield from scanner.peek()):
-            written = scanner.trail()
-            scanner.keep("" if _CUT_HEADER.fullmatch(written) else written)
+            written = scanner.pop_trail()
+            scanner.add_to_trail("" if _CUT_HEADER.fullmatch(written) else written)
         return ""
 
     def _function(self, header: str) -> str:
@@ -167,9 +168,9 @@ class _Channels:
         if form is not None and form.arguments == "tags":
             if marker := (yield from scanner.literal(*form.section, *form.call)):
                 yield from ToolCallParser(form, self.functions, scanner, pieces).read_group(marker)
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
             return (yield from self._read_body(pieces.content))
-        scanner.forget()
+        scanner.drop_trail()
         begun = False
 
         def arguments(text: str) -> None:
@@ -182,7 +183,7 @@ class _Channels:
         if (yield from scanner.peek()) == "{":  # markers in JSON strings are text
             yield from scanner.value(arguments)
         elif (yield from scanner.literal(*self.ends, CALL, RETURN)):
-            scanner.forget()
+            scanner.drop_trail()
             arguments("{}")
             return ""
         return (yield from self._read_body(arguments))
@@ -190,17 +191,17 @@ class _Channels:
     def _read_body(self, sink: Sink) -> Steps[str]:
         """Read the text of a message. If its end marker is missing, return the header of the next message."""
         scanner, body_ends = self.scanner, Markers(*self.ends, CALL, RETURN, START, CHANNEL)
-        while marker := (yield from scanner.until(body_ends, sink)):
+        while marker := (yield from scanner.read_until(body_ends, sink)):
             if marker in (START, CHANNEL):
                 header = yield from self._rest_of_header()
                 if header:
                     return header
             elif marker not in self.ends:
                 yield from scanner.space()
-                if (yield from scanner.ahead(len(START))) in ("", START):
+                if (yield from scanner.peek_ahead(len(START))) in ("", START):
                     marker = END
             if marker in (END, *self.ends):
-                scanner.forget()
+                scanner.drop_trail()
                 return ""
-            sink(scanner.trail())
+            sink(scanner.pop_trail())
         return ""

@@ -43,8 +43,8 @@ class Scanner:
     """Reads a text that arrives in chunks, for incremental parsers. O(characters).
 
     Text that was read goes to a function ``sink``. Without a sink it is added to the trail, because it may be content
-    or the beginning of a tool call. When the following text shows which it is, `trail` returns the collected text, or
-    `forget` discards it.
+    or the beginning of a tool call. When the following text shows which it is, `pop_trail` returns the collected text,
+    or `drop_trail` discards it.
     """
 
     def __init__(self) -> None:
@@ -65,19 +65,19 @@ class Scanner:
     def num_read(self) -> int:
         return self._num_dropped + self._at
 
-    def forget(self) -> None:
+    def drop_trail(self) -> None:
         """Discard the trail, i.e. the text that was read without a sink, because it turned out to be markup."""
         self._trail = []
 
-    def trail(self) -> str:
+    def pop_trail(self) -> str:
         text = "".join(self._trail)
         self._trail = []
         return text
 
-    def keep(self, text: str) -> None:
+    def add_to_trail(self, text: str) -> None:
         self._trail.append(text)
 
-    def _take(self, end: int, sink: Sink | None = None) -> str:
+    def _advance(self, end: int, sink: Sink | None = None) -> str:
         text = self._text[self._at : end]
         self._at = end
         if text:
@@ -90,33 +90,33 @@ class Scanner:
         while True:
             if match := pattern.match(self._text, self._at):
                 found |= match.end() > match.start()
-                self._take(match.end(), sink)
+                self._advance(match.end(), sink)
             if self._at < len(self._text) or self._ended:
                 return found
             yield
 
-    def word(self, pattern: re.Pattern[str], *, kept: bool = True) -> Steps[str]:
+    def read_word(self, pattern: re.Pattern[str], *, in_trail: bool = True) -> Steps[str]:
         """Read and return all following characters that a pattern (a repeated character class) matches.
 
-        Without ``kept``, the characters are not added to the trail.
+        Without ``in_trail``, the characters are not added to the trail.
         """
         letters: list[str] = []
         yield from self.run(pattern, letters.append)
         word = "".join(letters)
-        if kept:
-            self.keep(word)
+        if in_trail:
+            self.add_to_trail(word)
         return word
 
     def space(self) -> Steps[bool]:
         return (yield from self.run(_SPACE))
 
-    def rest(self, sink: Sink) -> Steps[None]:
+    def read_rest(self, sink: Sink) -> Steps[None]:
         yield from self.run(_ANY, sink)
 
     def peek(self) -> Steps[str]:
-        return (yield from self.ahead(1))
+        return (yield from self.peek_ahead(1))
 
-    def ahead(self, count: int) -> Steps[str]:
+    def peek_ahead(self, count: int) -> Steps[str]:
         """Return the next ``count`` characters of the text without reading them; fewer at the end of the text."""
         while len(self._text) - self._at < count and not self._ended:
             yield
@@ -132,12 +132,12 @@ class Scanner:
             yield
         found = max((option for option in options if rest.startswith(option)), key=len, default="")
         if found or not longer:
-            self._take(self._at + len(found), sink)
+            self._advance(self._at + len(found), sink)
         else:
-            self._take(len(self._text))
+            self._advance(len(self._text))
         return found
 
-    def until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
+    def read_until(self, markers: Markers, sink: Sink, *, read_marker: bool = True, last: str = "") -> Steps[str]:
         """Pass the text before the first marker to ``sink``, and read and return the marker; "" if none follows.
 
         Without ``read_marker``, the marker is returned but not read. ``last`` is an additional marker that counts only
@@ -149,11 +149,11 @@ class Scanner:
                 match = re.compile(re.escape(last) + r"(?=\s*\Z)").search(self._text, self._at)
             unsure = len(self._text) if self._ended else self._unsure_from(markers)
             if match and match.start() < unsure:
-                self._take(match.start(), sink)
+                self._advance(match.start(), sink)
                 if read_marker:
-                    self._take(match.end())
+                    self._advance(match.end())
                 return match[0]
-            self._take(unsure, sink)
+            self._advance(unsure, sink)
             if self._ended:
                 return ""
             yield
@@ -172,7 +172,7 @@ class Scanner:
             return None
         pieces: list[str] = []
         ended = yield from self._rest_of_string(pieces.append)
-        self.keep("".join(pieces))
+        self.add_to_trail("".join(pieces))
         if not ended:
             return None
         try:
@@ -189,31 +189,31 @@ class Scanner:
             mark = yield from self.peek()
             if mark != "\\":
                 return bool((yield from self.literal('"', sink=sink)))
-            written = yield from self.ahead(2)
-            if written == "\\u" and _UNICODE.fullmatch(code := (yield from self.ahead(6))):
+            written = yield from self.peek_ahead(2)
+            if written == "\\u" and _UNICODE.fullmatch(code := (yield from self.peek_ahead(6))):
                 written = code
-            self._take(self._at + len(written), sink)
+            self._advance(self._at + len(written), sink)
 
-    def value(self, sink: Sink | None = None, *, kept: bool = False) -> Steps[bool]:
+    def value(self, sink: Sink | None = None, *, in_trail: bool = False) -> Steps[bool]:
         """Read a JSON value into ``sink``; return whether the value is complete.
 
         Common mistakes of models are corrected: control characters in strings, Python's constants, numbers beyond the
-        range of floats and trailing commas. With ``kept``, the original text is added to the trail too, because it may
-        turn out to be content.
+        range of floats and trailing commas. With ``in_trail``, the original text is added to the trail too, because
+        it may turn out to be content.
         """
 
-        def take(written: str, said: str) -> None:
-            if kept or sink is None:
-                self.keep(written)
+        def emit(written: str, corrected: str) -> None:
+            if in_trail or sink is None:
+                self.add_to_trail(written)
             if sink is not None:
-                sink(said)
+                sink(corrected)
 
         def outside(text: str) -> None:
-            take(text, text)
+            emit(text, text)
 
         def inside(text: str) -> None:
             is_literal = len(text) == 2 and text[0] == "\\" and text[1] not in _ESCAPED  # an unescaped backslash
-            take(text, "\\" * is_literal + text.translate(_ESCAPES))
+            emit(text, "\\" * is_literal + text.translate(_ESCAPES))
 
         first = yield from self.peek()
         if first == '"':
@@ -224,15 +224,15 @@ class Scanner:
         to_close: list[str] = []
         while True:
             yield from self.run(_BETWEEN, outside)
-            if word := (yield from self.word(_WORD, kept=False)):
-                take(word, _constant(word))
+            if word := (yield from self.read_word(_WORD, in_trail=False)):
+                emit(word, _constant(word))
                 continue
             mark = yield from self.peek()
             if mark == ",":
                 yield from self.literal(mark, sink=discard)
-                space = yield from self.word(_SPACE, kept=False)
+                space = yield from self.read_word(_SPACE, in_trail=False)
                 is_last = (yield from self.peek()) == to_close[-1]
-                take(mark, "" if is_last else mark)
+                emit(mark, "" if is_last else mark)
                 outside(space)
                 continue
             if mark not in {'"', "{", "[", *to_close[-1:]}:

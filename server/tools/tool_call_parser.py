@@ -76,7 +76,7 @@ class CallTemplate:
     before: str = ""
     between: str = "\n"
     after: str = ""
-    several: bool = True
+    allows_several_calls: bool = True
     parameter: str = ""
     value_end: str = ""
     call_end: str = ""
@@ -87,65 +87,65 @@ class CallFormat:
     """How a model writes tool calls, for the parser.
 
     Attributes:
-        mentions: Tuples of strings. A chat template that contains all strings of one tuple uses this format. If None,
-            the template must contain the first marker of ``section`` or ``call``.
+        template_markers: Tuples of strings. A chat template that contains all strings of one tuple uses this format. If
+            None, the template must contain the first marker of ``section`` or ``call``.
         arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
             such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
             literals; or an object "keyed" by the name, or a list of such objects.
         message_ends: For models that write a tool call as a message whose header names the function, the markers that
             end a message.
         section: The markers that begin a list of calls.
-        closes: Whether text after ``section`` is never content.
+        ends_content: Whether text after ``section`` is never content.
         call: The markers that begin a call.
-        bare: The first characters of messages that begin with a call without a marker.
+        bare_starts: The first characters of messages that begin with a call without a marker.
         head: The literals between the marker and the name.
         after_name: The literals between the name and the arguments.
         end: The markers after a call, which models often omit.
-        noise: Markers that have no meaning and are removed from the text.
+        ignored_markers: Markers that have no meaning and are removed from the text.
         space_is_text: Whether white space before a call belongs to the content.
-        opened: In formats whose prompts end with the marker that begins a call, the function name that the model writes
-            if content follows instead.
+        content_name: In formats whose prompts end with the marker that begins a call, the function name that the model
+            writes if content follows instead.
         key: In formats with tags, the text before the name of a parameter; the next six attributes are for them too.
         after_key: The texts after the name of a parameter.
         value_end: The tag after a value.
         call_end: The tag after the last parameter.
-        on_lines: Whether values stand on lines of their own, whose line ends do not belong to the value.
+        has_line_values: Whether values stand on lines of their own, whose line ends do not belong to the value.
         value_end_before_tag: Whether ``value_end`` counts only if another tag follows.
-        escaped: Whether names of parameters are escaped as in XML.
-        special: Markers that are special tokens of some tokenizers and must stay in the decoded text.
-        written: The template of this format for prompts and grammars. None: no grammar can force its tool calls.
+        escapes_names: Whether names of parameters are escaped as in XML.
+        special_markers: Markers that are special tokens of some tokenizers and must stay in the decoded text.
+        template: The template of this format for prompts and grammars. None: no grammar can force its tool calls.
     """
 
-    mentions: tuple[tuple[str, ...], ...] | None = None
+    template_markers: tuple[tuple[str, ...], ...] | None = None
     arguments: Literal["object", "json", "tags", "python", "gemma", "keyed"] = "object"
     message_ends: tuple[str, ...] = ()
     section: tuple[str, ...] = ()
-    closes: bool = False
+    ends_content: bool = False
     call: tuple[str, ...] = ()
-    bare: tuple[str, ...] = ()
+    bare_starts: tuple[str, ...] = ()
     head: Sequence = ()
     after_name: Sequence = ()
     end: tuple[str, ...] = ()
-    noise: tuple[str, ...] = ()
+    ignored_markers: tuple[str, ...] = ()
     space_is_text: bool = False
-    opened: str = ""
+    content_name: str = ""
     key: str = ""
     after_key: tuple[str, ...] = ()
     value_end: str = ""
     call_end: str = ""
-    on_lines: bool = False
+    has_line_values: bool = False
     value_end_before_tag: bool = False
-    escaped: bool = False
-    special: tuple[str, ...] = ()
-    written: CallTemplate | None = None
+    escapes_names: bool = False
+    special_markers: tuple[str, ...] = ()
+    template: CallTemplate | None = None
 
     @property
-    def mentioned_by(self) -> tuple[tuple[str, ...], ...]:
-        return ((self.section or self.call)[:1],) if self.mentions is None else self.mentions
+    def required_markers(self) -> tuple[tuple[str, ...], ...]:
+        return ((self.section or self.call)[:1],) if self.template_markers is None else self.template_markers
 
     @cached_property
     def starts(self) -> Markers:
-        return Markers(*self.section, *self.call, *self.noise)
+        return Markers(*self.section, *self.call, *self.ignored_markers)
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class CallFormat:
         """The texts that end a parameter's value: its closing tag or, if that is forgotten, the tags after it."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
-        if self.on_lines:
+        if self.has_line_values:
             return Markers(f"\n{self.value_end}", self.value_end)
         forgotten = [f"{self.call_end}{between}{call}" for between in ("", "\n") for call in self.call]
         return Markers(self.value_end, *(forgotten if not self.section else ()))
@@ -193,38 +193,38 @@ class ToolCallParser:
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
         self._form, self._functions, self._scanner, self._pieces = form, functions, scanner, pieces
         self._accepts: Callable[[str], bool] = (
-            functions.__contains__ if functions and (form.bare or form.opened) else bool
+            functions.__contains__ if functions and (form.bare_starts or form.content_name) else bool
         )
-        self._read_object = partial(self._read_list, self._object, (";", ","), "")
-        self._read_keyed = partial(self._read_list, self._keyed, (",",), "")
+        self._read_object = partial(self._read_list, self._read_one_object, (";", ","), "")
+        self._read_keyed = partial(self._read_list, self._read_one_keyed, (",",), "")
         self._read_python = partial(self._read_list, self._python_call, (",",), "<")
         self._read_one: Callable[[], Steps[None]] = getattr(self, f"_read_{form.arguments}")
 
     def read(self) -> Steps[None]:
         form, scanner, pieces = self._form, self._scanner, self._pieces
-        if form.bare:
+        if form.bare_starts:
             yield from self._read_bare()
-        elif form.opened and (yield from scanner.literal(f"{form.opened}\n")):
-            scanner.forget()
-        elif form.opened:
+        elif form.content_name and (yield from scanner.literal(f"{form.content_name}\n")):
+            scanner.drop_trail()
+        elif form.content_name:
             yield from self.read_group(form.call[0])
-            pieces.content(scanner.trail())
-        while form.call and (marker := (yield from scanner.until(form.starts, pieces.content))):
+            pieces.content(scanner.pop_trail())
+        while form.call and (marker := (yield from scanner.read_until(form.starts, pieces.content))):
             yield from self.read_group(marker)
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
 
     def _read_bare(self) -> Steps[None]:
         yield from self._scanner.space()
-        if (yield from self._scanner.peek()) in self._form.bare:
+        if (yield from self._scanner.peek()) in self._form.bare_starts:
             yield from self.read_group("")
-        self._pieces.content(self._scanner.trail())
+        self._pieces.content(self._scanner.pop_trail())
 
     def read_group(self, marker: str) -> Steps[None]:
         """Read the tool calls after ``marker``. Text that is not a call stays in the scanner's trail for the caller."""
         form, scanner, pieces = self._form, self._scanner, self._pieces
-        if marker in form.noise:
-            scanner.forget()
-            if form.bare:
+        if marker in form.ignored_markers:
+            scanner.drop_trail()
+            if form.bare_starts:
                 yield from self._read_bare()
             return
         num_calls = pieces.num_calls
@@ -235,40 +235,40 @@ class ToolCallParser:
             yield from self._read_one()
         has_begun = pieces.num_calls > num_calls
         if (has_begun or not is_prose) and not (yield from scanner.peek()):
-            scanner.forget()  # the output was truncated at the beginning of a call
+            scanner.drop_trail()  # the output was truncated at the beginning of a call
         if has_begun:
-            pieces.content(scanner.trail())
+            pieces.content(scanner.pop_trail())
             yield from scanner.run(_CLOSING)
             while form.ends and (yield from scanner.literal(*form.ends)):
-                scanner.forget()
+                scanner.drop_trail()
                 yield from scanner.run(_CLOSING)
             if not (yield from scanner.peek()):
-                scanner.forget()
+                scanner.drop_trail()
 
     def _skip(self, marker: str) -> Steps[bool]:
         scanner, form = self._scanner, self._form
-        if not form.closes:
+        if not form.ends_content:
             return False
-        stop = yield from scanner.until(form.stops, scanner.keep)
-        skipped = scanner.trail()
+        stop = yield from scanner.read_until(form.stops, scanner.add_to_trail)
+        skipped = scanner.pop_trail()
         if not stop and skipped.strip() != marker:
             self._pieces.content(skipped)
         return stop in form.call
 
-    def _begin(self, name: str) -> None:
-        self._scanner.forget()
+    def _begin_call(self, name: str) -> None:
+        self._scanner.drop_trail()
         self._pieces.call(name, space_is_text=self._form.space_is_text)
 
     def _argument(self, name: str, key: str, *, first: bool) -> None:
         if first:
-            self._begin(name)
-        self._scanner.forget()
+            self._begin_call(name)
+        self._scanner.drop_trail()
         self._pieces.arguments(f"{'{' if first else ', '}{json_string(key)}: ")
 
-    def _end(self, name: str, *, first: bool) -> None:
+    def _end_call(self, name: str, *, first: bool) -> None:
         if first:
-            self._begin(name)
-        self._scanner.forget()
+            self._begin_call(name)
+        self._scanner.drop_trail()
         self._pieces.arguments("{}" if first else "}")
 
     def _literals(self, sequence: Sequence) -> Steps[bool]:
@@ -280,7 +280,7 @@ class ToolCallParser:
                 return False
             if literal == CALL_ID:
                 yield from scanner.space()
-                yield from scanner.word(_NAME)
+                yield from scanner.read_word(_NAME)
         return True
 
     def _read_list(self, read_one: Callable[[], Steps[bool]], between: tuple[str, ...], ends: str) -> Steps[None]:
@@ -298,9 +298,9 @@ class ToolCallParser:
             if in_list or not following or following in ends:
                 break
         if in_list and (yield from scanner.literal("]")):
-            scanner.forget()
+            scanner.drop_trail()
 
-    def _object(self) -> Steps[bool]:
+    def _read_one_object(self) -> Steps[bool]:
         """Read a tool call as a JSON object with name and arguments in either order; return whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
@@ -322,18 +322,18 @@ class ToolCallParser:
             elif key in _ARGUMENTS and held is None and not begun:
                 if name is not None and (yield from scanner.peek()) == "{":
                     begun = True
-                    self._begin(name)
+                    self._begin_call(name)
                     if not (yield from scanner.value(self._pieces.arguments)):
                         return False
                 else:
-                    held = yield from self._held_arguments()
+                    held = yield from self._read_arguments_object()
                     if held is None:
                         return False
             elif not (yield from scanner.value()):
                 return False
             if name is not None and held is not None and not begun:
                 begun = True
-                self._begin(name)
+                self._begin_call(name)
                 self._pieces.arguments(held)
             yield from scanner.space()
             if not (yield from scanner.literal(",")):
@@ -341,12 +341,12 @@ class ToolCallParser:
         if name is None or not (yield from scanner.literal("}")):
             return False
         if begun:
-            scanner.forget()
+            scanner.drop_trail()
         else:
-            self._end(name, first=True)
+            self._end_call(name, first=True)
         return True
 
-    def _keyed(self) -> Steps[bool]:
+    def _read_one_keyed(self) -> Steps[bool]:
         """Read a tool call as a JSON object that maps the name to the arguments; return whether it is complete."""
         scanner = self._scanner
         if not (yield from scanner.literal("{")):
@@ -359,16 +359,16 @@ class ToolCallParser:
         yield from scanner.space()
         if (yield from scanner.peek()) != "{":
             return False
-        self._begin(name)
+        self._begin_call(name)
         if not (yield from scanner.value(self._pieces.arguments)):
             return False
         yield from scanner.space()
         if not (yield from scanner.literal("}")):
             return False
-        scanner.forget()
+        scanner.drop_trail()
         return True
 
-    def _held_arguments(self) -> Steps[str | None]:
+    def _read_arguments_object(self) -> Steps[str | None]:
         """Read the arguments of a tool call and return them as a JSON object; None if they are not an object.
 
         A string that contains an object is accepted too, and null becomes "{}".
@@ -382,34 +382,34 @@ class ToolCallParser:
         if (yield from scanner.peek()) != "{":
             return None
         pieces: list[str] = []
-        complete = yield from scanner.value(pieces.append, kept=True)
+        complete = yield from scanner.value(pieces.append, in_trail=True)
         return "".join(pieces) if complete else None
 
     def _read_json(self) -> Steps[None]:
         scanner = self._scanner
-        if not (self._form.section or self._form.opened) and (yield from scanner.peek()) in (
+        if not (self._form.section or self._form.content_name) and (yield from scanner.peek()) in (
             "{",
             "[",
         ):  # older models of Mistral
             yield from self._read_object()
         elif (yield from self._literals(self._form.head)):
-            name = yield from scanner.word(_NAME)
+            name = yield from scanner.read_word(_NAME)
             if name not in self._functions:  # Kimi numbers its calls
                 name = _NUMBER.sub("", name)
             if name and self._accepts(name) and (yield from self._literals(self._form.after_name)):
                 yield from scanner.space()
                 if (yield from scanner.peek()) == "{":
-                    self._begin(name)
+                    self._begin_call(name)
                     yield from scanner.value(self._pieces.arguments)
 
     def _read_gemma(self) -> Steps[None]:
         scanner = self._scanner
         if (yield from self._literals(self._form.head)):
-            name = yield from scanner.word(_GEMMA_NAME)
+            name = yield from scanner.read_word(_GEMMA_NAME)
             if name and self._accepts(name) and (yield from scanner.literal("{")):
-                yield from self._named(name, "}", read_gemma_key, GEMMA)
+                yield from self._read_named_arguments(name, "}", read_gemma_key, GEMMA)
 
-    def _named(
+    def _read_named_arguments(
         self, name: str, close: str, read_key: Callable[[Scanner], Steps[str | None]], dialect: Dialect
     ) -> Steps[bool]:
         """Read named arguments of a tool call up to the closing bracket ``close``; return whether they are complete."""
@@ -427,27 +427,29 @@ class ToolCallParser:
             if not (yield from scanner.literal(",")) and (yield from scanner.peek()) != close:
                 return False
             yield from scanner.space()
-        self._end(name, first=first)
+        self._end_call(name, first=first)
         return True
 
     def _python_call(self) -> Steps[bool]:
         scanner = self._scanner
-        name = yield from scanner.word(_NAME)
+        name = yield from scanner.read_word(_NAME)
         if not name or not self._accepts(name):
             return False
         yield from scanner.space()
-        return bool((yield from scanner.literal("("))) and (yield from self._named(name, ")", read_python_key, PYTHON))
+        return bool((yield from scanner.literal("("))) and (
+            yield from self._read_named_arguments(name, ")", read_python_key, PYTHON)
+        )
 
     def _read_tags(self) -> Steps[None]:
         scanner, form = self._scanner, self._form
         yield from scanner.literal('"', "'")
-        name = yield from scanner.word(_TAG_NAME)
+        name = yield from scanner.read_word(_TAG_NAME)
         yield from scanner.literal('"', "'")
-        attributes = yield from scanner.word(_TO_LINE_END)
+        attributes = yield from scanner.read_word(_TO_LINE_END)
         if not name or not self._accepts(name):
             return
         if not _ATTRIBUTES.fullmatch(attributes):
-            self._pieces.content(scanner.trail())
+            self._pieces.content(scanner.pop_trail())
             return
         if not (yield from self._literals(form.after_name)):
             return
@@ -465,19 +467,19 @@ class ToolCallParser:
                 yield from scanner.space()
             else:
                 return
-        self._end(name, first=first)
+        self._end_call(name, first=first)
 
     def _parameter(self, name: str, *, first: bool) -> Steps[bool]:
         scanner, form = self._scanner, self._form
-        written = yield from scanner.word(_KEY_OF_XML if form.escaped else _TO_LINE_END)
+        written = yield from scanner.read_word(_KEY_OF_XML if form.escapes_names else _TO_LINE_END)
         match = _KEY.fullmatch(written)
         if match is None or not (yield from self._literals(tuple((literal,) for literal in form.after_key))):
             return False
-        on_lines = form.on_lines and bool((yield from scanner.literal("\n")))
+        on_lines = form.has_line_values and bool((yield from scanner.literal("\n")))
         if not (yield from scanner.peek()):
             return False
         key = match["bare"] if match["quoted"] is None else match["quoted"]
-        key = html.unescape(key) if form.escaped else key
+        key = html.unescape(key) if form.escapes_names else key
         self._argument(name, key, first=first)
         types = types_of(self._functions, name, key)
         if (told := _TYPE.search(match["rest"])) and told[1] == "type":
@@ -487,8 +489,8 @@ class ToolCallParser:
         value = Plain(self._pieces.arguments, types)
         ends = form.line_ends if on_lines else form.value_ends
         last = form.call_end if not form.section and not form.value_end_before_tag else ""
-        complete = bool((yield from scanner.until(ends, value.add, read_marker=False, last=last)))
+        complete = bool((yield from scanner.read_until(ends, value.add, read_marker=False, last=last)))
         value.end(complete=complete)
         yield from scanner.literal(f"\n{form.value_end}", form.value_end)
-        scanner.forget()
+        scanner.drop_trail()
         return complete

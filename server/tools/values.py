@@ -58,13 +58,13 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def is_json(text: str) -> bool:
     try:
-        json.loads(text, parse_constant=_finite, parse_float=_finite)
+        json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     except (ValueError, RecursionError):
         return False
     return True
 
 
-def _finite(number: str) -> float:
+def _parse_finite(number: str) -> float:
     if not math.isfinite(found := float(number)):
         raise ValueError(f"{number} is beyond the range of numbers")
     return found
@@ -173,7 +173,7 @@ def read_literal(scanner: Scanner, sink: Sink, dialect: Dialect) -> Steps[bool]:
                 continue
             ended = yield from dialect.read_string(scanner, sink)
             if ended is None:
-                word = yield from scanner.word(dialect.key if is_key else dialect.word, kept=False)
+                word = yield from scanner.read_word(dialect.key if is_key else dialect.word, in_trail=False)
                 if not word.strip():
                     return False
                 sink(json_string(word.strip()) if is_key else dialect.json_of_word(word.strip()))
@@ -223,8 +223,8 @@ def _read_python_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
 
 
 def _read_escape(scanner: Scanner, sink: Sink) -> Steps[None]:
-    letter = (yield from scanner.ahead(2))[1:]
-    written = yield from scanner.ahead(_ESCAPE_LENGTHS.get(letter, 2))
+    letter = (yield from scanner.peek_ahead(2))[1:]
+    written = yield from scanner.peek_ahead(_ESCAPE_LENGTHS.get(letter, 2))
     if match := _CODE.fullmatch(written):
         text = chr(int(match[1] or match[2] or match[3], 16))
     else:
@@ -238,7 +238,9 @@ def _read_gemma_string(scanner: Scanner, sink: Sink) -> Steps[bool | None]:
     if not (yield from scanner.literal(GEMMA_QUOTE, sink=discard)):
         return None
     sink('"')
-    ended = yield from scanner.until(_GEMMA_STRING_END, lambda text: sink(json_characters(text)), read_marker=False)
+    ended = yield from scanner.read_until(
+        _GEMMA_STRING_END, lambda text: sink(json_characters(text)), read_marker=False
+    )
     yield from scanner.literal(GEMMA_QUOTE, sink=discard)
     sink('"' if ended else "")
     return bool(ended)
@@ -267,10 +269,10 @@ GEMMA = Dialect(
 def read_gemma_key(scanner: Scanner) -> Steps[str | None]:
     written: list[str] = []
     if (yield from scanner.literal(GEMMA_QUOTE)):
-        yield from scanner.until(_GEMMA_STRING_END, written.append)
-        scanner.keep("".join(written))
+        yield from scanner.read_until(_GEMMA_STRING_END, written.append)
+        scanner.add_to_trail("".join(written))
     else:
-        written.append((yield from scanner.word(GEMMA.key)).strip())
+        written.append((yield from scanner.read_word(GEMMA.key)).strip())
     if not (yield from scanner.literal(":")):
         return None
     yield from scanner.space()
@@ -281,6 +283,6 @@ _PYTHON_KEY = re.compile(r"[\w.]+")
 
 
 def read_python_key(scanner: Scanner) -> Steps[str | None]:
-    key = yield from scanner.word(_PYTHON_KEY)
+    key = yield from scanner.read_word(_PYTHON_KEY)
     yield from scanner.space()
     return key if key and (yield from scanner.literal("=")) else None

@@ -66,7 +66,7 @@ class CostModel:
         """Record the time of a forward pass that was measured at start-up."""
         calibrate_pass(self.address, num_positions, is_wide, seconds)
 
-    def begin(self) -> None:
+    def end_warm_up(self) -> None:
         """End the warm-up: discard the times of all forward passes except those recorded with ``calibrate``."""
         start_serving(self.address)
         # Compile it before the first request needs it.

@@ -117,7 +117,7 @@ class StepThroughput:
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start to time an engine step, and stop timing the previous one."""
         if self._num_tokens:
             for rate in (self._rate, self._plain) if self._is_plain else (self._rate,):
@@ -212,7 +212,7 @@ class MarginalGain:
         ``expected_accepted`` is the expected number of accepted tokens of the primary draft, and ``first`` the
         acceptance probability of its first token.
         """
-        total, count = self._cells.get(_cell(expected_accepted, first), (0.0, 0.0))
+        total, count = self._cells.get(_bucket(expected_accepted, first), (0.0, 0.0))
         return (total + _GAIN_PRIOR_WEIGHT * self._sum / self._count) / (count + _GAIN_PRIOR_WEIGHT)
 
     def learn(self, expected_accepted: float, first: float, gain: int) -> None:
@@ -221,15 +221,15 @@ class MarginalGain:
         ``expected_accepted`` is the expected number of accepted tokens of the primary draft, and ``first`` the
         acceptance probability of its first token.
         """
-        self._sum, self._count = _faded(self._sum, self._count, gain, _GAIN_MEMORY)
-        cell = _cell(expected_accepted, first)
-        self._cells[cell] = _faded(*self._cells.get(cell, (0.0, 0.0)), gain, _CELL_MEMORY)
+        self._sum, self._count = _decay(self._sum, self._count, gain, _GAIN_MEMORY)
+        cell = _bucket(expected_accepted, first)
+        self._cells[cell] = _decay(*self._cells.get(cell, (0.0, 0.0)), gain, _CELL_MEMORY)
 
 
-def _cell(expected_accepted: float, first: float) -> tuple[int, int]:
+def _bucket(expected_accepted: float, first: float) -> tuple[int, int]:
     return bisect_right(_EXPECTED_BOUNDS, expected_accepted), bisect_right(_FIRST_TOKEN_BOUNDS, first)
 
 
-def _faded(total: float, count: float, more: float, memory: float) -> tuple[float, float]:
+def _decay(total: float, count: float, more: float, memory: float) -> tuple[float, float]:
     fading = min(1.0, memory / (count + 1.0))
     return fading * (total + more), fading * (count + 1.0)

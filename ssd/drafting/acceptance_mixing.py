@@ -77,7 +77,7 @@ _TYPICAL_VERDICT: Final = np.array([0.1, 0.03, 0.04, 0.15, 0.25, 0.4, 0.6])
 
 
 @inlined
-def _mixed(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
+def _mix_log_odds(model: AcceptanceTables, inputs: Int64s, weights_number: int) -> float:
     total = model.weights[weights_number, NUM_FEATURES]
     for i in range(NUM_FEATURES):
         if inputs[i] >= 0:
@@ -99,7 +99,7 @@ def acceptance_probability(model: AcceptanceTables, inputs: Int64s, weights_numb
     ``inputs`` holds for each feature the index of its table entry, or -1 if the feature is absent. ``weights_number``
     is the index of the weight vector, see `weight_set`.
     """
-    knot, part = _curve_position(_mixed(model, inputs, weights_number))
+    knot, part = _curve_position(_mix_log_odds(model, inputs, weights_number))
     knots = model.knots[weights_number % DEPTH_BUCKETS]
     return float((1.0 - part) * knots[knot] + part * knots[knot + 1])
 
@@ -120,7 +120,7 @@ def learn_outcome(model: AcceptanceTables, inputs: Int64s, weights_number: int, 
     Returns:
         ``label`` minus the estimated probability before the correction curve was applied.
     """
-    log_odds = _mixed(model, inputs, weights_number)
+    log_odds = _mix_log_odds(model, inputs, weights_number)
     knot, part = _curve_position(log_odds)
     knots = model.knots[weights_number % DEPTH_BUCKETS]
     step = _KNOT_RATE * (label - (1.0 - part) * knots[knot] - part * knots[knot + 1])

@@ -53,7 +53,7 @@ class AcceptanceModel:
         self.address = address(self._buffer)
 
     @classmethod
-    def of(cls, learned: LearnedState) -> Self:
+    def load(cls, learned: LearnedState) -> Self:
         """Load a namespace's acceptance model: the last published copy, or the one on disk, or an untrained model."""
         if isinstance(learned.newest, AcceptanceModel):
             return cls(learned.newest._buffer)
@@ -129,14 +129,14 @@ class NamespaceModels:
         self._models: WeakKeyDictionary[LearnedState, AcceptanceModel] = WeakKeyDictionary()
         self._published: WeakKeyDictionary[LearnedState, tuple[float, int]] = WeakKeyDictionary()
 
-    def of(self, learned: LearnedState | None) -> AcceptanceModel:
+    def get(self, learned: LearnedState | None) -> AcceptanceModel:
         """Return the acceptance model of a namespace; all requests without a namespace share one model."""
         if learned is None:
             return self._own
         if learned is not self._last:
             model = self._models.get(learned)
             if model is None:
-                model = self._models[learned] = AcceptanceModel.of(learned)
+                model = self._models[learned] = AcceptanceModel.load(learned)
                 self._published[learned] = time.monotonic(), model.num_learned
             self._last, self._last_model = learned, model
         return self._last_model

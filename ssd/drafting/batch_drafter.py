@@ -60,7 +60,7 @@ class RowTextRecord(Record):
     """
 
     tokens: Address
-    room: Int64
+    capacity: Int64
     length: Int64
     num_new: Int64
     drafting: DraftRow
@@ -71,7 +71,7 @@ class RowBatch(Record):
 
     Attributes:
         texts: For each row, the address of its `RowTextRecord`, int64; 0 for none.
-        wanted: For each row, whether to draft for it, int64.
+        needs_draft: For each row, whether to draft for it, int64.
         settings: The address of the `DraftBatch`.
         model: The address of the acceptance model.
         num_new: The number of tokens appended since the last drafting call.
@@ -83,7 +83,7 @@ class RowBatch(Record):
     """
 
     texts: Address
-    wanted: Address
+    needs_draft: Address
     settings: Address
     model: Address
     max_length: Int64
@@ -115,7 +115,7 @@ def _append_tokens(texts_at: int, words_at: int, lost_at: int, num_rows: int, wi
         if texts[row] == 0 or count == 0:
             continue
         text = _text_at(texts[row])
-        if count < 0 or count > width - NUM_HEADER_WORDS or text.length + count != length or length > text.room:
+        if count < 0 or count > width - NUM_HEADER_WORDS or text.length + count != length or length > text.capacity:
             lost[row] = 1
             num_lost += 1
             continue
@@ -135,15 +135,17 @@ def _extend_texts(texts_at: int, tokens_at: int, sizes_at: int, lengths_at: int,
         if texts[row] == 0:
             continue
         text = _text_at(texts[row])
-        if 0 < size <= text.room - text.length:
-            int32_array(text.tokens, text.room)[text.length : text.length + size] = int32_array(tokens_at, end)[begin:]
+        if 0 < size <= text.capacity - text.length:
+            int32_array(text.tokens, text.capacity)[text.length : text.length + size] = int32_array(tokens_at, end)[
+                begin:
+            ]
             text.length, text.num_new = text.length + size, size
         lengths[row] = text.length
 
 
 @kernel
 def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float, words_at: int, longest: int) -> None:
-    """Draft for the rows marked in ``batch.wanted``, and shorten all drafts together for the best throughput.
+    """Draft for the rows marked in ``batch.needs_draft``, and shorten all drafts together for the best throughput.
 
     ``words_at`` is the address of int32[rows, NUM_HEADER_WORDS + 2 * longest], which receives for each row the length
     of its text, the size of its draft, the draft tokens, and their acceptance probabilities as float32. ``seconds`` is
@@ -151,10 +153,10 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     """
     batch = _batch_at(batch_address)
     settings, costs = draft_batch_at(batch.settings), draft_batch_at(batch.settings).costs
-    texts, wanted = int64_array(batch.texts, num_rows), int64_array(batch.wanted, num_rows)
+    texts, needs_draft = int64_array(batch.texts, num_rows), int64_array(batch.needs_draft, num_rows)
     rows, num_drafting = np.empty(num_rows, np.int64), 0
     for row in range(num_rows):
-        if texts[row] != 0 and wanted[row] != 0:
+        if texts[row] != 0 and needs_draft[row] != 0:
             rows[num_drafting] = texts[row] + _DRAFTING_AT
             num_drafting += 1
     if seconds > 0.0 and 0 < num_drafting == num_rows == batch.last_num_drafting:
@@ -178,7 +180,7 @@ def _draft_rows(batch_address: int, snapshot: int, num_rows: int, seconds: float
     for row in range(num_rows):
         at = row * width
         words[at], words[at + 1] = 0 if texts[row] == 0 else _text_at(texts[row]).length, 0
-        if texts[row] != 0 and wanted[row] != 0:
+        if texts[row] != 0 and needs_draft[row] != 0:
             draft = _text_at(texts[row]).drafting.draft
             words[at + 1] = draft.size
             for i in range(draft.size):
@@ -197,17 +199,17 @@ Tokens = npt.NDArray[np.int32]
 class RowText:
     """The drafter's own copy of a row's prompt and output, needed because the engine may move or overwrite its array.
 
-    ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``room`` tokens.
+    ``address`` is that of the `RowTextRecord` for numba kernels. The text can grow to ``capacity`` tokens.
     """
 
     __slots__ = ("_buffer", "_memory", "_record", "address")
 
-    def __init__(self, tokens: Tokens, prompt_length: int, room: int) -> None:
+    def __init__(self, tokens: Tokens, prompt_length: int, capacity: int) -> None:
         self._memory = Records(RowTextRecord)
         self._record, self.address = self._memory[0], self._memory.address
         reset_row_at(self.address + _DRAFTING_AT, prompt_length)
-        self._buffer = np.empty(max(room, len(tokens)), np.int32)  # memory is allocated as it is written
-        self._record.tokens, self._record.room = address(self._buffer), len(self._buffer)
+        self._buffer = np.empty(max(capacity, len(tokens)), np.int32)  # memory is allocated as it is written
+        self._record.tokens, self._record.capacity = address(self._buffer), len(self._buffer)
         self.replace(tokens, 0)
 
     @property
@@ -282,7 +284,7 @@ class BatchDrafter:
         self._memory = Records(RowBatch)
         self._batch = batch = self._memory[0]
         batch.settings, batch.max_length = self._workspace.address, max_length
-        batch.model = self._models.of(learned).address
+        batch.model = self._models.get(learned).address
         self._num_rows = 0
         self._make_rows(16)
 
@@ -327,12 +329,12 @@ class BatchDrafter:
         return lengths
 
     def draft(
-        self, wanted: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
+        self, needs_draft: npt.NDArray[np.bool_], snapshot: Snapshot, words: Tokens, limit: int, seconds: float = 0.0
     ) -> None:
-        """Draft for the assigned rows that are marked in ``wanted``, and write the drafts to ``words``.
+        """Draft for the assigned rows that are marked in ``needs_draft``, and write the drafts to ``words``.
 
         Args:
-            wanted: Whether to draft for each row, bool[rows].
+            needs_draft: Whether to draft for each row, bool[rows].
             snapshot: The snapshot of the retrieval cache to search.
             words: The array from `new_words`. It receives for each row the length of its text, the size of its draft,
                 the draft tokens and, from NUM_HEADER_WORDS + longest on, their acceptance probabilities as float32.
@@ -340,8 +342,8 @@ class BatchDrafter:
             seconds: The time since the last call returned, from which the cost of a step is learned.
         """
         count = self._num_rows
-        assert count == len(wanted) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
-        self._wanted[:count] = wanted
+        assert count == len(needs_draft) <= len(words) and words.shape[1] == NUM_HEADER_WORDS + 2 * self.longest
+        self._needs_draft[:count] = needs_draft
         self._workspace.reserve(snapshot)
         self._settings.limit = min(limit, self.longest)
         _draft_rows(self._memory.address, snapshot.address, count, seconds, address(words), self.longest)
@@ -356,18 +358,18 @@ class BatchDrafter:
         self._models.publish()
 
     def warm_up(self) -> None:
-        self._batch.model = self._models.of(None).address  # so that the namespace does not learn from the warm-up
+        self._batch.model = self._models.get(None).address  # so that the namespace does not learn from the warm-up
         text = RowText(np.zeros(1, np.int32), 1, 2)
         self.append([text], np.array([[2, 1, 5]], np.int32))
         self.assign([text])
         self.draft(np.ones(1, bool), NO_SNAPSHOT, self.new_words(1), 1)
         self.clear()
         self._batch.num_proposals = self._batch.num_new = 0
-        self._batch.model = self._models.of(self._learned).address
+        self._batch.model = self._models.get(self._learned).address
 
     def _make_rows(self, count: int) -> None:
-        self._texts, self._wanted = np.zeros((2, count), np.int64)
-        self._batch.texts, self._batch.wanted = address(self._texts), address(self._wanted)
+        self._texts, self._needs_draft = np.zeros((2, count), np.int64)
+        self._batch.texts, self._batch.needs_draft = address(self._texts), address(self._needs_draft)
 
 
 def _addresses(texts: Sequence[RowText | None]) -> npt.NDArray[np.int64]:

@@ -45,7 +45,7 @@ from ssd.drafting.noise_prediction import (
 )
 from ssd.drafting.proposal_tree import PROPOSAL_ROOT, best_child, child_of, has_children
 from ssd.drafting.token_recycling import TOP_K
-from ssd.drafting.votes import NO_LEVEL, add_candidate, add_proposed, count_votes, keep_best, votes_by_source
+from ssd.drafting.votes import NO_LEVEL, add_candidate, add_proposed, count_votes, move_best_to_front, votes_by_source
 from ssd.jit.addresses import inlined
 
 
@@ -222,7 +222,7 @@ def collect_candidates(
     if cached_sample >= 0:
         size = add_candidate(cached_sample, size, votes)
     if size > most:
-        size = keep_best(
+        size = move_best_to_front(
             votes, size, most, samples.num_levels, at.predicted, cached_sample, proposals, at.proposal_node
         )
     for rank in range(min(most_recycled, recycled.count)):

@@ -114,8 +114,8 @@ class ProposalTree(Record):
     Attributes:
         kinds: The kind of drafter that gave each token its greatest probability.
         probabilities: The greatest acceptance probability that a drafter gave each token, given the tokens before it.
-        first: The first child of each node; NO_TOKEN if there is none.
-        next: The next sibling of each node; NO_TOKEN if there is none.
+        first_child: The first child of each node; NO_TOKEN if there is none.
+        next_sibling: The next sibling of each node; NO_TOKEN if there is none.
         numbers: Scratch, the node of each external proposal.
     """
 
@@ -123,8 +123,8 @@ class ProposalTree(Record):
     tokens: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
     kinds: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
     probabilities: Annotated[Float64s, np.float64, _MAX_PROPOSALS]
-    first: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
-    next: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
+    first_child: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
+    next_sibling: Annotated[Int64s, np.int64, _MAX_PROPOSALS]
     numbers: Annotated[Int64s, np.int64, MAX_PROPOSED_TOKENS]
 
 
@@ -228,7 +228,7 @@ class PositionNoise(Record):
         context: The text before the draft, int32[start].
         temperature: The request's temperature.
         key: The noise key of the position.
-        hashes: For noise that requests share, the result of `hash_behind` for each node n of the draft, at index n + 1.
+        hashes: For noise that requests share, the result of `window_hash` for each node n of the draft, at index n + 1.
         best: The rank of the token with the greatest score among the target's earlier top-k tokens.
         lead: The best score minus the second best; infinite if there is only one.
         scores: For each of the earlier top-k tokens, its log probability at the request's temperature plus its noise.
@@ -332,7 +332,7 @@ class DraftNode(Record):
         looked_up_at: The depth at which that lookup was made.
         first: The index in ``DraftScratch.matches`` of the first match that agrees with the path.
         num_matching: The number of matches that agree with the path.
-        follows: Whether the client's prediction agrees with the path.
+        follows_prediction: Whether the client's prediction agrees with the path.
         proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
         best: The most probable candidate after the node; NO_TOKEN if there is none.
     """
@@ -343,9 +343,9 @@ class DraftNode(Record):
     product: Float64
     lookup: Int64
     looked_up_at: Int64
-    first: Int64
+    first_match: Int64
     num_matching: Int64
-    follows: Int64
+    follows_prediction: Int64
     proposal_node: Int64
     best: Int64
 

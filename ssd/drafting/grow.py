@@ -143,7 +143,7 @@ def _set_matches(scratch: DraftScratch, node: DraftNode, lookup: int) -> None:
     count = num_samples(scratch.samples[lookup])
     node.lookup, node.looked_up_at, node.num_matching = lookup, node.depth, count
     for i in range(count):
-        scratch.matches[node.first + i].sample = i
+        scratch.matches[node.first_match + i].sample = i
 
 
 @inlined
@@ -152,7 +152,13 @@ def _start(scratch: DraftScratch, context: TokenIds) -> None:
     node = scratch.nodes[0]
     scratch.num_open, scratch.num_opened = 0, 0
     node.token, node.token_before = context[-1], context[-2] if len(context) > 1 else NO_TOKEN
-    node.depth, node.product, node.first, node.follows, node.proposal_node = 0, 1.0, 0, 1, PROPOSAL_ROOT
+    node.depth, node.product, node.first_match, node.follows_prediction, node.proposal_node = (
+        0,
+        1.0,
+        0,
+        1,
+        PROPOSAL_ROOT,
+    )
     _set_matches(scratch, node, 0)
 
 
@@ -165,14 +171,16 @@ def _add_node(scratch: DraftScratch, row: DraftRow, entry: OpenCandidate) -> Non
     out.size = size + 1
     node.token, node.token_before, node.depth, node.product = token, parent.token, parent.depth + 1, entry.product
     node.lookup, node.looked_up_at = parent.lookup, parent.looked_up_at
-    node.follows = int(parent.follows == 1 and predicted_token(params, row.state.prediction, parent.depth) == token)
+    node.follows_prediction = int(
+        parent.follows_prediction == 1 and predicted_token(params, row.state.prediction, parent.depth) == token
+    )
     node.proposal_node = child_of(scratch.candidates.proposals, parent.proposal_node, token)
     # The matches that agree with a chain are replaced: those that agreed before are not needed any more.
-    node.first = last.first + last.num_matching if out.is_tree == 1 else 0
+    node.first_match = last.first_match + last.num_matching if out.is_tree == 1 else 0
     kept = 0
     for i in range(parent.num_matching):
-        match = matches[parent.first + i]
-        matches[node.first + kept].sample = match.sample
+        match = matches[parent.first_match + i]
+        matches[node.first_match + kept].sample = match.sample
         kept += match.next_token == token
     node.num_matching = kept
 
@@ -226,7 +234,7 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
         node = scratch.nodes[out.size]
         depth, samples = node.depth, scratch.samples[node.lookup]
         enter_node(candidates.cached_sample, candidates.position_noise, out, out.size - 1, depth)
-        predicted = predicted_token(params, prediction, depth) if node.follows == 1 else NO_TOKEN
+        predicted = predicted_token(params, prediction, depth) if node.follows_prediction == 1 else NO_TOKEN
         at = Position(
             depth=depth,
             since_lookup=depth - node.looked_up_at,
@@ -241,7 +249,7 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
             prompt_length=params.prompt_length,
         )
         texts = _texts_of(scratch, inputs.texts, node.lookup)
-        matches = scratch.matches[node.first : node.first + node.num_matching]
+        matches = scratch.matches[node.first_match : node.first_match + node.num_matching]
         size = collect_candidates(texts, samples, matches, at, most, most_recycled, candidates)
         may_look_up = num_lookups < most_lookups and out.size < params.limit and candidates.cached_sample.token < 0
         if may_look_up and _needs_lookup(candidates.votes, at, len(matches), size, is_tree):

@@ -63,7 +63,7 @@ _EXPECTATION_WEIGHT: Final = 0.6
 The rest of the weight belongs to the number of tokens accepted in recent steps.
 """
 
-_MOST_RECENT: Final = 20
+_MAX_RECENT: Final = 20
 
 _IDLE_STEPS: Final = 32
 _LONGEST_PAUSE: Final = 8
@@ -89,14 +89,14 @@ class _RequestStep:
     """All drafts that were made for one request in one step, and their estimates.
 
     Attributes:
-        own: The primary drafter's draft, made without proposals of other drafters.
+        primary_draft: The primary drafter's draft, made without proposals of other drafters.
         expected_accepted: The expected accepted tokens of the best draft so far.
         first_probability: The greatest acceptance probability of a first draft token so far.
         expected_tokens: The expected accepted tokens per step without other drafters.
     """
 
     request: DraftRequest
-    own: Draft
+    primary_draft: Draft
     expected_accepted: float
     first_probability: float
     expected_tokens: float
@@ -191,7 +191,7 @@ class HybridDrafter:
 
     def start_step(self) -> None:
         """Start the timer of a step; call this method before the primary drafter drafts."""
-        self._step_rate.begin()
+        self._step_rate.start_step()
 
     def is_due(self, num_rows: int) -> bool:
         """Return whether this step should compare the costs of secondary drafters with their expected gains."""
@@ -235,25 +235,30 @@ class HybridDrafter:
 
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Report the outcome of a forward pass to each drafter: how many tokens of its own drafts were accepted."""
-        own: list[list[DraftOutcome]] = [[] for _ in self._members]
+        outcomes_by_member: list[list[DraftOutcome]] = [[] for _ in self._members]
         for outcome in outcomes:
             self._step_rate.count(outcome.num_accepted + 1)
             step = self._steps.pop(outcome.request_id, None)
             if step is not None and step.member_drafts:
-                self._observe_members(outcome, step, own)
+                self._observe_members(outcome, step, outcomes_by_member)
             elif step is not None:
                 self._record_accepted(step, outcome.num_accepted)
             if outcome.has_ended or (step is not None and not self._members[0].learns_from_context):
-                own[0].append(outcome)
-        for member, outcomes_of_member in zip(self._members, own, strict=True):
+                outcomes_by_member[0].append(outcome)
+        for member, outcomes_of_member in zip(self._members, outcomes_by_member, strict=True):
             member.observe(outcomes_of_member, scored)
 
-    def _observe_members(self, outcome: DraftOutcome, step: _RequestStep, own: list[list[DraftOutcome]]) -> None:
-        """Learn from the outcome of a draft with tokens of secondary drafters; append their own outcomes to ``own``."""
+    def _observe_members(
+        self, outcome: DraftOutcome, step: _RequestStep, outcomes_by_member: list[list[DraftOutcome]]
+    ) -> None:
+        """Learn from the outcome of a draft with tokens of secondary drafters.
+
+        The outcome of each drafter's own draft is appended to its list in ``outcomes_by_member``.
+        """
         draft, num_accepted = outcome.draft, outcome.num_accepted
         path = np.arange(num_accepted) if draft.path is None else draft.path[:num_accepted]
         output = draft.token_ids[path]
-        reached = len(step.own.path_of(output))
+        reached = len(step.primary_draft.path_of(output))
         self._record_accepted(step, reached)
         for each in step.member_drafts if draft is not EMPTY_DRAFT else ():
             member = each.member
@@ -264,7 +269,7 @@ class HybridDrafter:
                 member.rates.record(outcome.request_id, len(verified_part.token_ids), len(own_path))
             if verified_part.parents is not None:
                 verified_part = replace(verified_part, path=own_path)
-            own[self._members.index(member)].append(
+            outcomes_by_member[self._members.index(member)].append(
                 DraftOutcome(outcome.request_id, verified_part, len(own_path), has_ended=outcome.has_ended)
             )
             reached = max(reached, len(own_path))
@@ -272,7 +277,7 @@ class HybridDrafter:
     def _record_accepted(self, step: _RequestStep, reached: int) -> None:
         request_id = step.request.request_id
         recent = self._recent.get(request_id, step.expected_tokens)
-        self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MOST_RECENT)
+        self._recent[request_id] = _FORGETTING * recent + (1 - _FORGETTING) * min(reached, _MAX_RECENT)
 
     def learn_scores(self, scored: ScoredPass) -> None:
         for member in self._members:

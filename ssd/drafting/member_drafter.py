@@ -56,11 +56,11 @@ class FaultIsolatingDrafter:
             drafts = self._drafter.propose(requests)
         except BaseException as error:
             reraise_exits(error)
-            return self._each_alone(requests, error)
+            return self._retry_each_alone(requests, error)
         self._works = True
         return drafts
 
-    def _each_alone(self, requests: Sequence[DraftRequest], failure: BaseException) -> list[Draft]:
+    def _retry_each_alone(self, requests: Sequence[DraftRequest], failure: BaseException) -> list[Draft]:
         drafts, failed = [EMPTY_DRAFT] * len(requests), {request.request_id for request in requests}
         worked, self._works = self._works, False
         for index, request in enumerate(requests if len(requests) > 1 else ()):

@@ -72,7 +72,7 @@ def _mix_int(z: int) -> int:
 
 
 @inlined
-def mixed(z: UInt) -> UInt:
+def mix64(z: UInt) -> UInt:
     """Hash a 64-bit number with the output function of the SplitMix64 random number generator."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
@@ -85,7 +85,7 @@ def key_at(request: UInt, place: UInt) -> UInt:
 
     ``request`` is the sequence's `request_key`, and ``place`` the position or, for shared noise, a `coupled_place`.
     """
-    return mixed((request ^ np.uint64(place)) + np.uint64(GAMMA))
+    return mix64((request ^ np.uint64(place)) + np.uint64(GAMMA))
 
 
 @inlined
@@ -94,7 +94,7 @@ def gumbel_at(key: UInt, token: int) -> float:
 
     It equals `gumbel_noise` of ssd.model.sampling.sampler except for the rounding of the logarithm.
     """
-    bits = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
+    bits = mix64(key + np.uint64(token + 1) * np.uint64(GAMMA)) >> np.uint64(11)
     return float(-math.log(-math.log((np.float64(bits) + 0.5) * _TO_UNIT)))
 
 
@@ -112,7 +112,7 @@ class NoiseRecord(Record):
         request: The sequence's `request_key`.
         window: The number of preceding tokens that a key of shared noise depends on; 0 for seeded keys.
         counted: The number of tokens whose preceding context has been counted in ``table``.
-        first: The number of prompt tokens; the tokens after them are sampled.
+        num_prompt_tokens: The number of prompt tokens; the tokens after them are sampled.
         num_slots: The number of slots of ``table``, a power of two.
         table: uint64[2 * num_slots], a hash table with open addressing: pairs of a context's hash (0 for an empty slot)
             and the number of its occurrences.
@@ -124,7 +124,7 @@ class NoiseRecord(Record):
     request: Uint64
     window: Int64
     counted: Int64
-    first: Int64
+    num_prompt_tokens: Int64
     num_slots: Int64
     table: Address
     drawn: Address
@@ -136,7 +136,7 @@ noise_at = view_of(NoiseRecord)
 
 
 @inlined
-def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, parents: TokenIds, node: int) -> UInt:
+def window_hash(window: int, context: TokenIds, length: int, tokens: TokenIds, parents: TokenIds, node: int) -> UInt:
     """Return a nonzero 64-bit hash of the ``window`` tokens that end at a node of a draft chain or tree.
 
     ``parents`` are the parents of a tree, and empty for a chain. ``node`` is the last token to hash; -1 stands for the
@@ -144,10 +144,10 @@ def hash_behind(window: int, context: TokenIds, length: int, tokens: TokenIds, p
     """
     found, left, is_chain = np.uint64(0), window, len(parents) == 0
     while node >= 0 and left > 0:
-        found = mixed((found ^ np.uint64(tokens[node])) + np.uint64(GAMMA))
+        found = mix64((found ^ np.uint64(tokens[node])) + np.uint64(GAMMA))
         node, left = node - 1 if is_chain else int(np.int64(parents[node])), left - 1
     for place in range(length - 1, max(-1, length - 1 - left), -1):
-        found = mixed((found ^ np.uint64(context[place])) + np.uint64(GAMMA))
+        found = mix64((found ^ np.uint64(context[place])) + np.uint64(GAMMA))
     return max(found, np.uint64(1))
 
 
@@ -160,7 +160,7 @@ def _slot_of(table: UInt64, num_slots: int, found: UInt) -> int:
 
 
 @inlined
-def times_counted(noise: NoiseRecord, found: UInt) -> int:
+def count_occurrences(noise: NoiseRecord, found: UInt) -> int:
     """Return how often the text's last ``window`` tokens, whose hash is ``found``, have occurred before in the text."""
     table = uint64_array(noise.table, 2 * noise.num_slots)
     return np.int64(table[2 * _slot_of(table, noise.num_slots, found) + 1])  # type: ignore[return-value]
@@ -173,13 +173,13 @@ def coupled_place(found: UInt, times: int) -> UInt:
     It combines ``found``, the hash of the text's last tokens, with the number of earlier occurrences of these tokens in
     the text.
     """
-    return mixed(found + np.uint64(times + 1) * np.uint64(GAMMA))
+    return mix64(found + np.uint64(times + 1) * np.uint64(GAMMA))
 
 
 @inlined
 def num_drawn(noise: NoiseRecord) -> int:
     """Return the number of sampled tokens in a sequence, i.e. those after the prompt."""
-    return max(0, noise.counted - noise.first)
+    return max(0, noise.counted - noise.num_prompt_tokens)
 
 
 @inlined
@@ -194,10 +194,10 @@ def _count(noise_address: int, context: TokenIds) -> None:
     table = uint64_array(noise.table, 2 * noise.num_slots)
     drawn = uint64_array(noise.drawn, noise.num_slots)
     for end in range(noise.counted, len(context)):
-        found = hash_behind(noise.window, context, end, context, context[:0], -1)
+        found = window_hash(noise.window, context, end, context, context[:0], -1)
         slot = _slot_of(table, noise.num_slots, found)
-        if end >= noise.first:
-            number, times = 2 * (end - noise.first), int(np.int64(table[2 * slot + 1]))
+        if end >= noise.num_prompt_tokens:
+            number, times = 2 * (end - noise.num_prompt_tokens), int(np.int64(table[2 * slot + 1]))
             drawn[number] = key_at(np.uint64(noise.request), coupled_place(found, times))
             drawn[number + 1] = np.uint64(np.int64(context[end]))
         table[2 * slot] = found
@@ -214,7 +214,7 @@ def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: Toke
     earlier = np.empty(max(0, length - uncounted), np.uint64)
     if window > 0:
         for i in range(len(earlier)):
-            earlier[i] = hash_behind(window, context, uncounted + i, tokens, parents, -1)
+            earlier[i] = window_hash(window, context, uncounted + i, tokens, parents, -1)
     hashes = np.empty(num_keys, np.uint64)
     for key in range(num_keys):
         node = key - 1
@@ -223,8 +223,8 @@ def _keys(noise_address: int, context: TokenIds, tokens: TokenIds, parents: Toke
         if window == 0:
             keys[key] = key_at(np.uint64(noise.request), length + depths[key])
             continue
-        found = hash_behind(window, context, length, tokens, parents, node)
-        times = times_counted(noise, found)
+        found = window_hash(window, context, length, tokens, parents, node)
+        times = count_occurrences(noise, found)
         for other in earlier:
             times += other == found
         above = node
@@ -255,7 +255,7 @@ class SequenceNoise:
         self._memory = Records(NoiseRecord)
         self._record, self.address = self._memory[0], self._memory.address
         self._record.request, self._record.window = request_key(seed, number), window
-        self._record.first = prompt_length
+        self._record.num_prompt_tokens = prompt_length
         self._table: UInt64 = np.zeros((0, 2), np.uint64)
         self._drawn = self._table
         if window:

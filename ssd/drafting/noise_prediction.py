@@ -19,7 +19,7 @@ import numpy as np
 from ssd.drafting.acceptance_features import NOISE_BUCKETS
 from ssd.drafting.draft_records import MAX_DRAFT, NO_TOKEN, DraftParams, DraftRecord, parent_of
 from ssd.drafting.draft_scratch import CachedSample, PositionNoise, RecycledTokens
-from ssd.drafting.noise import coupled_place, gumbel_at, hash_behind, key_at, noise_at, times_counted
+from ssd.drafting.noise import count_occurrences, coupled_place, gumbel_at, key_at, noise_at, window_hash
 from ssd.drafting.sample_cache import (
     NO_SAMPLE,
     cached_sample_at,
@@ -95,8 +95,8 @@ def set_noise_key(position_noise: PositionNoise, out: DraftRecord, node: int, de
 def _set_coupled_key(position_noise: PositionNoise, out: DraftRecord, node: int) -> None:
     context = int32_array(position_noise.context, position_noise.start)
     parents = out.parents[: MAX_DRAFT if out.is_tree else 0]
-    found = hash_behind(position_noise.window, context, position_noise.start, out.tokens, parents, node)
-    times, above = times_counted(noise_at(position_noise.noise), found), node
+    found = window_hash(position_noise.window, context, position_noise.start, out.tokens, parents, node)
+    times, above = count_occurrences(noise_at(position_noise.noise), found), node
     while above >= 0:
         above = parent_of(out, above)
         times += position_noise.hashes[above + 1] == found

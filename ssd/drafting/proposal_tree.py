@@ -21,33 +21,33 @@ PROPOSAL_ROOT: Final = 0
 
 @inlined
 def clear_tree(proposals: ProposalTree) -> None:
-    proposals.count, proposals.first[PROPOSAL_ROOT] = 1, NO_TOKEN
+    proposals.count, proposals.first_child[PROPOSAL_ROOT] = 1, NO_TOKEN
 
 
 @inlined
 def child_of(proposals: ProposalTree, node: int, token: int) -> int:
     """Return the child of a proposal-tree node with this token; NO_TOKEN if there is none or ``node`` is NO_TOKEN."""
-    child = proposals.first[node] if node >= 0 else NO_TOKEN
+    child = proposals.first_child[node] if node >= 0 else NO_TOKEN
     while child >= 0 and proposals.tokens[child] != token:
-        child = proposals.next[child]
+        child = proposals.next_sibling[child]
     return int(child)
 
 
 @inlined
 def has_children(proposals: ProposalTree, node: int) -> bool:
     """Return whether other drafters propose a token after a node of the proposal tree; False for NO_TOKEN."""
-    return bool(node >= 0 and proposals.first[node] >= 0)
+    return bool(node >= 0 and proposals.first_child[node] >= 0)
 
 
 @inlined
 def best_child(proposals: ProposalTree, node: int) -> int:
     """Return the most probable token that other drafters propose after a node of the proposal tree (not NO_TOKEN)."""
-    best = proposals.first[node]
-    child = proposals.next[best]
+    best = proposals.first_child[node]
+    child = proposals.next_sibling[best]
     while child >= 0:
         if proposals.probabilities[child] > proposals.probabilities[best]:
             best = child
-        child = proposals.next[child]
+        child = proposals.next_sibling[child]
     return int(best)
 
 
@@ -61,17 +61,17 @@ def add_proposal(proposals: ProposalTree, parent: int, token: int, probability: 
     if parent < 0 or token < 0 or kind < 0 or kind >= NUM_PROPOSER_KINDS:
         return NO_TOKEN
     probability = probability if probability > 0.0 else 0.0  # also if it is NaN
-    last, node = NO_TOKEN, proposals.first[parent]
+    last, node = NO_TOKEN, proposals.first_child[parent]
     while node >= 0 and proposals.tokens[node] != token:
-        last, node = node, proposals.next[node]
+        last, node = node, proposals.next_sibling[node]
     if node < 0:
         node = proposals.count
         proposals.count = node + 1
         if last < 0:
-            proposals.first[parent] = node
+            proposals.first_child[parent] = node
         else:
-            proposals.next[last] = node
-        proposals.tokens[node], proposals.first[node], proposals.next[node] = token, NO_TOKEN, NO_TOKEN
+            proposals.next_sibling[last] = node
+        proposals.tokens[node], proposals.first_child[node], proposals.next_sibling[node] = token, NO_TOKEN, NO_TOKEN
         proposals.kinds[node], proposals.probabilities[node] = kind, probability
     elif probability > proposals.probabilities[node]:
         proposals.kinds[node], proposals.probabilities[node] = kind, probability

@@ -68,7 +68,7 @@ sample_table_at = view_of(SampleTable)
 
 
 @inlined
-def _known_by(key: UInt) -> UInt:
+def _entry_key(key: UInt) -> UInt:
     return max(key & np.uint64((1 << _KEY_BITS) - 1), np.uint64(1))
 
 
@@ -88,7 +88,7 @@ def _place_of(entries: UInt64s, first: int, known_by: UInt) -> int:
 @inlined
 def cached_sample_at(table: SampleTable, key: UInt) -> UInt:
     """Return the sample cache's entry for a Gumbel noise key; NO_SAMPLE if there is none."""
-    known_by = _known_by(key)
+    known_by = _entry_key(key)
     entries = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     place = _place_of(entries, _first_of(table, known_by), known_by)
     return entries[place] if place >= 0 else np.uint64(NO_SAMPLE)
@@ -128,10 +128,10 @@ def _free_place(table: SampleTable, entries: UInt64s, first: int, key: UInt) -> 
 
 
 @inlined
-def _enter(table: SampleTable, key: UInt, token: int) -> None:
+def _insert(table: SampleTable, key: UInt, token: int) -> None:
     if token < 0 or token >= 1 << _TOKEN_BITS:
         return
-    known_by = _known_by(key)
+    known_by = _entry_key(key)
     entries = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     first, confirmed = _first_of(table, known_by), 0
     place = _place_of(entries, first, known_by)
@@ -157,12 +157,12 @@ def learn_samples(table_address: int, noise_address: int, allow_caching: bool) -
         was_known = sample != np.uint64(NO_SAMPLE) and sampled_token(sample) == token
         noise.run_length = noise.run_length + 1 if was_known else 0
         if allow_caching:
-            _enter(table, key, token)
+            _insert(table, key, token)
     noise.num_learned = known
 
 
 @kernel
-def _spread(entries: UInt64s, grown: int) -> None:
+def _rehash(entries: UInt64s, grown: int) -> None:
     table = sample_table_at(grown)
     places = uint64_array(table.entries, table.num_buckets * BUCKET_SIZE)
     for entry in entries:
@@ -201,7 +201,7 @@ class SampleCache:
         """Redistribute the sample cache's entries over ``num_buckets`` hash buckets, not fewer than before."""
         before = self._entries
         self._make_buckets(num_buckets)
-        _spread(before, self.address)
+        _rehash(before, self.address)
 
     def _make_buckets(self, count: int) -> None:
         memory = np.zeros(BUCKET_SIZE * (count + 1), np.uint64)
@@ -225,7 +225,7 @@ class NamespaceSampleCaches:
         """Increment the number of drafter calls, by which the age of unused sample caches is measured."""
         self._tables.begin_pass()
 
-    def of(self, request: DraftRequest) -> int:
+    def table_address(self, request: DraftRequest) -> int:
         """Return the address of the sample cache that a request drafts from; 0 if it uses none.
 
         The address is valid until the next call of ``begin_pass`` or ``ended``. The request's noise is kept alive until

@@ -208,7 +208,7 @@ class SuffixDrafter:
 
     def model_of(self, learned: LearnedState | None) -> AcceptanceModel:
         """Return the acceptance model of a namespace; all requests without a namespace share one model."""
-        return self._models.of(learned)
+        return self._models.get(learned)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Learn from the outcome of each request's last draft, and return one new draft for each request, in order."""
@@ -257,8 +257,10 @@ class SuffixDrafter:
     def _write_group(self, group: NamespaceGroup) -> None:
         snapshot, learned = group.snapshot or NO_SNAPSHOT, group.learned
         self._workspace.reserve(snapshot)
-        recycling_table = 0 if self._recycling is None or learned is None else self._recycling.of(learned, "")
-        _set_group(group.rows, snapshot.address, self._models.of(learned).address, recycling_table)
+        recycling_table = (
+            0 if self._recycling is None or learned is None else self._recycling.table_address(learned, "")
+        )
+        _set_group(group.rows, snapshot.address, self._models.get(learned).address, recycling_table)
         for request, row in group.with_own_tables:
             row.params.recycling_table = self._recycling_table_of(request)
             row.params.sample_cache = self._sample_cache_of(request)
@@ -267,7 +269,7 @@ class SuffixDrafter:
         params, context, token_costs = row.params, as_kernel_array(request.context), request.token_costs
         snapshot = request.snapshot or NO_SNAPSHOT
         self._workspace.reserve(snapshot)
-        params.snapshot, params.model = snapshot.address, self._models.of(request.learned).address
+        params.snapshot, params.model = snapshot.address, self._models.get(request.learned).address
         params.context, params.context_length = address(context), len(context)
         params.limit, params.is_tree = max(0, min(request.limit, MAX_DRAFT)), request.allow_tree
         held = self._write_constant_params(params, request)
@@ -302,10 +304,10 @@ class SuffixDrafter:
         return sampling, prediction
 
     def _recycling_table_of(self, request: DraftRequest) -> int:
-        return 0 if self._recycling is None else self._recycling.of(request.learned, request.request_id)
+        return 0 if self._recycling is None else self._recycling.table_address(request.learned, request.request_id)
 
     def _sample_cache_of(self, request: DraftRequest) -> int:
-        return 0 if self._sample_caches is None else self._sample_caches.of(request)
+        return 0 if self._sample_caches is None else self._sample_caches.table_address(request)
 
     def observe(self, outcomes: Sequence[DraftOutcome], scored: ScoredPass | None = None) -> None:
         """Save the outcome of drafts, and the tokens that the target sampled after rejected draft tokens (lookahead).
@@ -347,7 +349,7 @@ class SuffixDrafter:
             if row.verified is not None:
                 size, right = row.verified
                 path = np.arange(right, dtype=np.int32) if isinstance(right, int) else right
-                finish_row(row.address, size, path, self._models.of(row.learned).address)
+                finish_row(row.address, size, path, self._models.get(row.learned).address)
             self._models.ended(row.learned)
             if row.owns_memory and len(self._spare) < _MAX_SPARE:
                 row.learned = row.verified = None

@@ -260,7 +260,7 @@ class NamespaceRecyclingTables:
         self._tables = NamespaceTables(_ZeroedTable)
         self._own: dict[str, _ZeroedTable] = {}
 
-    def of(self, learned: LearnedState | None, request_id: str) -> int:
+    def table_address(self, learned: LearnedState | None, request_id: str) -> int:
         """Return the address of the token-recycling table that a request drafts from; 0 if it uses none.
 
         The address is valid until the next call of ``learn`` or ``ended``.

@@ -70,7 +70,7 @@ def add_candidate(token: int, size: int, votes: Votes) -> int:
 
 
 @kernel
-def keep_best(
+def move_best_to_front(
     votes: Votes,
     size: int,
     most: int,
@@ -174,8 +174,8 @@ def add_proposed(proposals: ProposalTree, proposal_node: int, size: int, votes: 
 
     Returns the number of candidates, which was ``size`` before.
     """
-    child = proposals.first[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
+    child = proposals.first_child[proposal_node] if has_children(proposals, proposal_node) else NO_TOKEN
     while child >= 0:
         size = add_candidate(proposals.tokens[child], size, votes)
-        child = proposals.next[child]
+        child = proposals.next_sibling[child]
     return size

@@ -224,7 +224,7 @@ def record_draft_outcomes(batch: int, buffer: int, settings: int, sizes: Int64s,
 def warm_up_draft_buffers() -> None:
     batch, cost_model, calibration, settings = Batch(()), CostModel(), AcceptanceCalibration(), Records(DraftBatch)
     cost_model.calibrate(1, 1.0, is_wide=False)
-    cost_model.begin()
+    cost_model.end_warm_up()
     settings[0].costs, settings[0].calibration = cost_model.address, calibration.address
     fill_draft_params(batch.address, 0, settings.address, CHAIN)
     collect_drafts(batch.address, 0, settings.address)

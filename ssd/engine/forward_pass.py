@@ -22,7 +22,7 @@ from ssd.errors import reraise_exits
 from ssd.model.sampling.sampler import PassOutput
 from ssd.model.sampling.target_tokens import make_noise, target_tokens
 from ssd.model.target import Target
-from ssd.text.grammar import take_available_masks
+from ssd.text.grammar import use_available_masks
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ForwardPass:
         ]
         for grammar, tokens in self._grammars:  # slow masks start before the pass, which they slow down
             if grammar.was_late:
-                grammar.begin(tokens)
+                grammar.start_masks(tokens)
         noise = None
         self.samples_in_pass = batch.is_greedy  # whether the pass itself samples the tokens
         if target.supports_noise and not batch.is_greedy:
@@ -96,7 +96,7 @@ class ForwardPass:
         self.samples_in_pass &= self._output.sampled is not None
         for grammar, tokens in self._grammars:
             if not grammar.was_late:
-                grammar.begin(tokens)
+                grammar.start_masks(tokens)
 
     @cached_property
     def _rows(self) -> list[SamplingContext]:
@@ -130,7 +130,7 @@ class ForwardPass:
         self._output.wait()
         if self._grammars:
             self._output.logits[0, 0, 0].item()  # this waits for the device
-            counts = np.minimum(counts, take_available_masks([sequence.grammar for sequence in self.batch.sequences]))
+            counts = np.minimum(counts, use_available_masks([sequence.grammar for sequence in self.batch.sequences]))
         self.failed = self._sample()
         self.paths, self.output_ids, self.sizes = accept_drafts(
             self._input_ids, self._sampled_ids, counts, parents, self._has_trees

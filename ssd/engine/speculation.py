@@ -173,7 +173,7 @@ class SpeculationManager:
         if self._limit > 0:
             for (num_rows, width), seconds in timed_passes(self._target, self._limit + 1).items():
                 self._cost_model.calibrate(num_rows * width, seconds, is_wide=width > 1)
-            self._cost_model.begin()
+            self._cost_model.end_warm_up()
 
     def allows_early_launch(self, is_draftless: bool) -> bool:
         """Return whether the next forward pass may be launched before the output of the current pass is known.

@@ -107,7 +107,7 @@ def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) ->
     """
     from ssd.integrations.vllm_core import VllmDrafter  # imported late because of numba, see above
 
-    def for_ours(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    def for_ssd_runner(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         def call(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
             drafter = getattr(runner, attribute, None)
             if not isinstance(drafter, VllmDrafter):
@@ -117,7 +117,7 @@ def _wrap_runner(runner: Any, attribute: str, **wrappers: Callable[..., Any]) ->
         return call
 
     if not hasattr(runner, _WRAPPED_MARK):
-        _wrap(runner, **{name: for_ours(wrapper) for name, wrapper in wrappers.items()})
+        _wrap(runner, **{name: for_ssd_runner(wrapper) for name, wrapper in wrappers.items()})
         setattr(runner, _WRAPPED_MARK, True)
 
 

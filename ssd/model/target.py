@@ -28,12 +28,12 @@ Integers = Sequence[int] | Int64s
 class BatchInvariance:
     """Whether a position's logits are bit-identical in every forward pass, and the reason if they are not."""
 
-    holds: bool = False
+    is_invariant: bool = False
     reason: str = "not tried"  # why the logits are not bit-identical
     num_compared: int = 0  # the number of positions that were compared
 
     def __str__(self) -> str:
-        if not self.holds:
+        if not self.is_invariant:
             return f"outputs are equal up to rounding, but not bit-identical, whatever is drafted: {self.reason}"
         return f"outputs are bit-identical whatever is drafted: {self.num_compared} positions compared, 0 differ"
 

@@ -354,7 +354,7 @@ class ReplicationLog:
 
 
 COUNTERS_KEY: Final = "ssd:1:generations"
-_MOST: Final = 1 << 53
+_MAX_COUNT: Final = 1 << 53
 
 
 class RedisCounters:
@@ -389,4 +389,4 @@ class RedisCounters:
 def _number(value: bytes | None) -> int:
     if value is None or len(value) > 16 or not value.isdigit():
         return 0
-    return min(int(value), _MOST - 1)
+    return min(int(value), _MAX_COUNT - 1)

@@ -83,7 +83,7 @@ class SubscribedStream:
         self.entries: deque[tuple[bytes, int]] = deque()
         self.num_tokens = 0
 
-    def begin(self, oldest: bytes | None, known_id: bytes | None) -> None:
+    def start_at(self, oldest: bytes | None, known_id: bytes | None) -> None:
         """Start to read the stream at its oldest entry; the text of entries up to ``known_id`` is in the cache."""
         self.last_id, self.anchor = BEGINNING, oldest
         self._known = None if known_id is None else id_key(known_id)
@@ -103,8 +103,8 @@ class SubscribedStream:
         self.entries.append((entry_id, num_tokens))
         self.num_tokens += num_tokens
 
-    def has_seen(self, sequence_id: bytes) -> bool:
-        """Return whether an entry with this sequence id was read before, and remember the id for later calls."""
+    def remember_sequence_id(self, sequence_id: bytes) -> bool:
+        """Remember the sequence id of an entry; return whether an entry with this id was read before."""
         is_seen = sequence_id in self._seen
         self._seen[sequence_id] = None
         self._seen.move_to_end(sequence_id)
@@ -204,7 +204,7 @@ class Subscriber:
             self._attempt(stream, self._check_log)
         for stream in awake:
             if stream.last_id is None:
-                self._attempt(stream, self._begin)
+                self._attempt(stream, self._start_stream)
             elif stream.page < PAGE or self._is_cluster:
                 self._attempt(stream, self._read_one)
         awake = [stream for stream in awake if not stream.is_paused]
@@ -258,7 +258,7 @@ class Subscriber:
         if stream.anchor is not None and entry_at(self._client, stream.key, stream.anchor) is None:
             stream.reset()  # lost, trimmed beyond it, or another log: the offset decides
 
-    def _begin(self, stream: SubscribedStream) -> None:
+    def _start_stream(self, stream: SubscribedStream) -> None:
         """Start to read a stream at its oldest entry, and determine which entries are already in the cache."""
         from redis.exceptions import ResponseError
 
@@ -269,7 +269,7 @@ class Subscriber:
         oldest = entries_after(self._client, stream.key, BEGINNING, 1).entries
         check_entries(oldest, after=BEGINNING)
         oldest_id = oldest[0][0] if oldest else None
-        stream.begin(oldest_id, stream.offset.locate(oldest_id, partial(self._sequence_id_at, stream)))
+        stream.start_at(oldest_id, stream.offset.locate(oldest_id, partial(self._sequence_id_at, stream)))
 
     def _sequence_id_at(self, stream: SubscribedStream, entry_id: bytes) -> bytes | None:
         raw = entry_at(self._client, stream.key, entry_id)
@@ -344,7 +344,7 @@ class Subscriber:
         data = value_of(raw)
         stream.record(raw[0], unverified_num_tokens(data), was_fetched=raw[1] is not None)
         if stream.is_known(raw[0]) and (sequence_id := unverified_id(data)) is not None:  # it was verified before
-            stream.has_seen(sequence_id)
+            stream.remember_sequence_id(sequence_id)
             self.num_known += 1
             return 0
         try:
@@ -354,7 +354,7 @@ class Subscriber:
             return 0
         if stream.cache() is None:
             return 0
-        has_seen = stream.has_seen(entry.sequence_id)
+        has_seen = stream.remember_sequence_id(entry.sequence_id)
         stream.offset.advance(raw[0], entry.sequence_id)
         if has_seen or stream.offset.is_stored(entry):
             self.num_known += 1

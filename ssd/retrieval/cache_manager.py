@@ -136,7 +136,7 @@ class CacheManager:
                 return None
             namespace, lease = self._lease(name, policy)
         except ConfigError as error:
-            self._opening_failed(name, error)
+            self._record_failed_opening(name, error)
             return None
         with self._lock:
             must_open = not self._stopping and namespace.cache is None and not namespace.is_opening
@@ -416,11 +416,11 @@ class CacheManager:
         except BaseException as error:
             if self._inline:
                 reraise_exits(error)
-            self._opening_failed(namespace.name, error)
+            self._record_failed_opening(namespace.name, error)
         finally:
             namespace.is_opening = False
 
-    def _opening_failed(self, name: str, error: BaseException) -> None:
+    def _record_failed_opening(self, name: str, error: BaseException) -> None:
         self.num_failed_openings += 1
         kind = f"{name[:80]} {type(error).__name__}"
         if kind not in self._logged:

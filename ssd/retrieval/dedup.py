@@ -50,9 +50,9 @@ class _HashTable:
             self._num_used = _copy_live(*before, self._forgotten, self.keys, self.positions, self.values)
         self._num_used += _put(self.keys, self.positions, self.values, keys, values, position + 1)
 
-    def num_known(self, keys: Int64s) -> int:
+    def count_leading_keys(self, keys: Int64s) -> int:
         """Return how many leading elements of ``keys`` are in the hash table, up to the first one that is not."""
-        return _num_known(self.keys, self.positions, keys, self._forgotten)
+        return _count_leading_keys(self.keys, self.positions, keys, self._forgotten)
 
     def get(self, key: int) -> int | None:
         slot = _slot_of(self.keys, self.positions, key)
@@ -81,7 +81,7 @@ def _put(keys: Int64s, positions: Int64s, values: Int64s, new: Int64s, new_value
 
 
 @kernel
-def _num_known(keys: Int64s, positions: Int64s, wanted: Int64s, forgotten: int) -> int:
+def _count_leading_keys(keys: Int64s, positions: Int64s, wanted: Int64s, forgotten: int) -> int:
     for i in range(len(wanted)):
         if positions[_slot_of(keys, positions, wanted[i])] <= forgotten:
             return i
@@ -137,7 +137,7 @@ class PromptDeduplicator:
         lead_in_hash(np.zeros(0, np.int32))
         warm = _HashTable(has_values=True)
         warm.put(hashes, ends, 0)
-        warm.get(warm.num_known(hashes))
+        warm.get(warm.count_leading_keys(hashes))
         _copy_live(warm.keys, warm.positions, warm.values, 0, *(np.zeros(2, np.int64) for _ in range(3)))
 
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
@@ -151,7 +151,7 @@ class PromptDeduplicator:
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:
             hashes, ends = block_hashes(tokens, 0, 0, self._block_tokens, self._lead_in_tokens)
-            num_known = self._blocks.num_known(hashes[: prompt_length // self._block_tokens])
+            num_known = self._blocks.count_leading_keys(hashes[: prompt_length // self._block_tokens])
             self._remember(hashes[num_known:], ends[num_known:], position)
             skipped = num_known * self._block_tokens
         if skipped == len(tokens):

@@ -266,7 +266,7 @@ class SuffixIndex:
         """Return the evicted segments, with the data needed to find their text that later outputs repeated, or None.
 
         Evicted segments are not searched any more; ``install_retained`` makes their reused text searchable again. See
-        ``reuse.hot_texts``.
+        ``reuse.reused_texts``.
         """
         if not self._evicting:
             return None

@@ -20,7 +20,7 @@ from ssd.retrieval.directory import RETRY_S, DurableSegments, SegmentDirectory
 from ssd.retrieval.files import is_retained, new_segment_id
 from ssd.retrieval.index import SuffixIndex
 from ssd.retrieval.prebuilt import load_prebuilt_directory
-from ssd.retrieval.reuse import hot_texts
+from ssd.retrieval.reuse import reused_texts
 from ssd.retrieval.segment import Segment, Tokens, concatenate
 from ssd.retrieval.snapshot import Snapshot
 from ssd.retrieval.suffix_array import build_segment, build_suffix_array
@@ -292,7 +292,7 @@ class NamespaceCache:
             try:
                 if wait or len(self._index.ring_segments) <= _MAX_SEGMENTS or not self._index.has_room():
                     self._flush_memtable(1 if flush_all else self._config.flush_tokens)
-                self._retain_hot()
+                self._retain_reused()
                 self._merge(wait=wait)
                 if time.monotonic() >= self._retry_writes_at or (flush_all and wait):
                     self._retry_writes()
@@ -322,7 +322,7 @@ class NamespaceCache:
             if self._is_closed:
                 return
             self._flush_memtable(1)
-            self._retain_hot()
+            self._retain_reused()
             self._retry_writes()
             self._is_closed = True
             self._commit()
@@ -374,7 +374,7 @@ class NamespaceCache:
                 self._num_flushes += 1
                 self._room.notify_all()
 
-    def _retain_hot(self) -> None:
+    def _retain_reused(self) -> None:
         """Find the text of evicted segments that later outputs repeated, and store it in retained segments."""
         while True:
             with self._lock:
@@ -383,7 +383,7 @@ class NamespaceCache:
                 return
             retained: list[tuple[Segment, Segment]] = []
             try:
-                for evicted, text in hot_texts(due):
+                for evicted, text in reused_texts(due):
                     segment_id = new_segment_id(evicted.start, retained=True)
                     segment = build_segment(text, start=evicted.start, segment_id=segment_id)
                     retained.append((evicted, self._write(segment)))

@@ -51,10 +51,10 @@ def secret_id(secret: bytes) -> str:
 def tenant_directories(root: Path) -> list[Path]:
     """Return the directories of tenants below a cache directory, except empty ones. Raises OSError."""
     found = [path for path in root.iterdir() if _TENANTS.fullmatch(path.name)] if root.is_dir() else []
-    return sorted(path for path in found if path.is_dir() and not path.is_symlink() and _holds_something(path))
+    return sorted(path for path in found if path.is_dir() and not path.is_symlink() and _has_cache_files(path))
 
 
-def _holds_something(path: Path) -> bool:
+def _has_cache_files(path: Path) -> bool:
     return any(file.name != LOCK_NAME and is_cache_file(file) for file in path.iterdir())
 
 

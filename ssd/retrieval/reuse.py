@@ -60,7 +60,7 @@ class OutputSpans:
 
 
 class EvictionPass(NamedTuple):
-    """The input of `hot_texts`: the evicted segments, and the newer text in which their reused parts are looked for.
+    """The input of `reused_texts`: the evicted segments, and the newer text in which their reused parts are looked for.
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
@@ -135,7 +135,7 @@ def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: I
             flags[at] = True
 
 
-def hot_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
+def reused_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
     """Return, for each evicted segment, the text that later outputs repeated, if any. O(all stored text).
 
     The text is read a block at a time. Raises SegmentCorrupt if the text of an evicted segment does not match its
@@ -158,7 +158,7 @@ def hot_texts(due: EvictionPass) -> list[tuple[Segment, Tokens]]:
     for segment in due.evicted:
         start, stop = segment.start or 0, segment.stop or 0
         flags = np.isin(np.arange(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)), used)
-        if flags.any() and len(text := hot_text(concatenate((segment,)), start, flags)):
+        if flags.any() and len(text := reused_text(concatenate((segment,)), start, flags)):
             texts.append((segment, text))
     return texts
 
@@ -177,7 +177,7 @@ def _iter_windows(segment: Segment) -> Iterator[Windows]:
         before = text[1 - WINDOW_TOKENS :]
 
 
-def hot_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
+def reused_text(tokens: TokenIds, start: int, used: Flags) -> TokenIds:
     """Return the reused text of a segment: the blocks marked in ``used``, each with its two neighbouring blocks.
 
     ``tokens`` are whole sequences, each closed by a separator, and ``start`` is their ring-buffer position. Each run of

@@ -44,9 +44,9 @@ def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Varia
 
 def _arrangements(messages: list[Message], write_calls: WriteCalls) -> Iterator[tuple[list[Message], bool]]:
     yield messages, False
-    yield _text_apart(messages), False
+    yield _split_text_from_calls(messages), False
     yield _one_call_each(messages), True
-    yield _one_call_each(_text_apart(messages)), True
+    yield _one_call_each(_split_text_from_calls(messages)), True
     yield _results_as_users(messages), False
     yield _results_as_users(_one_call_each(messages)), True
     yield _calls_as_text(messages, write_calls, beside_text=True), False
@@ -65,7 +65,7 @@ def has_object_arguments(function: Mapping[str, Any]) -> bool:
     return isinstance(function.get("arguments", {}), Mapping)
 
 
-def _text_apart(messages: Sequence[Message]) -> list[Message]:
+def _split_text_from_calls(messages: Sequence[Message]) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"]:

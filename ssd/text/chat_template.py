@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ssd.text.call_variants import WriteCalls, functions_of, has_object_arguments, variants
 from ssd.text.messages import Message, mentions_tools
 
-_MOST_SHAPES = 512  # results remembered for one template
+_MAX_SHAPES = 512  # results remembered for one template
 _REPEATED = re.compile(r"(?s:(.{1,6}?)\1{2,})")  # three or more times in a row
 _LONGEST_VALUE = 64
 
@@ -151,7 +151,7 @@ class ChatTemplate:
         shape = (tuple(signs[number] for number in kept), _outline(variables), tuple(options.values()))
         found = self._choices.get(shape)
         if found is None:
-            if len(self._choices) >= _MOST_SHAPES:
+            if len(self._choices) >= _MAX_SHAPES:
                 self._choices.clear()
             short = [messages[number] for number in kept]
             found = self._choices[shape] = self._find(short, {**variables, **options}, write_calls)

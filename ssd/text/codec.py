@@ -195,12 +195,12 @@ class TextCodec:
                 }
                 choice = template.choose(said, kwargs, write_calls, **options)
                 if choice.losses:
-                    raise _left_out([Loss(numbers[loss.message], loss.call) for loss in choice.losses], at_fault)
+                    raise _left_out_error([Loss(numbers[loss.message], loss.call) for loss in choice.losses], at_fault)
                 text = _render(template, said, choice.number, write_calls, {**kwargs, **options})
             except RequestError:
                 raise
             except Exception as error:  # a template is code that may raise anything
-                reason = (str(error) if marks is None else marks.without(str(error))) or type(error).__name__
+                reason = (str(error) if marks is None else marks.remove_from(str(error))) or type(error).__name__
                 if template.refuses_tools(kwargs):
                     raise RequestError(
                         f"the chat template refuses these tools: {reason:.500}", param="tools"
@@ -337,7 +337,7 @@ def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> l
     return [0] * (len(told) - len(numbers)) + numbers
 
 
-def _left_out(losses: Sequence[Loss], param: str) -> RequestError:
+def _left_out_error(losses: Sequence[Loss], param: str) -> RequestError:
     named = ", ".join(map(str, losses[:5])) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
     return RequestError(
         f"the chat template has no place for {named}: omit this part, send it as a message of the user, or give "

@@ -9,7 +9,7 @@ from ssd.config import SamplingParams
 from ssd.text.codec import TextCodec
 
 _REPLACEMENT = "\ufffd"
-_MOST_PIECES = 1 << 15
+_MAX_PIECES = 1 << 15
 _MAX_INCOMPLETE_TOKENS = 8  # more than any character has bytes; beyond it the text is broken and not incomplete
 
 
@@ -113,7 +113,7 @@ class TextStream:
         self._num_context = len(pending) - kept
         self._context_text = codec.decode(pending[: self._num_context])
         if pair is not None and pending == [token_id] and not kept:
-            if len(codec.pieces) >= _MOST_PIECES:
+            if len(codec.pieces) >= _MAX_PIECES:
                 codec.pieces.clear()
             codec.pieces[pair] = piece, self._context_text
         return self._send(piece)

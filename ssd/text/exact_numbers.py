@@ -100,7 +100,7 @@ class ExactRules:
         if not {*required} <= properties.keys():
             raise SchemaError(f"required at {at}/required names keys that are not in properties")
         items = [
-            (f"{_quoted(name)} {self._colon} {self.rule(schema, f'{at}/properties/{escape(name)}')}", name in required)
+            (f"{_quote(name)} {self._colon} {self.rule(schema, f'{at}/properties/{escape(name)}')}", name in required)
             for name, schema in properties.items()
             if schema is not False
         ]
@@ -127,11 +127,11 @@ class ExactRules:
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, dict):
-            items = [(f"{_quoted(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
+            items = [(f"{_quote(name)} {self._colon} {self._literal(each)}", True) for name, each in value.items()]
             return f'"{{" {self._listed(items)} "}}"'
         if isinstance(value, list):
             return f'"[" {self._listed([(self._literal(each), True) for each in value])} "]"'
-        return _quoted(value)
+        return _quote(value)
 
     def _rule_of(self, body: str) -> str:
         name = f"{self._prefix}{len(self._names)}"
@@ -140,7 +140,7 @@ class ExactRules:
         return name
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     return json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
 
 

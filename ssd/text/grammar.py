@@ -36,9 +36,9 @@ computed one at a time, because several at once would slow down the forward pass
 
 
 _YIELDS = 4  # in multiples of its own time, a costly mask lets shorter ones go first
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 _QUICK_S = 1e-4  # a faster mask adds next to nothing to a grammar's automaton
-_MOST_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
+_MAX_GROWTH = 1 << 30  # bytes that masks add in a second: usually 44 to 110 MB, but tables double now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ _DEAD_END = (
 )
 
 
-class _Trial:
+class _DraftMasks:
     """The token masks for one draft, which one thread computes while another thread reads those that are ready."""
 
     def __init__(self, draft: list[int], num_output: int, masks: list[Mask], failure: _Failure | None) -> None:
@@ -66,7 +66,7 @@ class _Trial:
         self.failure = failure
         self.may_stop = False
         self.is_abandoned = False
-        self.taken: list[Mask] | None = None  # the masks that were ready in time for the forward pass
+        self.used: list[Mask] | None = None  # the masks that were ready in time for the forward pass
 
     @property
     def is_whole(self) -> bool:
@@ -114,8 +114,8 @@ class GrammarState:
         self._ended = False
         self._param = param
         self._threads = threads
-        self._trial: _Trial | None = None
-        self._made: Future[None] | None = None
+        self._trial: _DraftMasks | None = None
+        self._computation: Future[None] | None = None
         self.was_late = False  # whether the last forward pass ran without some of its masks
         # While a thread computes masks, the following attributes belong to it.
         self._matcher: Any = None
@@ -125,7 +125,7 @@ class GrammarState:
 
     @property
     def is_busy(self) -> bool:
-        return self._made is not None and not self._made.done()
+        return self._computation is not None and not self._computation.done()
 
     def is_ready(self) -> bool:
         """Return whether the next forward pass may include this sequence; if not, start to compute the missing mask.
@@ -141,34 +141,34 @@ class GrammarState:
                 if self._open is None:
                     return False
                 self._costs_s = self._open.costs_s
-            self.begin([])
+            self.start_masks([])
             return False
         return True
 
-    def begin(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def start_masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Start to compute the token masks for a draft. No other draft's masks may be in computation."""
         self._try(draft, self._run)
 
-    def _run(self, make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
+    def _run(self, make: Callable[[_DraftMasks], None], trial: _DraftMasks) -> Future[None]:
         if self._costs_s > PATIENCE_S:
             return self._threads.submit_costly(self._tenant, self._costs_s, lambda: make(trial))
         return self._threads.submit(make, trial)
 
-    def settle(self) -> int:
+    def use_ready_masks(self) -> int:
         """Return the number of token masks that are ready for the current forward pass; later ones are not used."""
         trial = self._trial
         assert trial is not None
         self.was_late = self.is_busy
         trial.may_stop = True
-        trial.taken = list(trial.masks)
-        return len(trial.taken)
+        trial.used = list(trial.masks)
+        return len(trial.used)
 
     def masks(self, draft: Sequence[int] | npt.NDArray[np.int32]) -> list[Mask]:
         """Return the masks of allowed tokens, bool[V], for each draft token and for the token after the draft.
 
         A draft of k tokens has k + 1 masks. Fewer are returned if the grammar forbids a draft token, because the masks
-        after it are not needed, or if masks were late, see `settle`. If `begin` was not called for this draft, its
-        masks are computed here. Exceptions of the computation are raised here.
+        after it are not needed, or if masks were late, see `use_ready_masks`. If `start_masks` was not called for this
+        draft, its masks are computed here. Exceptions of the computation are raised here.
 
         Every mask allows at least one token. It allows only end-of-text if the output is complete, or if `advance` will
         report that the output has to end.
@@ -176,15 +176,15 @@ class GrammarState:
         draft = list(map(int, draft))
         trial = self._trial
         if trial is None or trial.draft[: len(draft)] != draft:
-            if self._made is not None:
-                wait_for([self._made])
-            trial = self._try(draft, _at_once)
-        if trial.taken is None or not self.is_busy:
-            made, self._made = self._made, None
+            if self._computation is not None:
+                wait_for([self._computation])
+            trial = self._try(draft, _run_now)
+        if trial.used is None or not self.is_busy:
+            made, self._computation = self._computation, None
             if made is not None and (error := made.exception()) is not None:
                 self._trial = None
                 raise error
-        return (trial.masks if trial.taken is None else trial.taken)[: len(draft) + 1]
+        return (trial.masks if trial.used is None else trial.used)[: len(draft) + 1]
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append generated tokens, which must be tokens that the masks allowed.
@@ -215,24 +215,24 @@ class GrammarState:
     def _try(
         self,
         draft: Sequence[int] | npt.NDArray[np.int32],
-        run: Callable[[Callable[[_Trial], None], _Trial], Future[None]],
-    ) -> _Trial:
+        run: Callable[[Callable[[_DraftMasks], None], _DraftMasks], Future[None]],
+    ) -> _DraftMasks:
         assert not self.is_busy
         wanted = list(map(int, draft))
-        trial = _Trial(wanted, len(self._token_ids), [], None)
+        trial = _DraftMasks(wanted, len(self._token_ids), [], None)
         if (known := self._trial) is not None:
             common = _common_length(known.draft, wanted)
             trial.masks = known.masks[: common + 1]
             if known.failure is not None and known.failure.at <= common:
                 trial.failure = known.failure
-        self._trial, self._made = trial, None
+        self._trial, self._computation = trial, None
         if not trial.is_whole:
-            self._made = run(self._make, trial)
+            self._computation = run(self._make, trial)
         return trial
 
     # -- on a mask thread --------------------------------------------------------------------------------------------
 
-    def _make(self, trial: _Trial) -> None:
+    def _make(self, trial: _DraftMasks) -> None:
         if trial.is_abandoned:  # the request has ended before this began
             self._trial = self._matcher = self._open = None
             return
@@ -251,17 +251,17 @@ class GrammarState:
     def _count_growth(self, num_masks: int) -> None:
         # Other threads allocate memory too, so only slow masks count, and with a limit per second.
         if self._open is not None and self._costs_s > _QUICK_S * num_masks:
-            most = int(_MOST_GROWTH * self._costs_s)
+            most = int(_MAX_GROWTH * self._costs_s)
             grown = allocated_bytes() - self._allocated - num_masks * self._vocab_size
             self._open.grow(max(-most, min(grown, most)))
 
-    def _follow(self, trial: _Trial) -> None:
+    def _follow(self, trial: _DraftMasks) -> None:
         """Compute the token masks of a draft. A copy of llguidance's matcher reads the draft tokens.
 
         Copying takes 1 us. llguidance's own rollback is not used, because it could return masks of an earlier draft.
         """
         if self._matcher is None:
-            self._begin_again(trial, [])
+            self._restart_matcher(trial, [])
         elif self._num_followed < trial.num_output:
             self._matcher.consume_tokens(self._token_ids[self._num_followed : trial.num_output])
         self._num_followed = trial.num_output
@@ -288,7 +288,7 @@ class GrammarState:
         if tried:
             self._matcher = at_output
 
-    def _begin_again(self, trial: _Trial, tried: Sequence[int]) -> None:
+    def _restart_matcher(self, trial: _DraftMasks, tried: Sequence[int]) -> None:
         if self._open is None:
             self._open = self._open_it(False)
         assert self._open is not None
@@ -297,9 +297,9 @@ class GrammarState:
         if trial.num_output or tried:
             self._matcher.consume_tokens([*self._token_ids[: trial.num_output], *tried])
 
-    def _mask(self, trial: _Trial, tried: Sequence[int]) -> Mask:
+    def _mask(self, trial: _DraftMasks, tried: Sequence[int]) -> Mask:
         if self._matcher.is_error():  # perhaps caused by an earlier draft, which a new matcher has not seen
-            self._begin_again(trial, tried)
+            self._restart_matcher(trial, tried)
         if not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -312,7 +312,7 @@ class GrammarState:
         return self._only_end
 
 
-def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
+def use_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[np.int64]:
     """Wait at most `PATIENCE_S` for the token masks of a forward pass; return the number that each sequence has.
 
     The result is int64[B]; a sequence without structured output has no limit. Sequences whose last masks were late are
@@ -320,18 +320,18 @@ def take_available_masks(states: Sequence[GrammarState | None]) -> npt.NDArray[n
     """
     found = [state for state in states if state is not None]
     trusted = [state for state in found if not state.was_late]
-    wait_for(_making(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
+    wait_for(_computations(trusted if trusted or len(found) < len(states) else found), PATIENCE_S)
     unbounded = np.iinfo(np.int64).max
-    return np.array([unbounded if state is None else state.settle() for state in states])
+    return np.array([unbounded if state is None else state.use_ready_masks() for state in states])
 
 
 def await_masks(states: Iterable[GrammarState]) -> None:
     """Wait at most `PATIENCE_S` until the token masks of at least one of the sequences are computed."""
-    wait_for(_making(states), PATIENCE_S, return_when=FIRST_COMPLETED)
+    wait_for(_computations(states), PATIENCE_S, return_when=FIRST_COMPLETED)
 
 
-def _making(states: Iterable[GrammarState]) -> list[Future[None]]:
-    return [state._made for state in states if state._made is not None]
+def _computations(states: Iterable[GrammarState]) -> list[Future[None]]:
+    return [state._computation for state in states if state._computation is not None]
 
 
 class MaskThreads:
@@ -345,7 +345,7 @@ class MaskThreads:
         self.submit = ThreadPoolExecutor(1024, "ssd-masks", lambda: _lower_priority(10)).submit
         self._costly = ThreadPoolExecutor(1, "ssd-costly-masks", lambda: _lower_priority(15))
         self._lock = threading.Lock()
-        self._waiting: list[_Costly] = []
+        self._waiting: list[_CostlyMask] = []
         self._last_turn: OrderedDict[str | None, None] = OrderedDict()  # of each tenant, the latest last
 
     def submit_costly(self, tenant: str | None, costs_s: float, call: Callable[[], None]) -> Future[None]:
@@ -353,11 +353,11 @@ class MaskThreads:
 
         A mask that has waited long is computed before a shorter one that was queued much later.
         """
-        costly = _Costly(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
+        costly = _CostlyMask(tenant, time.monotonic() + _YIELDS * costs_s, call, Future())
         with self._lock:
             self._waiting.append(costly)
         self._costly.submit(self._make_one)
-        return costly.made
+        return costly.future
 
     def _make_one(self) -> None:
         with self._lock:
@@ -366,17 +366,17 @@ class MaskThreads:
             self._waiting.remove(costly)
             self._last_turn[costly.tenant] = None
             self._last_turn.move_to_end(costly.tenant)
-            if len(self._last_turn) > _MOST_REMEMBERED:
+            if len(self._last_turn) > _MAX_REMEMBERED:
                 self._last_turn.popitem(last=False)
-        _settle(costly.made, costly.call)
+        _run_into(costly.future, costly.call)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Costly:
+class _CostlyMask:
     tenant: str | None
     due: float
     call: Callable[[], None]
-    made: Future[None]
+    future: Future[None]
 
 
 def _lower_priority(by: int) -> None:
@@ -385,17 +385,17 @@ def _lower_priority(by: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), by)
 
 
-def _at_once(make: Callable[[_Trial], None], trial: _Trial) -> Future[None]:
-    return _settle(Future(), lambda: make(trial))
+def _run_now(make: Callable[[_DraftMasks], None], trial: _DraftMasks) -> Future[None]:
+    return _run_into(Future(), lambda: make(trial))
 
 
-def _settle(made: Future[None], call: Callable[[], None]) -> Future[None]:
+def _run_into(future: Future[None], call: Callable[[], None]) -> Future[None]:
     try:
         call()
-        made.set_result(None)
+        future.set_result(None)
     except BaseException as error:
-        made.set_exception(error)
-    return made
+        future.set_exception(error)
+    return future
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:

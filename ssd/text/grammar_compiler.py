@@ -24,7 +24,7 @@ from ssd.text.codec import TextCodec
 from ssd.text.exact_numbers import ExactRules, has_inexact_constants
 from ssd.text.grammar import GrammarState, MaskThreads
 from ssd.text.grammar_memory import (
-    MOST_GRAMMAR_BYTES,
+    MAX_GRAMMAR_BYTES,
     Compiled,
     GrammarCost,
     GrammarMemory,
@@ -39,14 +39,14 @@ INSTALL = "pip install 'ssd-serving[structured]'"
 # The number of accepted sources that are remembered, with about 200 bytes each.
 _MAX_TRIED = 1 << 14
 # The minimum bytes of a grammar, and the minimum and maximum per second of its compilation, see the module docstring.
-_LEAST_BYTES, _LEAST_RATE, _MOST_RATE = 16 << 10, 2 << 20, 512 << 20
+_LEAST_BYTES, _LEAST_RATE, _MAX_RATE = 16 << 10, 2 << 20, 512 << 20
 # Sources beyond these limits are refused: half a second and 50 MB for the worst short source.
 _LEXER_FUEL, _LEXER_STATES = 250_000, 1 << 16
 # The maximum number of parser states at one position of the output, by kind of constraint. With 2,000 states, the
 # ambiguous grammar x: x x | "a" took 170 ms per token after 800 tokens, and all requests waited for it. For the other
 # kinds our own grammars have few states, or one for each of many choices.
 _PARSER_STATES = {"grammar": 256}
-_MOST_PARSER_STATES = 2000
+_MAX_PARSER_STATES = 2000
 
 
 _LARGE_COST = 1 << 12  # above it, a source may take megabytes
@@ -60,20 +60,20 @@ def expected_cost(output: StructuredOutput) -> int:
     """
     cost = len(output.source)
     if output.kind != "json_schema":
-        for repeats in _REPEATS.findall(output.source)[:_MOST_LOOKED_AT]:
+        for repeats in _REPEATS.findall(output.source)[:_MAX_LOOKED_AT]:
             cost = min(cost * max(1, int(repeats[-6:])), 1 << 30)
     return cost
 
 
 _REPEATS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
-_MOST_LOOKED_AT = 64
+_MAX_LOOKED_AT = 64
 
 
 class GrammarCompiler:
     """Compiles the structured-output constraints of requests, and caches the latest compiled grammars. Thread-safe."""
 
     def __init__(
-        self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MOST_GRAMMAR_BYTES
+        self, codec: TextCodec, *, vocab_size: int, eos_token_ids: Sequence[int], max_bytes: int = MAX_GRAMMAR_BYTES
     ) -> None:
         """Create a compiler for a tokenizer and a model with ``vocab_size`` logits.
 
@@ -138,8 +138,8 @@ class GrammarCompiler:
                     trim_soon()  # compiling takes more memory than it leaves
             grown = allocated_bytes() - before
             least = _LEAST_BYTES + 4 * len(output.source) + int(_LEAST_RATE * seconds)
-            kept = Compiled(start, GrammarCost(max(least, min(grown, int(_MOST_RATE * seconds))), seconds))
-            self.memory.keep(tenant, output, kept)
+            kept = Compiled(start, GrammarCost(max(least, min(grown, int(_MAX_RATE * seconds))), seconds))
+            self.memory.store(tenant, output, kept)
         return kept
 
     def _matcher(self, output: StructuredOutput) -> tuple[Any, float]:
@@ -211,7 +211,7 @@ def _new_matcher(tokenizer: Any, output: StructuredOutput, token_names: Mapping[
     limits = LLParserLimits(
         initial_lexer_fuel=_LEXER_FUEL,
         max_lexer_states=_LEXER_STATES,
-        max_items_in_row=_PARSER_STATES.get(output.kind, _MOST_PARSER_STATES),
+        max_items_in_row=_PARSER_STATES.get(output.kind, _MAX_PARSER_STATES),
         verbose_errors=False,
     )
     grammars = _grammars_of(output, token_names)
@@ -316,7 +316,7 @@ def _prepared_lark(source: str, token_names: Mapping[str, str]) -> str:
 
 # -- the location of an error in a schema
 
-_MOST_LOOKED_THROUGH = 1 << 22  # characters of schemas compiled to find the faulty one
+_MAX_LOOKED_THROUGH = 1 << 22  # characters of schemas compiled to find the faulty one
 
 
 def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]], complaint: str) -> str:
@@ -326,7 +326,7 @@ def _locate_error(output: StructuredOutput, grammars: Sequence[Mapping[str, Any]
     if output.kind == "regex":
         return f"{quote_pattern(output.source)}: {error_reason(complaint)}"
 
-    left = _MOST_LOOKED_THROUGH
+    left = _MAX_LOOKED_THROUGH
 
     def complaint_at(schema: dict[str, Any], at: str) -> str:
         nonlocal left

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 from ssd.config import StructuredOutput
 
-MOST_GRAMMAR_BYTES: Final = 512 << 20
-_MOST_KEPT: Final = 256
+MAX_GRAMMAR_BYTES: Final = 512 << 20
+_MAX_KEPT: Final = 256
 _SMALL_PARTS: Final = 128  # a grammar of at most 1/128 of the budget never waits for memory
 _COPY_PARTS: Final = 8  # a request's copy adds at most 1/8 of a grammar's memory: 1.5 to 4 MB of 43 MB were measured
 _TRIM_AFTER_S: Final = 0.1  # seconds; returning freed memory to the system takes 2 to 12 ms
@@ -104,7 +104,7 @@ class GrammarMemory:
                 kept.move_to_end(output)
             return kept.get(output)
 
-    def keep(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
+    def store(self, tenant: str | None, output: StructuredOutput, compiled: Compiled) -> None:
         """Cache a compiled grammar. All cached grammars together use at most half of the memory budget."""
         with self._lock:
             self._compiled.add(compiled)
@@ -150,7 +150,7 @@ class GrammarMemory:
         return Counter(kept)
 
     def _evict_excess(self) -> None:
-        while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MOST_KEPT:
+        while sum(self._weights().values()) > self._most // 2 or sum(map(len, self._kept.values())) > _MAX_KEPT:
             self._evict_one()
         while self._used() > self._most and self._kept:
             self._evict_one()

@@ -130,7 +130,7 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
         raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error
 
 
-_MOST_GROWTH = 1 << 12
+_MAX_GROWTH = 1 << 12
 
 
 def _bounded(tokenizer: Any) -> Any:
@@ -147,8 +147,8 @@ def _bounded(tokenizer: Any) -> Any:
             if isinstance(special, dict):  # of a template
                 names = [piece["SpecialToken"]["id"] for piece in part.get("single", ()) if "SpecialToken" in piece]
                 growth += sum(len(special[name]["ids"]) for name in names if name in special)
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"the {name} in tokenizer.json makes a text more than {_MOST_GROWTH} times as long")
+        if growth > _MAX_GROWTH:
+            raise ValueError(f"the {name} in tokenizer.json makes a text more than {_MAX_GROWTH} times as long")
     return tokenizer
 
 

@@ -30,22 +30,22 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     their value is null. Raises RequestError with ``param="messages"``, which names the faulty message.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise _wrong(f"messages must be a list of messages, got {type(messages).__name__}")
+        raise _messages_error(f"messages must be a list of messages, got {type(messages).__name__}")
     if not messages:
-        raise _wrong("messages is empty: give at least one message")
+        raise _messages_error("messages is empty: give at least one message")
     return [_normalize(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
 def _normalize(message: Mapping[str, Any], where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise _wrong(f'{where} must be an object with "role" and "content", got {type(message).__name__}')
+        raise _messages_error(f'{where} must be an object with "role" and "content", got {type(message).__name__}')
     role = message.get("role")
     if role not in ROLES:
-        raise _wrong(f"{where} has role {role!r:.80}; roles are {', '.join(ROLES)}")
+        raise _messages_error(f"{where} has role {role!r:.80}; roles are {', '.join(ROLES)}")
     given = {key: value for key, value in message.items() if value is not None}
     content, tool_calls = given.get("content"), given.pop("tool_calls", None)
     if content is None and role != "assistant" and not (role == "function" and "content" in message):
-        raise _wrong(f"{where} has no content: give a string or a list of text parts")
+        raise _messages_error(f"{where} has no content: give a string or a list of text parts")
     if role in ("tool", "function") and isinstance(content, list):
         content = [convert_to_text_part(part) for part in content]
     normalized = {**given, "content": "" if content is None else _text_of(content, where)}
@@ -76,13 +76,15 @@ def _text_of(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _wrong(f"{where} has content of type {type(content).__name__}: give a string or a list of text parts")
+        raise _messages_error(
+            f"{where} has content of type {type(content).__name__}: give a string or a list of text parts"
+        )
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get(_TEXTS[kind]) if isinstance(kind, str) and kind in _TEXTS else None
         if not isinstance(text, str):
-            raise _wrong(
+            raise _messages_error(
                 f"{where}.content[{number}] is not a text part: only "
                 f'{{"type": "text", "text": ...}} is supported, got type {kind!r:.80}'
             )
@@ -97,10 +99,10 @@ def convert_to_text_part(part: object) -> object:
     a client cannot remove a part from a tool's result.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
-    return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _said_by(part, kind)}
+    return part if not isinstance(kind, str) or kind in _TEXTS else {"type": "text", "text": _part_text(part, kind)}
 
 
-def _said_by(part: Any, kind: str) -> str:
+def _part_text(part: Any, kind: str) -> str:
     if kind == "tool_reference":
         return f"Tool available: {part.get('tool_name')}"
     source = part.get("source")
@@ -117,7 +119,7 @@ def _said_by(part: Any, kind: str) -> str:
 
 def _tool_calls(tool_calls: object, where: str) -> list[Any]:
     if not isinstance(tool_calls, list) or not all(isinstance(call, Mapping) for call in tool_calls):
-        raise _wrong(f"{where}.tool_calls must be a list of objects")
+        raise _messages_error(f"{where}.tool_calls must be a list of objects")
     normalized = []
     for call in tool_calls:
         function = call.get("function")
@@ -149,10 +151,10 @@ def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
     said = [messages]
     yield messages
     one_system = with_one_system(messages)
-    both = _merged(one_system, _ALTERNATING)
-    results = _merged(both, {("tool", "user")})
-    no_system = _merged(_as_users(results), _ALTERNATING)
-    for way in (messages, _merged(messages, _ALTERNATING), one_system, both, results, no_system):
+    both = _merge_pairs(one_system, _ALTERNATING)
+    results = _merge_pairs(both, {("tool", "user")})
+    no_system = _merge_pairs(_as_users(results), _ALTERNATING)
+    for way in (messages, _merge_pairs(messages, _ALTERNATING), one_system, both, results, no_system):
         for form in (way, _with_written_arguments(way)):
             if form not in said:
                 said.append(form)
@@ -162,7 +164,7 @@ def equivalent_forms(messages: list[Message]) -> Iterator[list[Message]]:
 def with_one_system(messages: Sequence[Message]) -> list[Message]:
     """Join the system messages at the beginning of a conversation, and turn later ones into user messages."""
     begin = next((at for at, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES), len(messages))
-    first = _merged([{**message, "role": "system"} for message in messages[:begin]], {("system", "system")})
+    first = _merge_pairs([{**message, "role": "system"} for message in messages[:begin]], {("system", "system")})
     return first + _as_users(messages[begin:])
 
 
@@ -170,7 +172,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
     return [{**message, "role": "user"} if message["role"] in SYSTEM_ROLES else message for message in messages]
 
 
-def _merged(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
+def _merge_pairs(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
     """Join two consecutive messages if their roles are one of ``pairs``, with the role of the first message.
 
     Nothing is joined to a message with tool calls.
@@ -201,7 +203,7 @@ def _with_written_arguments(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _wrong(message: str) -> RequestError:
+def _messages_error(message: str) -> RequestError:
     return RequestError(message, param="messages")
 
 
@@ -243,7 +245,7 @@ def describe_tools_in_words(
             else:
                 told.append({"role": "user", "content": answer})
         elif message.get("tool_calls"):
-            told.append({"role": role, "content": _called(message)})
+            told.append({"role": role, "content": _calls_as_text(message)})
         else:
             told.append(dict(message))
         before = role
@@ -259,7 +261,7 @@ def describe_tools_in_words(
     return told
 
 
-def _called(message: Mapping[str, Any]) -> str:
+def _calls_as_text(message: Mapping[str, Any]) -> str:
     calls = [call.get("function") for call in message["tool_calls"]]
     written = hermes_calls([call for call in calls if isinstance(call, Mapping)])
     return "\n".join([message["content"], *written] if message["content"] else written)

@@ -23,17 +23,17 @@ from ssd.errors import quote_value
 Schema = Any
 """A parsed JSON schema: a dict or a bool."""
 
-MOST_EXACT: Final = 2**53  # up to it, 64-bit floats represent all integers
+MAX_EXACT: Final = 2**53  # up to it, 64-bit floats represent all integers
 
-_MOST_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
-_MOST_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
-_MOST_LOOKED_AT = 10_000  # subschemas visited to check that a schema has a finite value
-_MOST_NAMES = 64  # property names that may replace a pattern
+_MAX_PAIRS = 1 << 16  # llguidance compares the branches of a list with each other: 1,500 took 17 to 50 s
+_MAX_MULTIPLE = 10_000  # llguidance counts up to the digits of a multiple: 999983 took 22 s and 350 MB
+_MAX_LOOKED_AT = 10_000  # subschemas visited to check that a schema has a finite value
+_MAX_NAMES = 64  # property names that may replace a pattern
 
 # Larger bounds are moved inwards to a multiple of this number: such integers below 2^63 are exact as floats, and so are
 # their shortest decimal forms, of which llguidance makes its expressions.
 _STEP: Final = 2**11 * 5**4
-_MOST_BOUND: Final = (2**63 - 1) // _STEP * _STEP
+_MAX_BOUND: Final = (2**63 - 1) // _STEP * _STEP
 _OPEN_BOUND: Final = 10**17  # above it, llguidance needs both bounds of a range
 _LEAST_GAP: Final = 1e-12  # between an integral exclusive bound and the inclusive bound that replaces it
 
@@ -226,7 +226,7 @@ def is_beyond_exact(value: Any) -> bool:
         return any(map(is_beyond_exact, value.values()))
     if isinstance(value, list):
         return any(map(is_beyond_exact, value))
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) >= MOST_EXACT
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) >= MAX_EXACT
 
 
 def escape(name: str) -> str:
@@ -319,7 +319,7 @@ class _Preparation:
 
         ``begun`` are the ids of the schemas around ``node``.
         """
-        if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MOST_LOOKED_AT:
+        if not isinstance(node, dict) or id(node) in self._ending or self._num_looked_at > _MAX_LOOKED_AT:
             return False
         if id(node) in begun:
             return True
@@ -467,7 +467,7 @@ class _Preparation:
         if (multiple := node.get("multipleOf")) is not None:
             if multiple <= 0:
                 self._refuse(node, "multipleOf", at, f"must be a number above 0, got {quote_value(multiple)}")
-            elif _digits(multiple) > _MOST_MULTIPLE:
+            elif _digits(multiple) > _MAX_MULTIPLE:
                 reason = f"{quote_value(multiple)} has too many digits to be enforced: leave it out"
                 self._refuse(node, "multipleOf", at, reason)
             else:
@@ -487,15 +487,15 @@ class _Preparation:
         """
         if exclusive in node and _is_whole(node[exclusive]):
             limit = int(node.pop(exclusive))
-            if node.get("type") == "integer" or abs(limit) >= MOST_EXACT:
+            if node.get("type") == "integer" or abs(limit) >= MAX_EXACT:
                 moved: float = limit + inwards
             else:
                 moved = limit + inwards * max(_LEAST_GAP, math.ulp(limit))
             node[bound] = tighter(node[bound], moved) if bound in node else moved
-        if bound in node and abs(node[bound]) > MOST_EXACT:
+        if bound in node and abs(node[bound]) > MAX_EXACT:
             number = int(node[bound])
             moved = inwards * -(-inwards * number // _STEP) * _STEP
-            node[bound] = tighter(moved, -inwards * _MOST_BOUND)
+            node[bound] = tighter(moved, -inwards * _MAX_BOUND)
 
     def _require_range(self, node: dict[str, Any], sent: Mapping[str, Any], at: str) -> None:
         """Raise SchemaError if bounds beyond 2^53 leave no number after they were moved; if not strict, remove them.
@@ -503,12 +503,12 @@ class _Preparation:
         If a bound is so large that llguidance needs both bounds of the range, add the missing one.
         """
         if node.get("minimum", 0) >= _OPEN_BOUND:
-            node.setdefault("maximum", _MOST_BOUND)
+            node.setdefault("maximum", _MAX_BOUND)
         if node.get("maximum", 0) <= -_OPEN_BOUND:
-            node.setdefault("minimum", -_MOST_BOUND)
+            node.setdefault("minimum", -_MAX_BOUND)
         if node.get("minimum", -math.inf) <= node.get("maximum", math.inf):
             return
-        if beyond := [key for key in _BOUNDS if abs(sent.get(key, 0)) > MOST_EXACT]:
+        if beyond := [key for key in _BOUNDS if abs(sent.get(key, 0)) > MAX_EXACT]:
             if self._strict:
                 reason = f"is {sent[beyond[0]]}: beyond 2^53 only wide ranges below 2^63 can be enforced exactly"
                 raise SchemaError(f"{beyond[0]} at {at}/{beyond[0]} {reason}")
@@ -524,7 +524,7 @@ class _Preparation:
         branches.
         """
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
-        if self._num_pairs > _MOST_PAIRS:
+        if self._num_pairs > _MAX_PAIRS:
             raise SchemaError(
                 "it has too many branches in anyOf or oneOf: one list may have 256, more lists fewer each"
             )
@@ -659,11 +659,11 @@ def _names_matched_by(pattern: str) -> list[str] | None:
         return None
     if [str(argument) for _, argument in items[:1] + items[-1:]] != ["AT_BEGINNING", "AT_END"]:
         return None
-    found = _expanded(items[1:-1])
+    found = _expand(items[1:-1])
     return None if found is None else sorted(set(found))
 
 
-def _expanded(items: Iterable[Any]) -> list[str] | None:
+def _expand(items: Iterable[Any]) -> list[str] | None:
     found = [""]
     for kind, argument in items:
         if str(kind) == "LITERAL":
@@ -672,24 +672,24 @@ def _expanded(items: Iterable[Any]) -> list[str] | None:
             parts = []
             for inner, value in argument:
                 low, high = value if str(inner) == "RANGE" else (value, value)
-                if str(inner) not in ("LITERAL", "RANGE") or high - low >= _MOST_NAMES:
+                if str(inner) not in ("LITERAL", "RANGE") or high - low >= _MAX_NAMES:
                     return None
                 parts += map(chr, range(low, high + 1))
         elif str(kind) == "BRANCH":
-            branches = [_expanded(branch) for branch in argument[1]]
+            branches = [_expand(branch) for branch in argument[1]]
             parts = None if None in branches else [text for branch in branches if branch for text in branch]
         elif str(kind) == "SUBPATTERN" and not argument[1] and not argument[2]:
-            parts = _expanded(argument[3])
+            parts = _expand(argument[3])
         elif str(kind) == "MAX_REPEAT" and argument[1] <= 4:
-            if (once := _expanded(argument[2])) is None:
+            if (once := _expand(argument[2])) is None:
                 return None
             parts = []
             for times in range(argument[0], argument[1] + 1):
                 repeated = itertools.product(once, repeat=times)
-                parts += map("".join, itertools.islice(repeated, _MOST_NAMES + 1))
+                parts += map("".join, itertools.islice(repeated, _MAX_NAMES + 1))
         else:
             return None
-        if parts is None or len(found) * len(parts) > _MOST_NAMES:
+        if parts is None or len(found) * len(parts) > _MAX_NAMES:
             return None
         found = [text + part for text in found for part in parts]
     return found

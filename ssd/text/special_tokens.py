@@ -26,17 +26,17 @@ class Marks(NamedTuple):
     begin: str
     end: str
 
-    def without(self, text: str) -> str:
-        return re.sub(f"[{self.begin}{self.end}]", "", self.plain(text))
+    def remove_from(self, text: str) -> str:
+        return re.sub(f"[{self.begin}{self.end}]", "", self.unescape(text))
 
-    def plain(self, text: str) -> str:
+    def unescape(self, text: str) -> str:
         """Replace JSON escapes of the two characters by the characters: some chat templates write text as JSON."""
         for mark in self:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
 
 
-class _Kept(NamedTuple):
+class _MarkedTokens(NamedTuple):
     """The texts of the special tokens that are marked in a message, all their beginnings, and the greatest length."""
 
     tokens: frozenset[str]
@@ -66,7 +66,7 @@ class SpecialTokens:
         # Text may contain the unknown token and, in some vocabularies, the padding token ("!"). Both have no effect.
         harmless = {tokenizer.unk_token_id, tokenizer.pad_token_id} - {tokenizer.eos_token_id}
         self._control_ids = frozenset(self._ids[content] for content in self._special) - harmless
-        self._kept = lru_cache(maxsize=8)(self._find_kept)
+        self._marked_tokens = lru_cache(maxsize=8)(self._find_marked_tokens)
         if len(self._ids) > 0x110000 - _SENTINELS:
             raise ModelError(
                 f"the tokenizer has {len(self._ids)} special tokens, at most {0x110000 - _SENTINELS} can be used"
@@ -88,16 +88,24 @@ class SpecialTokens:
         Raises:
             RequestError: The tokenizer cannot encode such text as ordinary text.
         """
-        spoken, given = self._kept(""), self._kept(template)
+        spoken, given = self._marked_tokens(""), self._marked_tokens(template)
         parts = [(message, spoken if message.get("role") == "assistant" else given) for message in messages]
         parts += [({name: value}, given) for name, value in variables.items()]
-        found = [span for part, kept in parts for text in _strings(part) for span in self._marks_of(text, kept)]
+        found = [
+            span
+            for part, marked_tokens in parts
+            for text in _strings(part)
+            for span in self._marks_of(text, marked_tokens)
+        ]
         if not found:
             return messages, variables, None
         if self._twin is None and any(start < stop for start, stop in found):
-            raise _impossible()
-        marks = _unused(template, *(text for part, _ in parts for text in _strings(part)))
-        marked = [_changed(part, partial(self._marked, kept=kept, marks=marks)) for part, kept in parts]
+            raise _special_token_error()
+        marks = _unused_characters(template, *(text for part, _ in parts for text in _strings(part)))
+        marked = [
+            _map_strings(part, partial(self._mark_tokens, marked_tokens=marked_tokens, marks=marks))
+            for part, marked_tokens in parts
+        ]
         number = len(messages)
         return marked[:number], {name: value for part in marked[number:] for name, value in part.items()}, marks
 
@@ -107,12 +115,12 @@ class SpecialTokens:
         Raises RequestError if the tokenizer would make a control token of ordinary text.
         """
         if self._twin is None:
-            return self._encode_unmarked(marks.plain(text), marks)
+            return self._encode_unmarked(marks.unescape(text), marks)
         parts: list[str] = []
         num_tokens = 0
         begin, end = marks
         # If a template has separated two marks, the text between them cannot form a token with text outside.
-        for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.plain(text)):
+        for piece in re.split(f"({begin}[^{begin}{end}]*{end})|[{begin}{end}]", marks.unescape(text)):
             if piece is None:
                 continue
             inner = piece[1:-1] if piece[:1] == begin else ""
@@ -128,7 +136,7 @@ class SpecialTokens:
         real = self._real_ids
         made = [id for id in ids if id not in real]
         if len(ids) - len(made) != num_tokens or not self._control_ids.isdisjoint(made):
-            raise _impossible()
+            raise _special_token_error()
         return [real.get(id, id) for id in ids]
 
     def _encode_unmarked(self, text: str, marks: Marks) -> list[int]:
@@ -139,28 +147,30 @@ class SpecialTokens:
         pieces = re.split(f"[{marks.begin}{marks.end}]", text)
         whole, ends = "".join(pieces), set(accumulate(map(len, pieces)))
         if any(not ends.isdisjoint(range(start + 1, stop)) for start, stop in self._spans(whole)):
-            raise _impossible()
+            raise _special_token_error()
         ids: list[int] = self._tokenizer.encode(whole, add_special_tokens=False, verbose=False)
         return ids
 
-    def _find_kept(self, template: str) -> _Kept:
+    def _find_marked_tokens(self, template: str) -> _MarkedTokens:
         written = {token for token in self._ids if token in template and not token.isspace()}
         tokens = self._special | written
         beginnings = frozenset(token[:length] for token in tokens for length in range(1, len(token)))
-        return _Kept(tokens, beginnings, max(map(len, tokens), default=0))
+        return _MarkedTokens(tokens, beginnings, max(map(len, tokens), default=0))
 
-    def _marks_of(self, text: str, kept: _Kept) -> list[tuple[int, int]]:
+    def _marks_of(self, text: str, marked_tokens: _MarkedTokens) -> list[tuple[int, int]]:
         text = replace_lone_surrogates(text)
-        spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in kept.tokens]
-        if any(text[-length:] in kept.beginnings for length in range(1, min(kept.longest, len(text) + 1))):
+        spans = [(start, stop) for start, stop in self._spans(text) if text[start:stop] in marked_tokens.tokens]
+        if any(
+            text[-length:] in marked_tokens.beginnings for length in range(1, min(marked_tokens.longest, len(text) + 1))
+        ):
             spans.append((len(text), len(text)))
         return spans
 
-    def _marked(self, text: str, kept: _Kept, marks: Marks) -> str:
+    def _mark_tokens(self, text: str, marked_tokens: _MarkedTokens, marks: Marks) -> str:
         whole = replace_lone_surrogates(text)
         parts: list[str] = []
         done = 0
-        for start, stop in self._marks_of(text, kept):
+        for start, stop in self._marks_of(text, marked_tokens):
             parts += (whole[done:start], marks.begin, whole[start:stop], marks.end)
             done = stop
         return "".join(parts) + whole[done:]
@@ -229,18 +239,18 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Apply ``change`` to every string in a JSON value, including object keys; return the new value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_changed(key, change): _changed(inner, change) for key, inner in value.items()}
+        return {_map_strings(key, change): _map_strings(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(inner, change) for inner in value]
+        return [_map_strings(inner, change) for inner in value]
     return value
 
 
-def _unused(*texts: str) -> Marks:
+def _unused_characters(*texts: str) -> Marks:
     """Return two characters that occur in none of the texts, neither directly nor as JSON escapes."""
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
@@ -249,7 +259,7 @@ def _unused(*texts: str) -> Marks:
     return Marks(*free)
 
 
-def _impossible() -> RequestError:
+def _special_token_error() -> RequestError:
     return RequestError(
         "messages spell out a special token of this model, which its tokenizer cannot write as text: leave it out",
         param="messages",

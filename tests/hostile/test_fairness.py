@@ -18,7 +18,7 @@ import pytest
 from server.admission.fair_executor import FairExecutor
 from server.admission.quotas import Account, Reservation, SharedBudget
 from server.base.limits import Limits
-from server.base.request_record import begin_record
+from server.base.request_record import create_record
 from server.observe.metrics import ServerMetrics
 from ssd.errors import QueueFull
 from tests.server.client import ask, bearer, post
@@ -60,7 +60,7 @@ def test_a_tenant_has_half_of_what_others_leave_of_a_budget_and_one_alone_all_of
     budget = SharedBudget(100, "things")
 
     def share_of(tenant: str | None) -> Reservation:
-        begin_record().tenant = tenant
+        create_record().tenant = tenant
         return budget.reserve()
 
     greedy, more, other = share_of("greedy"), share_of("greedy"), share_of("other")
@@ -208,7 +208,7 @@ def test_a_lane_serves_tenants_in_turn_and_each_has_a_line_of_its_own() -> None:
         lane, gate, order = FairExecutor("work", num_threads=1, max_waiting=8), threading.Event(), list[str]()
 
         async def send(tenant: str | None, call: Any, *args: Any) -> None:
-            record = begin_record()
+            record = create_record()
             record.tenant, record.request_id = tenant, f"of {tenant}"
             await lane.run(call, *args)
 

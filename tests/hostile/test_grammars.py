@@ -36,15 +36,15 @@ def compiled(num_bytes: int) -> Compiled:
 def test_nobody_loses_a_kept_grammar_to_who_keeps_more() -> None:
     memory = GrammarMemory(64 * MB)
     for number in range(3):
-        memory.keep("honest", regex(number), compiled(5 * MB))
+        memory.store("honest", regex(number), compiled(5 * MB))
     for number in range(100):
-        memory.keep("greedy", regex(number), compiled(MB))
+        memory.store("greedy", regex(number), compiled(MB))
         assert memory.num_bytes <= 32 * MB
     assert all(memory.find("honest", regex(number)) for number in range(3))
     found = [number for number in range(100) if memory.find("greedy", regex(number))]
     assert found == list(range(83, 100))  # its latest, in what is left
     for number in range(400):
-        memory.keep(f"tenant {number}", regex(0), compiled(1))
+        memory.store(f"tenant {number}", regex(0), compiled(1))
     assert sum(map(len, memory._kept.values())) <= 256
 
 
@@ -54,7 +54,7 @@ def test_large_grammars_wait_for_room_and_small_ones_do_not() -> None:
     def open_one(num_bytes: int, may_refuse: bool = True) -> GrammarReservation | None:
         return memory.open(GrammarCost(num_bytes, 0.1), None, lambda: compiled(num_bytes), may_refuse=may_refuse)
 
-    memory.keep(None, regex(0), compiled(30 * MB))
+    memory.store(None, regex(0), compiled(30 * MB))
     first = open_one(1000 * MB)  # one alone is never refused, and what is only kept leaves
     assert first is not None and memory.find(None, regex(0)) is None
     assert open_one(MB) is None and open_one(40 * MB) is None
@@ -85,7 +85,7 @@ def test_costly_masks_are_made_for_tenants_in_turn_the_shortest_first() -> None:
 
 def test_one_that_is_kept_takes_only_its_own_part_and_does_not_push_itself_out() -> None:
     memory, kept = GrammarMemory(64 * MB), compiled(32 * MB)
-    memory.keep(None, regex(0), kept)
+    memory.store(None, regex(0), kept)
     opened = [memory.open(kept.weight, kept, lambda: kept, may_refuse=True) for _ in range(8)]
     assert None not in opened and memory.num_bytes == 64 * MB and memory.find(None, regex(0)) is kept
     assert [each.costs_s for each in opened if each is not None] == [0.0] * 8

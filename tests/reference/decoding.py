@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from cache_builder.evaluation.costs import CostCurve
-from cache_builder.evaluation.decoding import rising
+from cache_builder.evaluation.decoding import marginal_costs
 from cache_builder.evaluation.log import RecordedOutput
 from ssd.cost_model.throughput import FORGETTING
 from ssd.drafting.protocol import EMPTY_DRAFT, Draft, DraftOutcome, DraftRequest, TokenCosts
@@ -23,7 +23,7 @@ class CurvePrice:
 
     def __init__(self, curve: CostCurve, max_draft: int) -> None:
         self._costs = curve.costs_up_to(max_draft + 1)[1:]
-        self._more = rising(self._costs)
+        self._marginal_costs = marginal_costs(self._costs)
         self._sums = np.zeros(3)  # passes, tokens and seconds of late
 
     def _recent(self) -> tuple[float, float]:
@@ -32,7 +32,7 @@ class CurvePrice:
 
     def prices(self) -> TokenCosts | None:
         tokens, seconds = self._recent()
-        return np.array([more * (1.0 + tokens) / (self._costs[0] + seconds) for more in self._more])
+        return np.array([more * (1.0 + tokens) / (self._costs[0] + seconds) for more in self._marginal_costs])
 
     def paying(self, draft: Draft) -> Draft:
         if draft.probabilities is None:

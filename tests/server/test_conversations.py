@@ -84,16 +84,16 @@ def test_a_format_without_a_grammar_of_its_own_is_made_to_write_json() -> None:
     written = '[{"name": "f", "parameters": {"x": 2}}]'
     assert accepts(found, written)
     assert found.messages is not None
-    (call,) = found.messages.whole(0, written).tool_calls
+    (call,) = found.messages.parse(0, written).tool_calls
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": 2})
 
 
 def test_an_answer_has_one_call_where_the_template_takes_no_more_in_a_message() -> None:
     for several in (True, False):
-        form = MessageFormat("hermes", several=several)
+        form = MessageFormat("hermes", allows_several_calls=several)
         assert accepts(plan(form, tools=[TOOL], tool_choice="required"), f"{CALL}\n{CALL}") is several
         messages = plan(form, tools=[TOOL]).messages
-        assert messages is not None and len(messages.whole(0, f"{CALL}\n{CALL}").tool_calls) == 1 + several
+        assert messages is not None and len(messages.parse(0, f"{CALL}\n{CALL}").tool_calls) == 1 + several
         assert accepts(plan(form, tools=[TOOL], tool_choice="required"), CALL)
 
 
@@ -126,7 +126,7 @@ def test_names_of_calls_are_made_short_where_a_template_takes_no_others() -> Non
     for name, is_short in (("mistral", True), ("hermes", False)):
         made = plan(MessageFormat(name), tools=[TOOL]).messages
         assert made is not None
-        (call,) = made.whole(0, f"{CALL if name == 'hermes' else '[TOOL_CALLS]f[ARGS]{}'}").tool_calls
+        (call,) = made.parse(0, f"{CALL if name == 'hermes' else '[TOOL_CALLS]f[ARGS]{}'}").tool_calls
         assert (len(call.id) == 9 and call.id.isalnum()) is is_short
 
 

@@ -20,7 +20,7 @@ from server.answers.wire import json_text
 from server.base.counting import common_tokens, num_values
 from server.base.limits import Limits
 from server.base.settings import ServerSettings
-from server.running.generation_plan import _MOST_LOGPROBS, _bounded, _require_logprobs
+from server.running.generation_plan import _MAX_LOGPROBS, _bounded, _require_logprobs
 from server.running.tokenization import Tokenization, check_token_count
 from server.schema.chat import ChatBody
 from server.schema.generate import CompletionBody
@@ -168,7 +168,7 @@ def test_what_stands_beside_the_content_of_messages_counts_for_how_long_a_text_i
 def test_an_answer_with_logprobs_and_no_limit_ends_where_it_holds_the_most(num_choices: int) -> None:
     sampling = SamplingParams(max_tokens=None, logprobs=20)
     bounded = _bounded(sampling, 131_072, 131_000, num_choices)
-    assert bounded.max_tokens == _MOST_LOGPROBS // num_choices // 21
+    assert bounded.max_tokens == _MAX_LOGPROBS // num_choices // 21
     _require_logprobs(bounded, 131_072, 131_000, num_choices)
     assert _bounded(sampling, 131_072, 200, num_choices) is sampling
     given = replace(sampling, max_tokens=131_000)

@@ -181,7 +181,7 @@ def test_a_clock_ticks_evenly_and_waits_for_nobody_who_is_late() -> None:
         pace, started, found = TickClock(0.05, lambda: False), time.monotonic(), []
         for work_s in (0.0, 0.0, 0.12, 0.0):
             await asyncio.sleep(work_s)
-            await pace.until()
+            await pace.wait_until()
             found.append(time.monotonic() - started)
         return found
 

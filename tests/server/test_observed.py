@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.base.request_record import RequestRecord
-from server.observe.metrics import MOST_NAMED, OTHERS, Families, NamespaceFamilies
+from server.observe.metrics import MAX_NAMED, OTHERS, Families, NamespaceFamilies
 from ssd.retrieval.cache_state import CacheStats
 from tests.server.bundled_engine import load_bundled
 from tests.server.client import get, greedy_completion, metric, post
@@ -126,9 +126,9 @@ def test_many_namespaces_are_few_series_and_their_counts_never_shrink() -> None:
         found: list[Any] = [family for family in families.collect(stats) if family.name == name]
         return {sample.labels["namespace"]: sample.value for sample in found[0].samples}
 
-    stats = {f"n{number}": stats_of(1) for number in range(MOST_NAMED + 10)}
+    stats = {f"n{number}": stats_of(1) for number in range(MAX_NAMED + 10)}
     appended = values(stats, "ssd:cache_appended_tokens")
-    assert len(appended) == MOST_NAMED + 1 and appended[OTHERS] == 10
+    assert len(appended) == MAX_NAMED + 1 and appended[OTHERS] == 10
     del stats["n70"]
     stats["n71"] = stats_of(5)
     assert values(stats, "ssd:cache_appended_tokens")[OTHERS] == 14

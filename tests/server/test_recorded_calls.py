@@ -95,13 +95,13 @@ def readings(fixture: Fixture) -> list[ParseResult]:
     functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in fixture.tools}
     tool_call, reasoning = formats_of(fixture)
     make = partial(make_parser, tool_call, reasoning, functions=functions, prompt=prompt[-64:])
-    found = [result(Messages(make).whole(0, fixture.raw_output))]
+    found = [result(Messages(make).parse(0, fixture.raw_output))]
     for cut in CUTS:
         messages = Messages(make)
         for part in parts(fixture.raw_output, cut):
             messages.push(0, part, ended=False)
         messages.push(0, "", ended=True)
-        found.append(result(messages.of(0)))
+        found.append(result(messages.message(0)))
     return found
 
 

@@ -51,7 +51,7 @@ FORMATS = [
 ]
 
 
-KIND = ResponseAnswer(ServerSettings(model_names=("m",), model="m"), ResponsesBody.parse({"input": "x"})).kind
+KIND = ResponseAnswer(ServerSettings(model_names=("m",), model="m"), ResponsesBody.parse({"input": "x"})).make_part
 
 
 def items_of(texts: list[str], form: tuple[str, str | None]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

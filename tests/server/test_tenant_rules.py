@@ -155,7 +155,7 @@ def test_rules_are_replaced_while_the_server_runs_and_broken_ones_are_not(
     alice = account_of(tenants, "alices-key")
     reservation = charged(alice, 3, num_slots=4)
     assert alice.num_prompt_tokens == 0  # counters never go down: what is refused is not counted at all
-    reservation.begin()
+    reservation.mark_accepted()
     watch.start()
     try:
         rules.write_text(RULES.replace("alices-key", "alices-new-key").replace("requests_per_minute = 60", ""))
@@ -197,24 +197,24 @@ def test_an_allowance_is_never_above_its_rate(takings: list[tuple[float, float]]
     for amount, passed in takings:
         now += passed
         wait_s = allowance.wait_s(amount, now)
-        assert (wait_s == 0) == (allowance.left(now) >= min(amount, per_minute))
+        assert (wait_s == 0) == (allowance.available(now) >= min(amount, per_minute))
         if wait_s == 0 and amount <= per_minute:
-            allowance.take(amount, now)
+            allowance.consume(amount, now)
             taken += amount
         assert taken <= per_minute * (1 + now / 60) + 1e-6
-        assert allowance.left(now + wait_s + 1e-6) >= min(amount, per_minute) - 1e-3 or wait_s == 0
+        assert allowance.available(now + wait_s + 1e-6) >= min(amount, per_minute) - 1e-3 or wait_s == 0
 
 
 def test_a_lower_quota_locks_nobody_out_for_longer_than_a_minute_or_what_was_owed() -> None:
     allowance = TokenBucket(100_000, 0.0)
-    allowance.take(90_000, 0.0)
+    allowance.consume(90_000, 0.0)
     allowance.change(1000, 0.0)
-    assert allowance.left(0.0) == 0 and allowance.wait_s(1000, 0.0) == 60
+    assert allowance.available(0.0) == 0 and allowance.wait_s(1000, 0.0) == 60
     allowance.change(100_000, 0.0)
-    assert allowance.left(0.0) == 99_000
-    allowance.take(150_000, 0.0)
+    assert allowance.available(0.0) == 99_000
+    allowance.consume(150_000, 0.0)
     allowance.change(1000, 0.0)
-    assert allowance.left(0.0) == -51_000
+    assert allowance.available(0.0) == -51_000
 
 
 def test_what_is_refused_says_when_it_will_not_be() -> None:
@@ -224,7 +224,7 @@ def test_what_is_refused_says_when_it_will_not_be() -> None:
 
     def spend(num_prompt_tokens: int, num_output_tokens: int) -> None:
         reservation = charged(tenant, num_prompt_tokens, num_slots=2)
-        reservation.begin()
+        reservation.mark_accepted()
         reservation.release(num_output_tokens)
 
     for _ in range(2):
@@ -264,9 +264,9 @@ def test_names_of_caches_tell_apart_what_is_apart_and_tell_nothing() -> None:
         names.tenant("x", "tenant:a", 0),
         names.tenant("default", "tenant:a", 1),
         names.counter("default", "tenant:a"),
-        names.salted("default", "s"),
-        names.salted("default", "t"),
-        names.salted(names.tenant("default", "tenant:a", 0), "s"),
+        names.salted_namespace("default", "s"),
+        names.salted_namespace("default", "t"),
+        names.salted_namespace(names.tenant("default", "tenant:a", 0), "s"),
     ]
     assert len(set(found)) == len(found) and not any("a:" in name or "default" in name for name in found)
     assert NamespaceNames(SECRET).tenant("default", "tenant:a", 0) == found[0]
@@ -444,7 +444,7 @@ def test_a_deletion_that_was_broken_off_is_ended_by_the_next_start_or_the_next_d
 ) -> None:
     tenants = opened(rules, directory=tmp_path)
     old = taught(tenants, tmp_path)
-    Generations(tmp_path / ".ssd" / "generations.json", None).advance(
+    Generations(tmp_path / ".ssd" / "generations.json", None).increment(
         NamespaceNames(SECRET).counter("default", "tenant:alice")
     )
     tenants = opened(rules, directory=tmp_path)
@@ -496,10 +496,10 @@ def test_one_garbled_answer_deletes_nothing() -> None:
     counters: Any = _Counters()
     generations = Generations(None, counters)
     counters.num_garbled = 1
-    assert generations.absorb(["a", "b"]) == {}
-    assert generations.of("a") == generations.of("b") == 0
+    assert generations.exchange(["a", "b"]) == {}
+    assert generations.get("a") == generations.get("b") == 0
     counters.add("b", 1)
-    assert generations.absorb(["a", "b"]) == {"b": 0}
+    assert generations.exchange(["a", "b"]) == {"b": 0}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["advance", "absorb", "cut", "mend", "empty"]))))
@@ -507,22 +507,22 @@ def test_replicas_agree_on_what_was_deleted_and_none_goes_back(given_steps: list
     counters: Any = _Counters()
     replicas = [Generations(None, counters) for _ in range(3)]
     for which, what in given_steps:
-        before = [replica.of("a") for replica in replicas]
+        before = [replica.get("a") for replica in replicas]
         if what == "advance":
-            number, is_told = replicas[which].advance("a")
+            number, is_told = replicas[which].increment("a")
             assert number > max(before[which], 0) and (not is_told or counters.numbers["a"] >= number)
         elif what == "absorb":
-            replicas[which].absorb(["a"])
+            replicas[which].exchange(["a"])
         elif what == "empty":
             counters.numbers.clear()
         else:
             counters.is_there = what == "mend"
-        assert all(replica.of("a") >= number for replica, number in zip(replicas, before, strict=True))
+        assert all(replica.get("a") >= number for replica, number in zip(replicas, before, strict=True))
     counters.is_there = True
-    newest = max(replica.of("a") for replica in replicas)
+    newest = max(replica.get("a") for replica in replicas)
     for replica in (*replicas, *replicas):
-        replica.absorb(["a"])
-    assert {replica.of("a") for replica in replicas} == {max(newest, counters.numbers.get("a", 0))}
+        replica.exchange(["a"])
+    assert {replica.get("a") for replica in replicas} == {max(newest, counters.numbers.get("a", 0))}
 
 
 # -- the secret --------------------------------------------------------------------------------------------------------

@@ -535,8 +535,8 @@ ARGUMENTS = st.dictionaries(
 @given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(ARGUMENTS, min_size=1, max_size=2))
 def test_calls_are_written_as_they_are_read(name: str, several: list[dict[str, Any]]) -> None:
     form = TOOL_FORMATS[name]
-    assume(form.written is not None or form.arguments == "python")  # others as Hermes models
-    assume(form.written is None or form.written.several or len(several) == 1)
+    assume(form.template is not None or form.arguments == "python")  # others as Hermes models
+    assume(form.template is None or form.template.allows_several_calls or len(several) == 1)
     types = {dict: "object", list: "array", bool: "boolean", int: "integer", str: "string"}
     schemas = {
         f"f{number}": {"properties": {key: {"type": types[type(value)]} for key, value in arguments.items()}}
@@ -544,5 +544,5 @@ def test_calls_are_written_as_they_are_read(name: str, several: list[dict[str, A
     }
     text = write_calls(name, [{"name": f"f{n}", "arguments": arguments} for n, arguments in enumerate(several)])
     messages = Messages(lambda: make_parser(name, None, functions=schemas))
-    read = [(call.name, json.loads(call.arguments)) for call in messages.whole(0, text).tool_calls]
+    read = [(call.name, json.loads(call.arguments)) for call in messages.parse(0, text).tool_calls]
     assert read == [(f"f{number}", arguments) for number, arguments in enumerate(several)]

@@ -18,7 +18,7 @@ from tests.server.test_tool_formats import CUTS, cut, message
 
 THINKS = {"openai": "openai_gptoss", "muse_glimmer": "muse_glimmer", "kimi_k2": "kimi_k2", "kimi_k3": "kimi_k3"}
 THINKS |= {"gemma4": "gemma4", "mistral": "mistral", "seed_oss": "seed_oss", "granite": "granite"}
-ROWS = [*{repr(replace(row, mentions=(), written=None)): name for name, row in TOOL_FORMATS.items()}.values()]
+ROWS = [*{repr(replace(row, template_markers=(), template=None)): name for name, row in TOOL_FORMATS.items()}.values()]
 """Those that are read in different ways."""
 PLAIN = [
     *(" ", "\n", "now", "get_weather", "city", "days", "a", "é", "12", "null", "True", "{", "}", "[", "]", "(", ")"),
@@ -35,7 +35,7 @@ def markers(row: CallFormat | ReasoningFormat) -> list[str]:
             return [value] if value else []
         return [text for each in value for text in strings(each)] if isinstance(value, tuple) else []
 
-    names = {field.name for field in fields(row)} - {"mentions", "arguments", "written"}
+    names = {field.name for field in fields(row)} - {"template_markers", "arguments", "template"}
     return [text for name in names for text in strings(getattr(row, name))]
 
 
@@ -55,7 +55,7 @@ def test_what_streams_is_what_is_read_whole_and_no_text_is_lost(name: str, data:
         assert message(name, reasoning, cut(text, places)) == message(name, reasoning, list(text)) == whole
     content, _, calls = message(name, None, [text])
     row = TOOL_FORMATS[name]
-    if not (calls or row.noise or row.closes or row.message_ends):
+    if not (calls or row.ignored_markers or row.ends_content or row.message_ends):
         begun = text.removeprefix(content).lstrip()  # the beginning of a call where the text ends
         assert text.startswith(content) and (not begun or row.starts.pattern.match(begun))
 
@@ -102,7 +102,7 @@ WRITTEN |= {"glm47": WRITTEN["glm45"], "llama4_pythonic": WRITTEN["pythonic"]}
 
 def written(name: str, value: str) -> str:
     """A call with this value, and one with another, as the model writes them."""
-    form = TOOL_FORMATS[name].written or WRITTEN[name]
+    form = TOOL_FORMATS[name].template or WRITTEN[name]
 
     def call(city: str) -> str:
         begin = form.call.replace("NAME", "get_weather").replace("NUMBER", "0")
@@ -128,8 +128,8 @@ def can_hold(name: str, value: str) -> bool:
         return '<|"|>' not in value
     if row.arguments != "tags":
         return True
-    form = row.written or WRITTEN[name]
-    ends = row.line_ends if row.on_lines else row.value_ends
+    form = row.template or WRITTEN[name]
+    ends = row.line_ends if row.has_line_values else row.value_ends
     after = value + form.value_end + form.call_end
     end = ends.pattern.search(after)
     return end is not None and end.start() == len(value)
@@ -145,13 +145,13 @@ def test_values_hold_the_markers_of_their_format(name: str, data: st.DataObject)
     _, _, calls = message(name, None, cut(written(name, value), data.draw(CUTS)))
     cities = [json.loads(arguments) for _, arguments in calls]
     assert cities[0] == {"city": value} and (len(cities) == 1 or cities[1:] == [{"city": "Rome"}])
-    several = (TOOL_FORMATS[name].written or WRITTEN[name]).several
+    several = (TOOL_FORMATS[name].template or WRITTEN[name]).allows_several_calls
     assert len(calls) == 2 or not several
 
 
 def speaks(row: CallFormat) -> bool:
     """Whether prose may hold its markers: they are no tokens that say where content ends."""
-    return bool(row.call) and not (row.closes or row.noise or row.message_ends)
+    return bool(row.call) and not (row.ends_content or row.ignored_markers or row.message_ends)
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if speaks(TOOL_FORMATS[name])])
@@ -163,8 +163,8 @@ def test_prose_that_speaks_of_markers_is_content_and_the_call_after_it_is_read(n
     spoken = data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=4))
     prose = " ".join(f"One writes {marker} here." for marker in spoken)
     content, _, calls = message(name, None, cut(f"{prose}\n{written(name, 'Paris')}", data.draw(CUTS)))
-    if not (row.bare or re.search(r"[|｜]|\[", prose)):
+    if not (row.bare_starts or re.search(r"[|｜]|\[", prose)):
         assert message(name, None, [prose]) == (prose, "", [])
-    if not row.bare:
+    if not row.bare_starts:
         assert [json.loads(arguments)["city"] for _, arguments in calls] == ["Paris", "Rome"][: len(calls)] and calls
         assert re.sub(r"\s+", " ", content).strip() == prose

@@ -46,7 +46,7 @@ def cpu_attention(
     query = query if query.stride(3) == 1 else query.contiguous()
     out = torch.empty(batch, width, heads, value_dim, dtype=query.dtype)
     held = None if sinks is None else sinks.float().contiguous()
-    trees = None if rows.sees is None else rows.sees.contiguous()
+    trees = None if rows.tree_mask is None else rows.tree_mask.contiguous()
     slots, starts, positions = rows.slots, rows.starts.contiguous(), rows.positions.contiguous()
     blocks = -(-heads // kv_heads * width // _QUERIES)
     tasks = batch * kv_heads * blocks
@@ -128,7 +128,7 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
     keys, key_slot, key_head, key_number = numbers[5], numbers[6], numbers[7], numbers[8]
     values, value_slot, value_head, value_position = numbers[9], numbers[10], numbers[11], numbers[12]
     out, slots, starts = numbers[13], numbers[14], numbers[15]
-    positions, sees, sinks = numbers[16], numbers[17], numbers[18]
+    positions, tree_mask, sinks = numbers[16], numbers[17], numbers[18]
     batch, kv_heads, groups, width = numbers[19], numbers[20], numbers[21], numbers[22]
     dim, value_dim, window, chunk = numbers[23], numbers[24], numbers[25], numbers[26]
     scale, softcap = factors[0], factors[1]
@@ -156,7 +156,7 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
             lows[q] = max(0, position - window + 1, position - position % chunk)
             highs[q] = position + 1
             low, high = min(low, lows[q]), max(high, highs[q])
-        if sees:
+        if tree_mask:
             low, high = min(low, start), start + width
         base = low // LANES * LANES
         vectors = (high - base + LANES - 1) // LANES
@@ -178,8 +178,8 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
             own = scores[q]
             if softcap > 0.0:
                 soft_cap(own.ctypes.data, vectors, np.float32(softcap))
-            if sees:
-                _straighten(own, start - base, sees + (row * width + at) * width, width)
+            if tree_mask:
+                _straighten(own, start - base, tree_mask + (row * width + at) * width, width)
             own[: lows[q] - base] = -np.inf
             own[highs[q] - base :] = -np.inf
             sink = np.float32(-np.inf)
@@ -195,15 +195,15 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
         while q < count:  # queries with nearly the same visible keys read the values together
             some = min(TILE_ROWS, count - q)
             from_key, to_key = lows[q : q + some].max(), highs[q : q + some].min()
-            if sees:
+            if tree_mask:
                 to_key = min(to_key, start)
             if some < TILE_ROWS:
                 some = 1
-                from_key, to_key = lows[q], min(highs[q], start) if sees else highs[q]
+                from_key, to_key = lows[q], min(highs[q], start) if tree_mask else highs[q]
             if to_key <= from_key:
                 from_key = to_key = _HUGE
             for each in range(q, q + some):
-                until = min(highs[each], start) if sees else highs[each]
+                until = min(highs[each], start) if tree_mask else highs[each]
                 first = min(from_key, until)
                 if first > lows[each]:
                     key = lows[each]
@@ -211,14 +211,14 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
             if from_key < to_key:
                 _add_values(kind, some, scores, row_values, found, q, from_key - base, from_key, to_key - from_key)
                 for each in range(q, q + some):
-                    until = min(highs[each], start) if sees else highs[each]
+                    until = min(highs[each], start) if tree_mask else highs[each]
                     if until > to_key:
                         _add_values(kind, 1, scores, row_values, found, each, to_key - base, to_key, until - to_key)
             q += some
         for q in range(count):
             at, head = (begin + q) // groups, kv_head * groups + (begin + q) % groups
-            if sees:
-                seen = uint8_array(sees + (row * width + at) * width, width)
+            if tree_mask:
+                seen = uint8_array(tree_mask + (row * width + at) * width, width)
                 depth = 0
                 for node in range(width):
                     if seen[node]:
@@ -232,9 +232,9 @@ def _attend(call: int) -> None:  # pragma: no cover - compiled
 
 
 @inlined
-def _straighten(scores: npt.NDArray[np.float32], first: int, sees: int, width: int) -> None:
+def _straighten(scores: npt.NDArray[np.float32], first: int, tree_mask: int, width: int) -> None:
     """Move the scores of a query's draft-tree path to adjacent entries, so that they are summed as in a draft chain."""
-    seen = uint8_array(sees, width)
+    seen = uint8_array(tree_mask, width)
     depth = 0
     for node in range(width):
         if seen[node]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint16_array
 from ssd.model.cpu.cpu_attention import cpu_attention
-from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, turn_rows
+from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, rotate_rows
 from ssd.model.cpu.packed_linear import PackedMember
 from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import KINDS
@@ -36,13 +36,13 @@ def flatten_layers(model: nn.Module) -> Iterator[Replaced]:
     Call this after all other replacements, because only decoder layers whose linear layers, norms and activation are
     already SSD's modules are replaced. Yields for each decoder layer a `Replaced` record, which can restore it.
     """
-    for module in known_layers(model):
+    for module in find_llama_layers(model):
         flat = CpuLayer(module)
         if flat.is_usable():
             yield swap_forward(module, flat.forward)
 
 
-def known_layers(model: nn.Module) -> list[Any]:
+def find_llama_layers(model: nn.Module) -> list[Any]:
     """Return the decoder layers of a model that are Llama-style and still have transformers' ``forward``."""
     return [
         module
@@ -76,7 +76,7 @@ class FlatLayer(ABC):
         self._is_known = (
             all(type(each) is norm for each in (*self._norms, *(self._output_norms or ())))
             and (self._head_norms == norms or norms == [None, None])
-            and "forward" in vars(self._attention)  # whose replacement rotates positions as `_place` does
+            and "forward" in vars(self._attention)  # whose replacement rotates positions as `_rotate_and_store` does
             and not has_hooks(self._attention)
             and not has_hooks(self._network)
         )
@@ -190,7 +190,7 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the forward pass is small enough for one core and its attention kernel is `cpu_attention`."""
+        """Return whether the attention kernel of the forward pass is `cpu_attention`."""
         return rows.kernel is None and rows.kv_cache.kernel is None
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
@@ -217,18 +217,20 @@ class CpuLayer(FlatLayer):
         (query_weight, query_rounds, query_eps), (key_weight, key_rounds, key_eps) = norms
         weights = query_weight, query_rounds, key_weight, key_rounds
         numbers = KINDS[str(read.dtype)], *arrays, *sizes, *weights, *key_array, *value_array
-        run_parallel(_place, numbers, batch * width, _PLACE_WORK * read.numel(), factors=(query_eps, key_eps))
+        run_parallel(
+            _rotate_and_store, numbers, batch * width, _PLACE_WORK * read.numel(), factors=(query_eps, key_eps)
+        )
         query = read.view(batch, width, -1, self._dim)[:, :, :num_heads].transpose(1, 2)
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
 
 _NO_NORM: Final = (0, False, 0.0)
 _PLACE_WORK: Final = 8  # the cost of rotating or storing one number, in multiplications
-_NUMBERS: Final = 23  # the number of integer arguments of `_place`
+_NUMBERS: Final = 23  # the number of integer arguments of `_rotate_and_store`
 
 
 @kernel
-def _place(call: int) -> None:  # pragma: no cover - compiled
+def _rotate_and_store(call: int) -> None:  # pragma: no cover - compiled
     """Apply norms and rotary positions to queries and keys in place, and write keys and values to the KV cache.
 
     A task is one position of a row, see `run_parallel`. Arrays are given by their addresses; strides are in array
@@ -242,7 +244,7 @@ def _place(call: int) -> None:  # pragma: no cover - compiled
     keys, key_slot, key_head, key_number = numbers[15], numbers[16], numbers[17], numbers[18]
     values, value_slot, value_head, value_place = numbers[19], numbers[20], numbers[21], numbers[22]
     size = 2 if kind else 4
-    heads_turned, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
+    rotated_heads, heads = num_heads + kv_heads, num_heads + 2 * kv_heads
     slot_of, place_of = int64_array(slots, batch), int64_array(places, batch * width)
     position = next_task(call)
     while position >= 0:
@@ -253,7 +255,7 @@ def _place(call: int) -> None:  # pragma: no cover - compiled
             normalise(kind, query_rounds, given, query_weight, given, num_heads, dim, query_eps)
         if key_weight:
             normalise(kind, key_rounds, first_key, key_weight, first_key, kv_heads, dim, key_eps)
-        turn_rows(kind, (given, 0, dim * size, 0), (1, heads_turned, 1, dim), cos + angle, sin + angle, given)
+        rotate_rows(kind, (given, 0, dim * size, 0), (1, rotated_heads, 1, dim), cos + angle, sin + angle, given)
         slot, place = slot_of[position // width], place_of[position]
         for head in range(kv_heads):
             key = first_key + head * dim * size

@@ -24,7 +24,15 @@ from ssd.model.cpu.simd_functions import (
     scale_by_weights,
     sum_of_squares,
 )
-from ssd.model.layers.replace import MOST_ERROR, MOST_NUMBERS, Replaced, agrees, is_function, swap, swap_forward
+from ssd.model.layers.replace import (
+    MAX_ERROR,
+    MAX_LOOP_ELEMENTS,
+    Replaced,
+    agrees,
+    has_plain_forward,
+    swap,
+    swap_forward,
+)
 
 _NAMES: Final = tuple(FUNCTIONS)
 _WORK = 20  # the cost of computing one number, in multiplications
@@ -59,15 +67,15 @@ def fuse_activations(model: nn.Module) -> Iterator[Replaced]:
 
     Yields for each module a `Replaced` record, which can restore it.
     """
-    dtype = next((p.dtype for p in model.parameters() if p.dtype in MOST_ERROR), torch.float32)
-    return swap(model, lambda module: _same(module, dtype))
+    dtype = next((p.dtype for p in model.parameters() if p.dtype in MAX_ERROR), torch.float32)
+    return swap(model, lambda module: _matching_activation(module, dtype))
 
 
 @torch.inference_mode()
-def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
+def _matching_activation(module: nn.Module, dtype: torch.dtype) -> Activation | None:
     """Return an `Activation` that computes the same function as ``module``; None if SSD does not implement it."""
     has_parts = next(module.children(), None) is not None or bool(module.state_dict())
-    if isinstance(module, (Activation, nn.Identity)) or has_parts or not is_function(module):
+    if isinstance(module, (Activation, nn.Identity)) or has_parts or not has_plain_forward(module):
         return None
     x = torch.cat([torch.linspace(-12, 12, 97), torch.linspace(-0.5, 0.5, 31)]).to(dtype)[None]
     try:
@@ -75,7 +83,7 @@ def _same(module: nn.Module, dtype: torch.dtype) -> Activation | None:
     except Exception:  # it has other arguments
         return None
     candidates = (Activation(name) for name in _NAMES) if isinstance(wanted, torch.Tensor) else ()
-    return next((found for found in candidates if agrees(found(x), wanted, MOST_ERROR[dtype])), None)
+    return next((found for found in candidates if agrees(found(x), wanted, MAX_ERROR[dtype])), None)
 
 
 @kernel
@@ -122,7 +130,7 @@ class FusedNorm(nn.Module):
 
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
-    def take(self, weight: torch.Tensor) -> None:
+    def copy_weight(self, weight: torch.Tensor) -> None:
         """Copy the values of another weight of the same size into the norm; pass it without the norm's offset."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
@@ -132,33 +140,33 @@ class FusedNorm(nn.Module):
 MakeNorms = Callable[[nn.Parameter, float], Iterable[nn.Module]]
 
 
-def _made_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
+def _candidate_norms(weight: nn.Parameter, eps: float) -> Iterable[nn.Module]:
     return [FusedNorm(weight, eps, offset) for offset in (0.0, 1.0)]
 
 
-def fuse_norms(model: nn.Module, make: MakeNorms = _made_norms) -> Iterator[Replaced]:
+def fuse_norms(model: nn.Module, make: MakeNorms = _candidate_norms) -> Iterator[Replaced]:
     """Replace each RMS norm of a model by a faster norm with the same outputs on test inputs, up to rounding.
 
     ``make`` returns candidates for a norm, and the candidate with the smallest error is used. If no candidate's error
     is small enough, the norm stays unchanged. Yields for each replaced norm a `Replaced` record, which can restore it.
     """
-    return swap(model, lambda norm: _nearest(norm, make))
+    return swap(model, lambda norm: _best_matching_norm(norm, make))
 
 
 @torch.inference_mode()
-def _nearest(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
+def _best_matching_norm(norm: nn.Module, make: MakeNorms) -> nn.Module | None:
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if (
         not type(norm).__name__.endswith("RMSNorm")
         or not isinstance(weight, nn.Parameter)
         or not isinstance(eps, float)
         or weight.dim() != 1
-        or weight.dtype not in MOST_ERROR
+        or weight.dtype not in MAX_ERROR
         or len(list(norm.parameters())) != 1
-        or not is_function(norm)
+        or not has_plain_forward(norm)
     ):
         return None
-    generator, least, best = torch.Generator().manual_seed(0), MOST_ERROR[weight.dtype], None
+    generator, least, best = torch.Generator().manual_seed(0), MAX_ERROR[weight.dtype], None
     given = [
         (scale * torch.randn(1, 3, len(weight), generator=generator)).to(weight.device, weight.dtype)
         for scale in _PROBE_SCALES
@@ -202,7 +210,7 @@ def normalise(  # pragma: no cover - compiled
         scale_by_weights(kind, rounds_first, given, weight, found, size, factor)
 
 
-Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A function that applies rotary position embeddings to queries and keys and returns the rotated queries and keys.
 
 The arguments are queries and keys, [B, heads, T, dim], and the cosines and sines of the angles, [B, T, dim]. Elements i
@@ -214,35 +222,37 @@ _NAME = "apply_rotary_pos_emb"
 _HOST = torch.device("cpu")
 
 
-def _turned_both(
+def _rotate_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 class FusedRotary:
     """A replacement of transformers' function ``apply_rotary_pos_emb``, which applies rotary position embeddings.
 
-    ``turn``, a faster function, computes queries and keys of at most ``most_numbers`` elements each. ``plain``, the
-    original function, computes larger inputs and those with another shape, dtype or memory layout.
+    ``apply_rotary``, a faster function, computes queries and keys of at most ``max_elements`` elements each. ``plain``,
+    the original function, computes larger inputs and those with another shape, dtype or memory layout.
     """
 
-    def __init__(self, plain: Callable[..., Any], turn: Turn = _turned_both, most_numbers: int = MOST_NUMBERS) -> None:
-        self.plain, self.turn, self._most = plain, turn, most_numbers
+    def __init__(
+        self, plain: Callable[..., Any], apply_rotary: ApplyRotary = _rotate_both, max_elements: int = MAX_LOOP_ELEMENTS
+    ) -> None:
+        self.plain, self.apply_rotary, self._max_elements = plain, apply_rotary, max_elements
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         if args or kwargs or not all(self._fits(x, cos, sin) for x in (q, k)):
             return self.plain(q, k, cos, sin, *args, **kwargs)
-        return self.turn(q, k, cos, sin)
+        return self.apply_rotary(q, k, cos, sin)
 
     def _fits(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
         return (
             x.dtype == cos.dtype == sin.dtype
-            and x.dtype in MOST_ERROR
+            and x.dtype in MAX_ERROR
             and x.dim() == 4
-            and x.numel() <= self._most
+            and x.numel() <= self._max_elements
             and cos.shape == sin.shape == (x.shape[0], x.shape[2], x.shape[3])
             and x.shape[3] % 2 == 0
             and x.stride(3) == 1
@@ -253,18 +263,18 @@ class FusedRotary:
 
 def fuse_rotary(
     model: nn.Module,
-    turn: Turn = _turned_both,
+    apply_rotary: ApplyRotary = _rotate_both,
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = _HOST,
-    most_error: float = 1e-6,
-    most_numbers: int = MOST_NUMBERS,
+    max_error: float = 1e-6,
+    max_elements: int = MAX_LOOP_ELEMENTS,
 ) -> Iterator[Replaced]:
-    """Make a model's attention modules apply rotary position embeddings by ``turn``, a faster function.
+    """Make a model's attention modules apply rotary position embeddings by ``apply_rotary``, a faster function.
 
-    ``turn`` is used only if it agrees with transformers' function on test inputs of ``dtype`` on ``device``, up to a
-    relative error of ``most_error``, and only for queries and keys of at most ``most_numbers`` elements each. Yields
-    for each module a `Replaced` record, which can restore it.
+    ``apply_rotary`` is used only if it agrees with transformers' function on test inputs of ``dtype`` on ``device``, up
+    to a relative error of ``max_error``, and only for queries and keys of at most ``max_elements`` elements each.
+    Yields for each module a `Replaced` record, which can restore it.
     """
     copies: dict[FunctionType, FunctionType | None] = {}
     for module in model.modules():
@@ -273,15 +283,15 @@ def fuse_rotary(
             continue
         if forward not in copies:
             plain = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
-            own = None if plain is None else FusedRotary(plain, turn, most_numbers)
-            agree = own is not None and _turns_agree(own, dtype, device, most_error)
-            copies[forward] = _with_another(forward, own) if own is not None and agree else None
+            own = None if plain is None else FusedRotary(plain, apply_rotary, max_elements)
+            agree = own is not None and _rotary_agrees(own, dtype, device, max_error)
+            copies[forward] = _with_rotary(forward, own) if own is not None and agree else None
         copy = copies[forward]
         if copy is not None:
             yield swap_forward(module, copy)
 
 
-def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
+def _with_rotary(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
     """Return a copy of ``forward`` in which the global name ``apply_rotary_pos_emb`` refers to ``rotary``."""
     names = {**forward.__globals__, _NAME: rotary}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -290,7 +300,7 @@ def _with_another(forward: FunctionType, rotary: FusedRotary) -> FunctionType:
 
 
 @torch.inference_mode()
-def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, most_error: float) -> bool:
+def _rotary_agrees(own: FusedRotary, dtype: torch.dtype, device: torch.device, max_error: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     given = [
         torch.randn(*shape, generator=generator).to(device, dtype)
@@ -300,20 +310,20 @@ def _turns_agree(own: FusedRotary, dtype: torch.dtype, device: torch.device, mos
         wanted = own.plain(*given)
     except Exception:  # it has other arguments
         return False
-    return all(agrees(got, want, most_error) for got, want in zip(own(*given), wanted, strict=True))
+    return all(agrees(got, want, max_error) for got, want in zip(own(*given), wanted, strict=True))
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     row, head, position, _ = [each * x.itemsize for each in x.stride()]
     rows, heads, width, dim = x.shape
     given, sizes = (x.data_ptr(), row, head, position), (rows, heads, width, dim)
-    turn_rows(KINDS[str(x.dtype)], given, sizes, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    rotate_rows(KINDS[str(x.dtype)], given, sizes, cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     return out
 
 
 @kernel
-def turn_rows(  # pragma: no cover - compiled
+def rotate_rows(  # pragma: no cover - compiled
     kind: int, given: tuple[int, int, int, int], sizes: tuple[int, int, int, int], cos: int, sin: int, out: int
 ) -> None:
     """Apply rotary position embeddings to queries or keys, [rows, heads, T, dim].

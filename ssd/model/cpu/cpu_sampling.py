@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ssd.drafting.noise import GAMMA, UInt, UInt64, mixed
+from ssd.drafting.noise import GAMMA, UInt, UInt64, mix64
 from ssd.jit.addresses import Float64s, Int64s, TokenIds, inlined, kernel
 from ssd.token_rules import TokenRules
 
@@ -159,7 +159,7 @@ def _noisy(score: Float, bits: UInt) -> float:
 
 
 @inlined
-def _left(z: UInt) -> Float:
+def _noise_lower_bound(z: UInt) -> Float:
     # A lower bound of 2^31 (1 - u), where u is the uniform number that 64 random bits stand for. It saves logarithms: a
     # token beats the best score b so far if -log(u) < exp(score - b), and -log(u) >= 1 - u. So a token for which 1 - u
     # is at least exp(score - b) cannot be the best, and for most tokens one hash and one comparison suffice.
@@ -175,12 +175,12 @@ def _best_of_all(scores: Float32s, weights: Float32s, highest: Float, key: UInt)
         state = key + np.uint64(start + 1) * np.uint64(GAMMA)
         num_left = 0
         for i in range(len(block)):
-            num_left += _left(mixed(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
+            num_left += _noise_lower_bound(mix64(state + np.uint64(i) * np.uint64(GAMMA))) * bar <= block[i]
         if num_left == 0:
             continue
         for i in range(len(block)):
-            z = mixed(state + np.uint64(i) * np.uint64(GAMMA))
-            if block[i] == 0.0 or _left(z) * bar > block[i]:
+            z = mix64(state + np.uint64(i) * np.uint64(GAMMA))
+            if block[i] == 0.0 or _noise_lower_bound(z) * bar > block[i]:
                 continue
             score = _noisy(scores[start + i], z >> np.uint64(11))
             if score > best:
@@ -300,8 +300,8 @@ def _best_found(
         score = scores[token]
         if not score > above or score < floor:
             continue
-        z = mixed(key + np.uint64(token + 1) * np.uint64(GAMMA))
-        if _left(z) * bar > weights[token]:
+        z = mix64(key + np.uint64(token + 1) * np.uint64(GAMMA))
+        if _noise_lower_bound(z) * bar > weights[token]:
             continue
         noisy = _noisy(score, z >> np.uint64(11))
         if noisy > best:
@@ -322,20 +322,20 @@ class DeviceRules:
     allowed: Mask | None  # bool[V]; None: all tokens
 
     @classmethod
-    def of(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
+    def from_rules(cls, rules: TokenRules, vocab_size: int, device: torch.device) -> Self:
         """Return a request's logit bias and allowed tokens as tensors on ``device``; they are built once per request.
 
         Token ids outside the vocabulary are left out, because a draft model may have fewer tokens than the target.
         """
         key = (cls, vocab_size, device)
-        if key not in rules.kept:
+        if key not in rules.tensor_cache:
             within = rules.bias_ids < vocab_size
-            rules.kept[key] = cls(
+            rules.tensor_cache[key] = cls(
                 torch.from_numpy(rules.bias_ids[within]).to(device),
                 torch.from_numpy(rules.bias[within].astype(np.float32)).to(device),
                 None if rules.allowed_ids is None else mask_of(rules.allowed_ids, vocab_size),
             )
-        made: Self = rules.kept[key]
+        made: Self = rules.tensor_cache[key]
         return made
 
     def add_bias(self, logits: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ssd.model.cpu.cpu_layers import Activation
 from ssd.model.cpu.row_plan import RowPlan, find_invariant_shapes
-from ssd.model.layers.replace import MOST_ERROR, Replaced, has_hooks, swap_forward
+from ssd.model.layers.replace import MAX_ERROR, Replaced, has_hooks, swap_forward
 
 # The row plans by kind of product, sizes, dtype and number of threads.
 _plans: dict[tuple[str, int, int, torch.dtype, int], RowPlan] = {}
@@ -40,7 +40,7 @@ def redirect_matmuls(model: nn.Module) -> Iterator[Replaced]:
 
 def _has_matrices(module: nn.Module) -> bool:
     return (
-        any(each is not None and each.dim() > 1 and each.dtype in MOST_ERROR for each in module._parameters.values())
+        any(each is not None and each.dim() > 1 and each.dtype in MAX_ERROR for each in module._parameters.values())
         and type(module) not in (nn.Linear, nn.Embedding)
         and not isinstance(module, nn.modules.conv._ConvNd)
         and "forward" not in vars(module)
@@ -79,8 +79,8 @@ def _invariant_product(
 ) -> Callable[..., torch.Tensor]:
     """Return a batch-invariant version of the matrix product ``compute`` for a CPU."""
 
-    def planned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MOST_ERROR or not x.numel() or x.device.type != "cpu":
+    def compute_by_plan(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if weight.dim() != 2 or x.dim() < 2 or x.dtype not in MAX_ERROR or not x.numel() or x.device.type != "cpu":
             return compute(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         num_outputs = weight.numel() // rows.shape[1]
@@ -90,7 +90,7 @@ def _invariant_product(
         found = _plans[key].product(lambda some: compute(some, weight), rows.contiguous())
         return found.view(*x.shape[:-1], num_outputs)
 
-    return planned
+    return compute_by_plan
 
 
 _linear, _matmul = _invariant_product("linear", _plain), _invariant_product("matmul", torch.matmul)
@@ -124,7 +124,7 @@ def _activation(name: str, plain: Callable[..., torch.Tensor]) -> Callable[..., 
     own = Activation(name)
 
     def activate(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or kwargs or x.dtype not in MOST_ERROR or not x.dim():
+        if args or kwargs or x.dtype not in MAX_ERROR or not x.dim():
             return plain(x, *args, **kwargs)
         return own(x)
 

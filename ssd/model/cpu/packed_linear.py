@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
         self.rows = RowPlan()  # the numbers of rows that a product may have
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rows.least <= x.numel() // self.in_features <= EXACT_ROWS:
+        if self.rows.min_rows <= x.numel() // self.in_features <= EXACT_ROWS:
             return self.product(x)
         rows = x.reshape(-1, self.in_features)
         return self.rows.product(self.product, rows).view(*x.shape[:-1], self.out_features)
@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
         """Return the layer's weight [out, in] and bias in the checkpoint's layout. O(size)."""
         return self.packed.to_dense(), self._bias
 
-    def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def replace_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Replace weight and bias by new tensors of the same shapes and dtype.
 
         The layer may keep ``weight`` itself instead of a copy, so do not change it afterwards.
@@ -130,7 +130,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
     if not (dtypes := packable_dtypes()):
         return
     yield from _pack_groups(model, dtypes)
-    tied = _tied(model)
+    tied = _find_tied_modules(model)
     for parent in parents(model):
         for name in dict(parent.named_children()):
             linear = getattr(parent, name)
@@ -171,7 +171,7 @@ def _restore_linear(layer: Any) -> nn.Linear:
     return linear
 
 
-def _tied(model: nn.Module) -> dict[int, ModulePlaces]:
+def _find_tied_modules(model: nn.Module) -> dict[int, ModulePlaces]:
     """Return the modules that share a weight with another module, grouped by the weight's ``id``."""
     places: dict[int, ModulePlaces] = {}
     for parent in parents(model):

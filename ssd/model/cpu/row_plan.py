@@ -30,23 +30,23 @@ _ROUNDED_RESULTS = 1 << 16
 
 
 class RowPlan(NamedTuple):
-    """The range of batch sizes, ``least`` to ``most`` rows, for which a matrix product gives each row the same bits.
+    """The range of batch sizes, ``min_rows`` to ``max_rows``, for which a matrix product gives each row the same bits.
 
     Libraries add up products in different orders for different numbers of rows. Batches outside the range are padded or
     split.
     """
 
-    least: int = 1
-    most: int = _MAX_ROWS[0]
+    min_rows: int = 1
+    max_rows: int = _MAX_ROWS[0]
     is_exact: bool = True  # whether all these numbers of rows gave the same bits
 
     def product(self, compute: Product, x: torch.Tensor) -> torch.Tensor:
         """Compute a matrix product of rows [n, in], padded or split to batch sizes within the plan."""
         count = len(x)
-        if count <= self.most:
-            wanted = max(self.least, rounded_rows(count))
+        if count <= self.max_rows:
+            wanted = max(self.min_rows, rounded_rows(count))
             return compute(x) if wanted == count else compute(pad(x, (0, 0, 0, wanted - count)))[:count]
-        return torch.cat([self.product(compute, part) for part in torch.split(x, self.most)])
+        return torch.cat([self.product(compute, part) for part in torch.split(x, self.max_rows)])
 
 
 UNPADDED: Final = RowPlan(1, 1 << 30, is_exact=False)
@@ -66,34 +66,34 @@ def rounded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-def row_counts(most: int) -> list[int]:
-    """Return all batch sizes that `rounded_rows` returns for 1 to ``most`` rows, in ascending order."""
-    return sorted({rounded_rows(count) for count in range(1, most + 1)})
+def row_counts(max_rows: int) -> list[int]:
+    """Return all batch sizes that `rounded_rows` returns for 1 to ``max_rows`` rows, in ascending order."""
+    return sorted({rounded_rows(count) for count in range(1, max_rows + 1)})
 
 
 @torch.inference_mode()
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
     """Test for which batch sizes a matrix product gives each row the same bits, and return the `RowPlan`.
 
-    ``compute`` multiplies rows by a weight [num_outputs, size]. The plan has the largest ``most`` that passes the test.
-    In layers of at least 2 million weights, it has the ``least`` that was measured as clearly fastest. The test
-    multiplies about 6,000 rows in total, and fewer if the layer has more than 64 million weights.
+    ``compute`` multiplies rows by a weight [num_outputs, size]. The plan has the largest ``max_rows`` that passes the
+    test. In layers of at least 2 million weights, it has the ``min_rows`` that was measured as clearly fastest. The
+    test multiplies about 6,000 rows in total, and fewer if the layer has more than 64 million weights.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS
     some = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = torch.cat([compute(part) for part in torch.split(some, _DIFFERENT_ROWS)])
-    allowed = [most for most in _MAX_ROWS if most <= 64 or most * size * num_outputs <= _MAX_WORK]
+    allowed = [max_rows for max_rows in _MAX_ROWS if max_rows <= 64 or max_rows * size * num_outputs <= _MAX_WORK]
     good = {count for count in row_counts(allowed[0]) if _is_invariant(compute, some, count, wanted, numbers)}
-    for most in allowed:
-        if good.issuperset(count for count in row_counts(most) if count >= _MIN_ROWS[-1]):
+    for max_rows in allowed:
+        if good.issuperset(count for count in row_counts(max_rows) if count >= _MIN_ROWS[-1]):
             few = [count for count in _MIN_ROWS if good.issuperset(range(count, _MIN_ROWS[-1]))]
-            least = few[0]
+            min_rows = few[0]
             if size * num_outputs >= _LARGE:
                 seconds = {count: seconds_of(compute, some[:count]) for count in few[:4]}
                 best = min(seconds, key=seconds.__getitem__)
-                least = best if seconds[best] < _MAX_RELATIVE_TIME * seconds[least] else least
-            return RowPlan(least, most)
+                min_rows = best if seconds[best] < _MAX_RELATIVE_TIME * seconds[min_rows] else min_rows
+            return RowPlan(min_rows, max_rows)
     return RowPlan(1, allowed[0], is_exact=False)
 
 

@@ -147,11 +147,13 @@ def apply_function(builder: Any, kind: int, number: Any, source: Any, target: An
     """Set ``target[i] = f(source[i])`` for ``count`` elements, where f is function number ``number`` in `FUNCTIONS`."""
     after = builder.append_basic_block("applied")
     chosen = builder.switch(number, after)
-    for index, of in enumerate(FUNCTIONS.values()):
+    for index, compute in enumerate(FUNCTIONS.values()):
         block = builder.append_basic_block("function")
         chosen.add_case(ir.Constant(WORD, index), block)
         builder.position_at_end(block)
-        map_vectors(builder, count, [(source, kind)], [(target, kind)], lambda x, of=of: [of(builder, x)])
+        map_vectors(
+            builder, count, [(source, kind)], [(target, kind)], lambda x, compute=compute: [compute(builder, x)]
+        )
         builder.branch(after)
     builder.position_at_end(after)
 
@@ -179,11 +181,11 @@ def scale_by_weights(
     """
     by = splat(builder, factor)
 
-    def of(x: Any, weights: Any) -> Sequence[Any]:
+    def scaled(x: Any, weights: Any) -> Sequence[Any]:
         product = builder.fmul(x, by)
         return [builder.fmul(weights, builder.select(rounds_first, round_to_kind(builder, product, kind), product))]
 
-    map_vectors(builder, count, [(source, kind), (weight, 0)], [(target, kind)], of)
+    map_vectors(builder, count, [(source, kind), (weight, 0)], [(target, kind)], scaled)
 
 
 @for_kinds(types.int64, types.int64, result=types.float32)
@@ -209,13 +211,13 @@ def rotate_pairs(builder: Any, kind: int, x: Any, cos: Any, sin: Any, target: An
     def product(a: Any, b: Any) -> Any:
         return round_to_kind(builder, builder.fmul(a, b), kind)
 
-    def of(low: Any, high: Any, cos_low: Any, cos_high: Any, sin_low: Any, sin_high: Any) -> Sequence[Any]:
+    def rotate(low: Any, high: Any, cos_low: Any, cos_high: Any, sin_low: Any, sin_high: Any) -> Sequence[Any]:
         return [
             builder.fsub(product(low, cos_low), product(high, sin_low)),
             builder.fadd(product(high, cos_high), product(low, sin_high)),
         ]
 
-    map_vectors(builder, half, sources, [(target, kind), (offset_address(builder, target, second), kind)], of)
+    map_vectors(builder, half, sources, [(target, kind), (offset_address(builder, target, second), kind)], rotate)
 
 
 def _over_vectors(result: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -96,7 +96,7 @@ class PassBuffers:
     ) -> None:
         self._sampler = sampler
         self._ints = torch.zeros(_GRIDS * max_positions + 2 * max_rows, dtype=torch.int64, device=device)
-        self._sees = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
+        self._tree_mask = torch.zeros(max_positions * max_width, dtype=torch.bool, device=device)
         self._sampled = torch.zeros(max_positions, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_positions, 2, TOP_K, dtype=torch.int32, device=device) if keeps_top else None
         self._logits: torch.Tensor | None = None
@@ -110,9 +110,9 @@ class PassBuffers:
         sizes = [n] * _GRIDS + [b, b]
         tokens, positions, places, keys, temperatures, slots, starts = torch.split(self._ints[: sum(sizes)], sizes)
         grid = (b, shape.width)
-        sees = self._sees[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
+        tree_mask = self._tree_mask[: n * shape.width].view(*grid, shape.width) if shape.is_tree else None
         positions, places, starts = positions.view(grid), places.view(grid), starts.view(b, 1)
-        rows = SlotRows(kv_cache, slots, positions, places, starts, shape.num_keys, None, sees, kernel)
+        rows = SlotRows(kv_cache, slots, positions, places, starts, shape.num_keys, None, tree_mask, kernel)
         return PassInputs(tokens.view(grid), rows, keys, temperatures.view(torch.float32)[:n])
 
     def fill(
@@ -150,10 +150,10 @@ class PassBuffers:
             bits[:num_rows, :width] = noise.temperatures
         if trees is not None:
             grid = shape.rows, shape.width, shape.width
-            sees = torch.empty(grid, dtype=torch.bool, pin_memory=self._ints.is_cuda)
-            sees[:] = torch.eye(shape.width, dtype=torch.bool)
-            sees[:num_rows, :width, :width] = torch.from_numpy(trees.sees)
-            self._sees[: sees.numel()].copy_(sees.view(-1), non_blocking=True)
+            tree_mask = torch.empty(grid, dtype=torch.bool, pin_memory=self._ints.is_cuda)
+            tree_mask[:] = torch.eye(shape.width, dtype=torch.bool)
+            tree_mask[:num_rows, :width, :width] = torch.from_numpy(trees.tree_mask)
+            self._tree_mask[: tree_mask.numel()].copy_(tree_mask.view(-1), non_blocking=True)
         self._ints[:size].copy_(sent, non_blocking=True)
 
     def feed_sampled(self, num_rows: int) -> None:

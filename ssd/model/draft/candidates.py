@@ -58,12 +58,12 @@ def best_candidates(
         top_k = np.array([row.params.top_k if row.params.top_k > 0 else MAX_CANDIDATES for row in rows])
         top_p = np.array([row.params.top_p for row in rows])
         min_p = np.array([row.params.min_p for row in rows])
-        _favour(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
+        _sort_candidates(token_ids, logs, is_sampled, keys, top_k, top_p, min_p)
     return token_ids, np.exp(logs)
 
 
 @kernel
-def _favour(
+def _sort_candidates(
     token_ids: Ints,
     logs: Floats,
     is_sampled: npt.NDArray[np.bool_],

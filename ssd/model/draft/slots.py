@@ -36,7 +36,7 @@ class TextSlot:
 
     slot: int
     text: npt.NDArray[np.int32]  # int32[max_length]: the request's context as last seen, then drafted tokens
-    num_known: int = 0  # the number of context tokens
+    num_context_tokens: int = 0  # the number of context tokens
     request_id: str | None = None  # None after the end of the request
     adapter: str | None = None  # the LoRA adapter with which the target computed the text
     # A weak reference to the learned state of the request's namespace.
@@ -73,7 +73,7 @@ class TextSlots(ABC):
         assert request.slot is not None
         context, scope, adapter = request.context, request.learned, self.target.adapters[request.slot]
         state, length = self.states[request.slot], len(context)
-        shared, num_read = min(state.num_known, length), self._length(state.slot)
+        shared, num_read = min(state.num_context_tokens, length), self._length(state.slot)
         if state.request_id != request.request_id:
             is_own = scope is not None and state.scope() is scope and state.adapter == adapter
             shared = _common_prefix_length(state.text[:shared], context) if is_own else 0
@@ -85,7 +85,7 @@ class TextSlots(ABC):
         self._crop(state.slot, min(num_read, max(0, shared - self._lookahead), length - 1 - self._lookahead))
         state.text[shared:length] = context[shared:]
         state.adapter, state.scope = adapter, weakref.ref(scope) if scope is not None else lambda: None
-        state.num_known, state.request_id = length, request.request_id
+        state.num_context_tokens, state.request_id = length, request.request_id
         return state
 
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
@@ -131,7 +131,9 @@ class TextSlots(ABC):
         """
         assert request.slot is not None
         state, tokens_per_s = self.states[request.slot], self._reading.tokens_per_s
-        num_read = min(state.num_known, self._length(state.slot)) if state.request_id == request.request_id else 0
+        num_read = (
+            min(state.num_context_tokens, self._length(state.slot)) if state.request_id == request.request_id else 0
+        )
         return max(0, len(request.context) - num_read - READ_WIDTH) / tokens_per_s if tokens_per_s else 0.0
 
     def release(self, request_id: str) -> None:
@@ -147,10 +149,10 @@ class TextSlots(ABC):
         """Clear all slots after a failed forward pass, because it is unknown what the pass has written."""
         for state in self.states:
             self._crop(state.slot, 0)
-            state.num_known = 0
+            state.num_context_tokens = 0
 
     def _unread(self, state: TextSlot) -> int:
-        return state.num_known - self._lookahead - self._length(state.slot)
+        return state.num_context_tokens - self._lookahead - self._length(state.slot)
 
     def _are_known(self, token_ids: npt.NDArray[np.int32]) -> bool:
         return True
@@ -221,7 +223,7 @@ class HeadSlots(TextSlots):
     def assign(self, request: DraftRequest) -> TextSlot | None:
         state = super().assign(request)
         if state is not None and not self._head.attends:  # only the last position influences the output
-            self._kv_cache.lengths[state.slot] = state.num_known - 2
+            self._kv_cache.lengths[state.slot] = state.num_context_tokens - 2
         return state
 
     def append_drafted(

@@ -37,7 +37,7 @@ from ssd.model.heads.tensors import (
 )
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.kv.kv_cache import SlotKVCache, SlotRows
-from ssd.model.layers.replace import MOST_CHANGE, MOST_CHANGE_LOW_PRECISION, replace_layers
+from ssd.model.layers.replace import MAX_CHANGE, MAX_CHANGE_LOW_PRECISION, replace_layers
 from ssd.model.runners.select_runner import CPU_LAYERS
 from ssd.text.load_tokenizer import HubOptions
 
@@ -50,15 +50,15 @@ class Layout(NamedTuple):
     """A checkpoint format of draft heads, recognised by the names of the tensors."""
 
     name: str
-    known_by: tuple[str, ...]  # regular expressions that all match a tensor of this format
+    required_names: tuple[str, ...]  # regular expressions that all match a tensor of this format
     # The last argument contains all matches of the first expression.
     build: Callable[[Config, Tensors, PreTrainedModel, Matches], Head]
-    without: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
+    excluded_names: tuple[str, ...] = ()  # regular expressions that match no tensor of this format
 
     def matches(self, names: Collection[str]) -> list[re.Match[str]]:
         """Return the tensor names, as regex matches, that identify this format; empty for another format."""
-        first, *others = (_matching(each, names) for each in self.known_by)
-        return first if all(others) and not any(_matching(each, names) for each in self.without) else []
+        first, *others = (_matching(each, names) for each in self.required_names)
+        return first if all(others) and not any(_matching(each, names) for each in self.excluded_names) else []
 
 
 def _matching(pattern: str, names: Collection[str]) -> list[re.Match[str]]:
@@ -73,19 +73,21 @@ def _fill_head(head: Head, tensors: Tensors, names: Names, target: PreTrainedMod
     """
     shapes = {name: size for name, size in shapes_of(head).items() if name not in more}
 
-    def theirs(ours: str) -> str:
-        prefix = max((prefix for prefix in names if ours.startswith(prefix)), key=len, default="")
-        return names.get(prefix, "") + ours.removeprefix(prefix)
+    def checkpoint_name(module_name: str) -> str:
+        prefix = max((prefix for prefix in names if module_name.startswith(prefix)), key=len, default="")
+        return names.get(prefix, "") + module_name.removeprefix(prefix)
 
-    found = read_tensors(tensors, {theirs(ours): size for ours, size in shapes.items()})
-    assign_tensors(head, {**{ours: found[theirs(ours)] for ours in shapes}, **more}, target)
+    found = read_tensors(tensors, {checkpoint_name(module_name): size for module_name, size in shapes.items()})
+    assign_tensors(
+        head, {**{module_name: found[checkpoint_name(module_name)] for module_name in shapes}, **more}, target
+    )
     return head
 
 
 # -- EAGLE -----------------------------------------------------------------------------------------------------------
 
-_MOST_LAYERS_READ = 16
-_MOST_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
+_MAX_LAYERS_READ = 16
+_MAX_HEAD_DIM = 1 << 12  # A damaged configuration must not allocate memory for a size that no head has.
 # The fields of a configuration that determine the head's decoder layer.
 _FIELDS = (
     "hidden_size",
@@ -107,8 +109,8 @@ _FIELDS = (
 
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """Return a draft head's Llama configuration; raises ModelError if it is invalid or has more than one layer."""
-    if (read_positive(config, "head_dim") or 1) > _MOST_HEAD_DIM:
-        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MOST_HEAD_DIM}")
+    if (read_positive(config, "head_dim") or 1) > _MAX_HEAD_DIM:
+        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MAX_HEAD_DIM}")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
             "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
@@ -235,7 +237,7 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
         return 2, count // 2, count - 3
     if (
         not isinstance(listed, list)
-        or not 1 <= len(listed) <= _MOST_LAYERS_READ
+        or not 1 <= len(listed) <= _MAX_LAYERS_READ
         or not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1 << 15 for index in listed)
     ):
         raise ModelError(
@@ -324,7 +326,7 @@ LAYOUTS: tuple[Layout, ...] = (
         "EAGLE and EAGLE-2 (fc, layers.0 without a norm before its attention)",
         (r"fc\.weight", r"layers\.0\.self_attn\.q_proj\.weight"),
         _eagle,
-        without=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
+        excluded_names=("d2t", r"layers\.0\.(input_layernorm|hidden_norm)\.weight"),
     ),
     # medusa_model_legacy.py; text-generation-inference reads the same names (layers/medusa.py). The last layer of each
     # head is its output layer; heads of later versions have none and use the target's.
@@ -404,7 +406,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
         why = str(error) if isinstance(error, ModelError) else why
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":
-        tolerance = MOST_CHANGE if model.dtype == torch.float32 else MOST_CHANGE_LOW_PRECISION
+        tolerance = MAX_CHANGE if model.dtype == torch.float32 else MAX_CHANGE_LOW_PRECISION
 
         def outputs(head: Head) -> list[torch.Tensor]:
             return [each.float() for each in run_head(head, model)]

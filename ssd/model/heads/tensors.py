@@ -77,7 +77,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 with safe_open(path, "pt") as file:
                     self._paths.update(dict.fromkeys(file.keys(), path))
             except Exception as error:  # SafetensorError, and others for damaged headers
-                raise ModelError(_unreadable(path, error)) from error
+                raise ModelError(_unreadable_message(path, error)) from error
         if not self._paths:
             for path in sorted(path for pattern in _PICKLES for path in directory.glob(pattern)):
                 self._loaded.update(_load_pickle(path))
@@ -98,7 +98,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 # A copy, because the tensor is mapped from the file, which may change later.
                 tensor: torch.Tensor = file.get_tensor(name).clone()
         except Exception as error:
-            raise ModelError(_unreadable(path, error)) from error
+            raise ModelError(_unreadable_message(path, error)) from error
         return tensor
 
     def __contains__(self, name: object) -> bool:  # without reading it
@@ -123,13 +123,13 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # any error of the unpickler for damaged bytes
-        raise ModelError(_unreadable(path, error)) from error
+        raise ModelError(_unreadable_message(path, error)) from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} has no named tensors: it is not a draft head. {_ADVICE}")
     return {name: each for name, each in content.items() if isinstance(name, str) and isinstance(each, torch.Tensor)}
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def _unreadable_message(path: Path, error: Exception) -> str:
     return f"{path} cannot be read: {first_line(error)[:200]}. Copy or download it again"
 
 

@@ -54,10 +54,12 @@ def slot_attention(
         query = query * ratio.to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     stored = slot_rows.kv_cache.store(layer, slot_rows, key, value)
-    return attended(query, stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)), None
+    return compute_attention(
+        query, stored, slot_rows, AttentionRules(scale, sliding_window, chunk, softcap, s_aux)
+    ), None
 
 
-def attended(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
+def compute_attention(query: torch.Tensor, stored: Pair, rows: SlotRows, rules: AttentionRules) -> torch.Tensor:
     """Return the attention output, [B, T, num_heads, value_dim], of ``query`` over a layer's KV cache.
 
     ``query`` is [B, num_heads, T, head_dim]. Uses the attention kernel that is set for the cache, for the forward pass

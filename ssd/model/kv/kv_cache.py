@@ -159,7 +159,7 @@ class SlotRows:
     num_keys: int  # at least the number of keys that the furthest query sees
     first_slot: int | None  # None unless the slots are consecutive
     # For trees bool[B, T, T]: whether a new token sees another, which is itself or an ancestor.
-    sees: torch.Tensor | None
+    tree_mask: torch.Tensor | None
     kernel: AttentionKernel | None = None  # None: torch's attention
     only_place: tuple[int, slice] | None = None  # the slot and the places of a single row
     is_full: bool = False  # whether every query sees all of the ``num_keys`` keys
@@ -187,7 +187,7 @@ class SlotRows:
             places[:, :1],
             last + num_tokens,
             slots[0] if slots == list(range(slots[0], slots[0] + len(slots))) else None,
-            None if trees is None else torch.from_numpy(trees.sees).to(device),
+            None if trees is None else torch.from_numpy(trees.tree_mask).to(device),
             only_place=(slots[0], slice(first, first + num_tokens)) if len(slots) == 1 else None,
             is_full=num_tokens == 1 and first == last,
         )
@@ -223,13 +223,13 @@ class SlotRows:
         if key not in self._masks:
             query = self.positions[:, :, None]
             keys = torch.arange(self.num_keys, device=query.device)
-            if self.sees is None:
+            if self.tree_mask is None:
                 visible = keys <= query
             else:
                 width = self.places.shape[1]
                 new = self.starts + torch.arange(width, device=query.device)
                 visible = (keys < self.starts)[:, None].repeat(1, width, 1)
-                visible.scatter_(2, new[:, None].expand(-1, width, -1), self.sees)
+                visible.scatter_(2, new[:, None].expand(-1, width, -1), self.tree_mask)
                 keys = keys.repeat(len(self.slots), 1).scatter_(1, new, self.positions)[:, None]
             if window is not None:
                 visible &= keys > query - window

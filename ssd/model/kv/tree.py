@@ -40,7 +40,7 @@ class TreeShape:
     """The depths of all nodes of the draft trees in one forward pass, and the nodes to which each node attends."""
 
     depths: Ints  # the depth of each node, int64[B, T]
-    sees: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor
+    tree_mask: npt.NDArray[np.bool_]  # bool[B, T, T]: [b, i, j] is True if node j is node i or its ancestor
 
     @classmethod
     def build(cls, parents: Ints) -> TreeShape:
@@ -48,12 +48,12 @@ class TreeShape:
         num_rows, width = parents.shape
         assert (parents[:, 0] == -1).all() and (parents[:, 1:] >= 0).all()
         assert (parents < np.arange(width)).all()
-        found, sees = np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width, width), np.bool_)
+        found, tree_mask = np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width, width), np.bool_)
         rows = np.arange(num_rows)
-        sees[:, 0, 0] = True
+        tree_mask[:, 0, 0] = True
         for node in range(1, width):
             parent = parents[:, node]
             found[:, node] = found[rows, parent] + 1
-            sees[:, node] = sees[rows, parent]
-            sees[:, node, node] = True
-        return cls(found, sees)
+            tree_mask[:, node] = tree_mask[rows, parent]
+            tree_mask[:, node, node] = True
+        return cls(found, tree_mask)

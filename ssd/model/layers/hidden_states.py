@@ -20,7 +20,7 @@ from ssd.model.layers.replace import agrees, probe_texts
 FINAL: Final = -1
 """The layer number that stands for the hidden state after the final norm, which the output layer reads."""
 
-_MOST_ERROR = 1e-5
+_MAX_ERROR = 1e-5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +126,7 @@ def check_hidden_states(model: PreTrainedModel, layers: Sequence[int]) -> None:
             raise ModelError(_error_message(model, f"its hidden states have {found.ndim} dimensions, not 3"))
         # The last hidden state that a model returns has passed the final norm.
         expected = read[0] if layer == FINAL else states[layer] if layer < len(states) - 1 else None
-        if expected is not None and not agrees(found, expected, _MOST_ERROR):
+        if expected is not None and not agrees(found, expected, _MAX_ERROR):
             where = "the output layer" if layer == FINAL else "the next layer"
             raise ModelError(_error_message(model, f"the output of its layers is changed before {where} reads it"))
 

@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 
 _COLLECTOR = "transformers.utils.output_capturing"
 
-MOST_NUMBERS = 1 << 16
+MAX_LOOP_ELEMENTS = 1 << 16
 """The maximum number of input elements for SSD's loops on one CPU core; torch computes larger inputs on all cores."""
 
 
-MOST_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
 """The maximum relative error of a replaced layer's output, by dtype, if only one or two roundings differ."""
 
 
-MOST_CHANGE = 1e-3
-MOST_CHANGE_LOW_PRECISION = 0.2
+MAX_CHANGE = 1e-3
+MAX_CHANGE_LOW_PRECISION = 0.2
 """The maximum relative change of a model's logits by the replacement of its layers, in bfloat16 or float16.
 
 Two ways to round to bfloat16 change the logits by up to 0.1. A wrong mask, position or state changes them by about 1.
@@ -64,7 +64,7 @@ class Replaced(NamedTuple):
 
     parent: Any  # the module that contains it
     name: str
-    again: Callable[[], Any]  # returns the original
+    make_original: Callable[[], Any]  # returns the original
 
 
 LayerReplacement = Callable[[nn.Module], Iterator[Replaced]]
@@ -103,8 +103,8 @@ def replace_layers(
     except Exception as failure:  # from a compiler, for example
         reason = f"a forward pass with the faster layers fails ({first_line(failure)})"
     log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
-    for parent, name, again in replaced:
-        setattr(parent, name, again())
+    for parent, name, make_original in replaced:
+        setattr(parent, name, make_original())
     return False
 
 
@@ -123,7 +123,7 @@ def swap_forward(module: nn.Module, forward: Callable[..., Any]) -> Replaced:
     return Replaced(module, "forward", lambda: MethodType(type(module).forward, module))
 
 
-def is_function(module: nn.Module) -> bool:
+def has_plain_forward(module: nn.Module) -> bool:
     """Return whether a module's ``forward`` has one argument, is that of the module's class, and has no hooks."""
     parameters = inspect.signature(module.forward).parameters
     return "forward" not in vars(module) and not has_hooks(module) and len(parameters) == 1
@@ -134,15 +134,15 @@ def parents(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
-def agrees(found: torch.Tensor, wanted: torch.Tensor, most_error: float) -> bool:
-    """Return whether two tensors have the same shape and a relative error of at most ``most_error``.
+def agrees(found: torch.Tensor, wanted: torch.Tensor, max_error: float) -> bool:
+    """Return whether two tensors have the same shape and a relative error of at most ``max_error``.
 
     The relative error is the norm of the difference divided by the norm of ``wanted``.
     """
     if found.shape != wanted.shape:
         return False
     found, wanted = found.float(), wanted.float()
-    return float((found - wanted).norm()) <= most_error * float(wanted.norm())
+    return float((found - wanted).norm()) <= max_error * float(wanted.norm())
 
 
 def is_plain(module: Any, dtypes: Sequence[torch.dtype]) -> TypeGuard[nn.Linear]:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _WIDTHS = (1, 8)
 # The maximum number of a layer's weights that are measured; of a larger layer only the first rows are used.
-_MOST_WEIGHTS = 1 << 24
+_MAX_WEIGHTS = 1 << 24
 _WORTH = 0.9  # The maximum time of bfloat16, as a share of float32's, at which bfloat16 is chosen.
 _TYPES: Final = (torch.float32, torch.bfloat16)
 
@@ -57,7 +57,7 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
         return torch.float32
     seconds = dict.fromkeys(_TYPES, 0.0)
     for (size, num_outputs), layers in kinds.items():
-        tried = min(num_outputs, max(1, _MOST_WEIGHTS // size))
+        tried = min(num_outputs, max(1, _MAX_WEIGHTS // size))
         weight = layers[0].weight[:tried]
         for dtype in _TYPES:
             packed = PackedLinear(weight.to(dtype), None)
@@ -81,7 +81,7 @@ _LONG = "longrope"
 _HELD = "longrope, held"  # a RoPE type that transformers does not know, so that it never updates the frequencies
 
 
-def settle_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
+def fix_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
     """Return the maximum text length, and fix the frequencies of a model with LongRoPE, so that they do not change.
 
     LongRoPE (Ding et al. 2024, section 3) has two sets of rotary frequencies: for texts up to the model's original
@@ -234,7 +234,7 @@ def open_target(
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
         raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
-    wanted = settle_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
+    wanted = fix_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
     if tapped is not None:
         check_hidden_states(model, tapped.layers)
     with one_thread_if_small(model):

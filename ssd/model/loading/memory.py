@@ -27,7 +27,7 @@ class ControlGroup(NamedTuple):
     """The memory limit of a Linux control group (cgroup) and the unused part of the limit, both in bytes."""
 
     limit: int
-    room: int
+    available_bytes: int
 
 
 class FittingSlots(NamedTuple):
@@ -99,7 +99,7 @@ def free_bytes(device: torch.device) -> int:
         return int(free)
     free = _memory_bytes(Path("/proc/meminfo"), "MemAvailable")
     group = tightest_group(_MOUNT, _MEMBERSHIP)
-    return free if group is None else min(free, group.room)
+    return free if group is None else min(free, group.available_bytes)
 
 
 def total_bytes(device: torch.device) -> int:
@@ -108,7 +108,7 @@ def total_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[1])
     total, free = (_memory_bytes(Path("/proc/meminfo"), name) for name in ("MemTotal", "MemAvailable"))
     group = tightest_group(_MOUNT, _MEMBERSHIP)
-    return total if group is None or group.room >= free else group.limit
+    return total if group is None or group.available_bytes >= free else group.limit
 
 
 def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
@@ -130,7 +130,7 @@ def tightest_group(mount: Path, membership: Path) -> ControlGroup | None:
             groups.append(ControlGroup(int(limit[0]), max(0, int(limit[0]) - used)))
         if directory == mount:
             break
-    return min(groups, key=lambda group: group.room, default=None)
+    return min(groups, key=lambda group: group.available_bytes, default=None)
 
 
 def _memory_bytes(meminfo: Path, name: str) -> int:

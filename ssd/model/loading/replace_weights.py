@@ -102,7 +102,7 @@ def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
         elif isinstance(module, PackedEmbedding):
             readers.setdefault(id(module.packed), []).append(module)
         elif isinstance(module, FusedNorm):
-            yield [_stored_weight(paths[key], "weight", module.weight.shape, module.weight.dtype)], module.take
+            yield [_stored_weight(paths[key], "weight", module.weight.shape, module.weight.dtype)], module.copy_weight
         else:
             for name, tensor in _state_entries(module):
                 shared.setdefault(id(tensor), (tensor, []))[1].extend(path + name for path in paths[key])
@@ -121,7 +121,7 @@ def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
 
 def _put_packed(linear: PackedLinear, readers: Sequence[PackedEmbedding], count: int, *new: torch.Tensor) -> None:
     # torch.cat always copies, also a single weight; packing alone might not copy a weight that is already in order.
-    linear.take(torch.cat(new[:count]), torch.cat(new[count:]) if new[count:] else None)
+    linear.replace_weight(torch.cat(new[:count]), torch.cat(new[count:]) if new[count:] else None)
     for reader in readers:
         reader.repack(linear.packed)
 

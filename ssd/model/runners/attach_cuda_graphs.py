@@ -95,12 +95,12 @@ def measure_graph_error(target: SlotRunner) -> float:
     starts = [max(0, min(length, target.max_length - behind)) for length in _PROMPT_LENGTHS[: len(slots)]]
     texts = [random.integers(0, target.vocab_size, start + behind) for start in starts]
 
-    def begin() -> None:
+    def prefill_starts() -> None:
         for slot, start, text in zip(slots, starts, texts, strict=True):
             if start:
                 target.prefill([slot], text[None, :start], [start])
 
-    begin()
+    prefill_starts()
     target.graph_runner = None
     expected = [
         score_tokens(target, slot, text[start:]) for slot, start, text in zip(slots, starts, texts, strict=True)
@@ -110,10 +110,10 @@ def measure_graph_error(target: SlotRunner) -> float:
     target.graph_runner = runner
     pairs, widths = [], [min(width, target.max_width) for width in _WIDTHS]
     for _ in range(2):
-        begin()
+        prefill_starts()
         pairs += score_batched(target, slots, texts, expected, widths)
         if target.can_verify_trees:
-            begin()
+            prefill_starts()
             for slot, text, wanted in zip(slots, texts, expected, strict=True):
                 pairs += score_as_trees(target, slot, text, wanted, random, target.max_width)
         if runner.failure is not None:

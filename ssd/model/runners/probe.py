@@ -47,14 +47,14 @@ def score_batched(
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0
     while rows := [b for b, text in enumerate(texts) if target.length(slots[b]) < len(text)]:
-        of, starts = [slots[b] for b in rows], [target.length(slots[b]) for b in rows]
+        part_slots, starts = [slots[b] for b in rows], [target.length(slots[b]) for b in rows]
         parts = [texts[b][start:][: widths[(number + b) % len(widths)]] for b, start in zip(rows, starts, strict=True)]
         counts = [len(part) for part in parts]
         if after_wrong:
-            target.forward(of, pad_rows([(part[::-1] + 1) % target.vocab_size for part in parts]), counts)
-            for slot, start in zip(of, starts, strict=True):
+            target.forward(part_slots, pad_rows([(part[::-1] + 1) % target.vocab_size for part in parts]), counts)
+            for slot, start in zip(part_slots, starts, strict=True):
                 target.rollback(slot, start)
-        logits = target.forward(of, pad_rows(parts), counts).logits
+        logits = target.forward(part_slots, pad_rows(parts), counts).logits
         for row, (b, count) in enumerate(zip(rows, counts, strict=True)):
             found[b].append(logits[row, :count].clone())
         number += 1

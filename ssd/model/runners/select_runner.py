@@ -20,9 +20,9 @@ from ssd.model.cpu.exact_matmul import redirect_matmuls
 from ssd.model.cpu.packed_linear import pack_linears
 from ssd.model.kv.attention import ATTENTION_NAME
 from ssd.model.layers.replace import (
-    MOST_CHANGE,
-    MOST_CHANGE_LOW_PRECISION,
-    MOST_ERROR,
+    MAX_CHANGE,
+    MAX_CHANGE_LOW_PRECISION,
+    MAX_ERROR,
     PROBE_LENGTH,
     LayerReplacement,
     probe_texts,
@@ -132,7 +132,7 @@ class RunnerChoice:
     reason: str = ""  # why the model does not run with slot attention
     bytes_per_token: int = 0  # the size of the KV cache; space for all slots is reserved even if the cache grows
     bytes_per_slot: int = 0  # the size of a recurrent state, which does not grow
-    tolerance: float = MOST_CHANGE  # the maximum relative error of logits that is attributed to rounding
+    tolerance: float = MAX_CHANGE  # the maximum relative error of logits that is attributed to rounding
 
 
 def select_runner(model: PreTrainedModel) -> RunnerChoice:
@@ -154,7 +154,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
     expected = reference_logits(model)
     # With quantised activations a difference in the last bit of a float32 becomes a whole quantisation step.
     exact = model.dtype == torch.float32 and getattr(model.config, "quantization_config", None) is None
-    limit = MOST_CHANGE if exact else MOST_CHANGE_LOW_PRECISION
+    limit = MAX_CHANGE if exact else MAX_CHANGE_LOW_PRECISION
     layers = CPU_LAYERS if model.device.type == "cpu" else device_layers(model.device, model.dtype)
     replace_layers(model, layers, expected=expected, tolerance=limit)
     if is_recurrent(model):
@@ -171,7 +171,7 @@ def select_runner(model: PreTrainedModel) -> RunnerChoice:
     single = _try_runner(RecurrentRunner, model, expected)
     # A lost state changes the logits of a short text only slightly, so passes over several tokens must be as accurate
     # as passes over one token.
-    if _try_runner(CheckpointRunner, model, expected) < min(limit, max(MOST_CHANGE, 2 * single)):
+    if _try_runner(CheckpointRunner, model, expected) < min(limit, max(MAX_CHANGE, 2 * single)):
         return RunnerChoice(CheckpointRunner, reason, *_measure_memory(CheckpointRunner, model))
     if single < limit:
         return RunnerChoice(RecurrentRunner, reason, *_measure_memory(RecurrentRunner, model))
@@ -233,18 +233,18 @@ def device_layers(device: torch.device, dtype: torch.dtype) -> tuple[LayerReplac
     """
     try:
         from ssd.model.triton.triton_decoder import flatten_by_triton
-        from ssd.model.triton.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, turn_by_triton
+        from ssd.model.triton.triton_layers import fuse_gates_by_triton, fuse_norms_by_triton, rotate_by_triton
         from ssd.model.triton.triton_linear import own_linears
     except ImportError:  # triton comes with CUDA builds of torch
         return ()
-    if dtype not in MOST_ERROR:
+    if dtype not in MAX_ERROR:
         return ()
-    turn: LayerReplacement = partial(
+    rotary: LayerReplacement = partial(
         fuse_rotary,
-        turn=turn_by_triton,
+        apply_rotary=rotate_by_triton,
         dtype=dtype,
         device=device,
-        most_error=min(MOST_ERROR[dtype], 1e-3),
-        most_numbers=1 << 62,
+        max_error=min(MAX_ERROR[dtype], 1e-3),
+        max_elements=1 << 62,
     )
-    return fuse_norms_by_triton, turn, fuse_gates_by_triton, own_linears, flatten_by_triton
+    return fuse_norms_by_triton, rotary, fuse_gates_by_triton, own_linears, flatten_by_triton

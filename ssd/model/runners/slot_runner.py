@@ -85,7 +85,7 @@ class SlotRunner(Target):
         if wanted == (self.kv_cache.kernel is not None):
             return
         from ssd.model.triton.triton_attention import exact_triton_attention
-        from ssd.model.triton.triton_linear import own_linears, products_of, sums_whole
+        from ssd.model.triton.triton_linear import own_linears, products_of, without_split_sums
 
         if wanted:
             self.kv_cache.kernel = exact_triton_attention
@@ -95,7 +95,7 @@ class SlotRunner(Target):
             self.kv_cache.kernel, self.can_verify_trees = None, self._could_verify_trees
         for product in products_of(self.model):
             product.be_exact(wanted)
-        self._compute_context = sums_whole if wanted and self.device.type == "cuda" else nullcontext
+        self._compute_context = without_split_sums if wanted and self.device.type == "cuda" else nullcontext
         self.recapture_graphs()
 
     def rollback(self, slot: int, length: int) -> None:

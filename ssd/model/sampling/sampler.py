@@ -70,7 +70,7 @@ Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 `noisy_scores`, int64[N].
 """
 
-_MOST_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
+_MAX_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms
 
 _PROBE_ROWS, _PROBE_TOKENS = 24, 5000
 
@@ -109,7 +109,7 @@ def check_tokens(tokens: torch.Tensor, logits: torch.Tensor, keys: torch.Tensor,
     """Raise ValueError if a token does not have the highest of `noisy_scores` in its row, up to rounding."""
     scores = noisy_scores(logits, keys, temperatures)
     best, found = scores.amax(-1), scores.gather(-1, tokens[:, None])[:, 0]
-    is_right = best - found <= _MOST_ERROR * (1 + best.abs())
+    is_right = best - found <= _MAX_ERROR * (1 + best.abs())
     if not bool(is_right.all()):
         raise ValueError(f"{int((~is_right).sum())} of {len(tokens)} sampled tokens differ from the reference")
 

@@ -202,7 +202,7 @@ def apply_prefix_rules(logits: torch.Tensor, row: SamplingContext) -> None:
     if params.repetition_penalty != 1.0:
         seen[row.prompt] = True
     draft = row.draft.token_ids
-    rules = DeviceRules.of(params.rules, vocab_size, logits.device)
+    rules = DeviceRules.from_rules(params.rules, vocab_size, logits.device)
     rules.add_bias(logits[: row.width])
     bad_words = params.rules.bad_words
     state = BadWords.START if bad_words is None else bad_words.after(row.output)

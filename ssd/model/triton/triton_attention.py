@@ -19,17 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from ssd.model.triton.triton_launch import early, take_turn
+from ssd.model.triton.triton_launch import early_launch_options, wait_for_previous_kernel
 
 if TYPE_CHECKING:
     from ssd.model.kv.kv_cache import AttentionRules, SlotRows
 
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 _BLOCKS_PER_PROCESSOR = 2
 _EXACT_QUERIES = 16
 _FEWEST_SPLIT_KEYS = 64
 # The maximum number of values in the splits' results of one exact launch, 64 MiB; wider passes are launched in parts.
-_MOST_PARTIAL = 1 << 24
+_MAX_PARTIAL = 1 << 24
 NUM_STAGES = 2
 """The number of blocks of keys in the software pipeline of a Triton program, including the block being computed."""
 
@@ -45,14 +45,14 @@ def triton_attention(
     batch, heads, width, dim = query.shape
     kv_heads, value_dim = stored_keys.shape[1], stored_values.shape[3]
     groups = heads // kv_heads
-    tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.sees is not None)
+    tiles = tiles_of(query.dtype, dim, value_dim, groups * width, is_tree=rows.tree_mask is not None)
     num_tiles = triton.cdiv(groups * width, tiles.queries)
     most_keys = min(
         rows.num_keys, *(limit + width for limit in (rules.window, rules.chunk) if limit is not None), 1 << 31
     )
-    most_splits = min(triton.cdiv(most_keys, tiles.keys), _MOST_SPLITS)
+    most_splits = min(triton.cdiv(most_keys, tiles.keys), _MAX_SPLITS)
     splits = num_splits(query.device, batch * kv_heads * num_tiles, most_splits)
-    return _launched(query, stored_keys, stored_values, rows, rules, tiles, splits=splits, all_splits=splits)
+    return _launch(query, stored_keys, stored_values, rows, rules, tiles, splits=splits, all_splits=splits)
 
 
 def exact_triton_attention(
@@ -67,13 +67,13 @@ def exact_triton_attention(
     value_dim, length = stored_values.shape[3], stored_keys.shape[2]
     split_keys = split_keys_of(length)
     splits = triton.cdiv(min(rows.num_keys, length), split_keys)
-    tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.sees is not None)
+    tiles = tiles_of(query.dtype, dim, value_dim, _EXACT_QUERIES, is_tree=rows.tree_mask is not None)
     all_splits = triton.next_power_of_2(triton.cdiv(length, split_keys))
-    most = max(1, _MOST_PARTIAL // (len(query) * heads * splits * value_dim))
-    if all_splits == 1 or rows.sees is not None:
+    most = max(1, _MAX_PARTIAL // (len(query) * heads * splits * value_dim))
+    if all_splits == 1 or rows.tree_mask is not None:
         most = width
     found = [
-        _launched(
+        _launch(
             query[:, :, first : first + most],
             stored_keys,
             stored_values,
@@ -91,14 +91,14 @@ def exact_triton_attention(
 
 def split_keys_of(length: int) -> int:
     """Return the number of keys per Triton program in batch-invariant attention over slots of ``length`` positions."""
-    return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MOST_SPLITS))))
+    return max(_FEWEST_SPLIT_KEYS, int(triton.next_power_of_2(triton.cdiv(length, _MAX_SPLITS))))
 
 
 def _part(rows: SlotRows, first: int, most: int) -> SlotRows:
     return replace(rows, starts=rows.starts + first, positions=rows.positions[:, first : first + most].contiguous())
 
 
-def _launched(
+def _launch(
     query: torch.Tensor,
     stored_keys: torch.Tensor,
     stored_values: torch.Tensor,
@@ -139,7 +139,7 @@ def _launched(
             rows.slots,
             rows.starts.contiguous(),
             rows.positions,
-            rows.sees.view(torch.uint8) if rows.sees is not None else rows.slots,
+            rows.tree_mask.view(torch.uint8) if rows.tree_mask is not None else rows.slots,
             scale,
             softcap or 0.0,
             width,
@@ -155,14 +155,14 @@ def _launched(
             WINDOW=window or 0,
             CHUNK=chunk or 0,
             IS_CAPPED=softcap is not None,
-            IS_TREE=rows.sees is not None,
+            IS_TREE=rows.tree_mask is not None,
             BLOCK_QUERIES=tiles.queries,
             BLOCK_KEYS=tiles.keys,
             BLOCK_DIM=tiles.dim,
             BLOCK_VALUE=tiles.value_dim,
             num_stages=NUM_STAGES,
             num_warps=tiles.num_warps,
-            **early(query.device),
+            **early_launch_options(query.device),
         )
         if not is_whole:
             combine[(batch * heads * width,)](
@@ -177,7 +177,7 @@ def _launched(
                 SPLITS=all_splits,
                 HAS_SINKS=sinks is not None,
                 BLOCK_VALUE=tiles.value_dim,
-                **early(query.device),
+                **early_launch_options(query.device),
             )
     return out
 
@@ -220,7 +220,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 # Where the numbers of a pass begin depends on its shape; kernels that differ in nothing else take long to compile.
-@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "sees"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "positions", "tree_mask"])
 def _attend_split(  # type: ignore[no-untyped-def]
     query,
     keys,
@@ -230,7 +230,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     slots,
     starts,
     positions,
-    sees,
+    tree_mask,
     scale,
     softcap,
     width,
@@ -267,7 +267,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
     of SPLIT_KEYS keys from s * SPLIT_KEYS on, and blocks of keys start at multiples of their size. The grid is (tiles,
     B * KV_HEADS, splits).
     """
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     tile, row, split = tl.program_id(0), tl.program_id(1) // KV_HEADS, tl.program_id(2)
     splits = tl.num_programs(2)
     kv_head = tl.program_id(1) % KV_HEADS
@@ -313,7 +313,7 @@ def _attend_split(  # type: ignore[no-untyped-def]
         if IS_TREE:
             is_new = is_key & (key >= start)
             seen = tl.load(
-                sees + (row * width + at)[:, None] * width + (key - start)[None, :],
+                tree_mask + (row * width + at)[:, None] * width + (key - start)[None, :],
                 mask=is_query[:, None] & is_new[None, :],
                 other=0,
             )
@@ -374,7 +374,7 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits in ``partial``;
     SPLITS, a power of two, may be greater, and the splits from ``splits`` on are empty. The grid is (B * H * T,).
     """
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     query = tl.program_id(0)
     at, head = query % width, query // width % heads
     row = query // width // heads
@@ -404,6 +404,6 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 # What is compiled for a width of one might compute in another order: here all widths have one kernel.
 _attend_split_exact = triton.jit(
     do_not_specialize=["width", "query_row", "query_head", "query_position"],
-    do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "sees"],
+    do_not_specialize_on_alignment=["query", "slots", "starts", "positions", "tree_mask"],
 )(_attend_split.fn)
 _combine_splits_exact = triton.jit(do_not_specialize=["width", "splits"])(_combine_splits.fn)

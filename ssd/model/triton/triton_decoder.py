@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.cpu.cpu_decoder import FlatLayer, known_layers
-from ssd.model.kv.attention import attended
+from ssd.model.cpu.cpu_decoder import FlatLayer, find_llama_layers
+from ssd.model.kv.attention import compute_attention
 from ssd.model.kv.kv_cache import Pair, SlotRows
 from ssd.model.layers.replace import Replaced, swap_forward
-from ssd.model.triton.triton_launch import early, take_turn
-from ssd.model.triton.triton_layers import BLOCK_HEADS, TritonNorm, silu_times, turn_heads
+from ssd.model.triton.triton_launch import early_launch_options, wait_for_previous_kernel
+from ssd.model.triton.triton_layers import BLOCK_HEADS, TritonNorm, rotate_heads, silu_times
 from ssd.model.triton.triton_linear import Product
 
 
@@ -29,7 +29,7 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
     Call this after all other replacements, because only decoder layers whose parts are already SSD's are replaced.
     Yields for each decoder layer a `Replaced` record, which can restore it.
     """
-    layers = known_layers(model)
+    layers = find_llama_layers(model)
     norms = [layer.input_layernorm for layer in layers[1:]]
     norms += [getattr(module, "norm", None) for module in model.modules() if hasattr(module, "layers")][:1]
     for layer, following in zip(layers, norms, strict=False):
@@ -79,15 +79,15 @@ class DeviceLayer(FlatLayer):
         query, key, value = (each.view(batch, width, -1, self._dim) for each in read)
         if self._head_norms:
             query, key = (norm(each) for norm, each in zip(self._head_norms, (query, key), strict=True))
-        place_by_triton(query, key, value, angles, stored, rows)
-        return attended(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
+        rotate_and_store_by_triton(query, key, value, angles, stored, rows)
+        return compute_attention(query.transpose(1, 2), stored, rows, self.rules(rows)).view(batch, width, -1)
 
 
 def _product_of(module: Any) -> Product | None:
     return vars(module).get("product") if type(module) is nn.Linear else None
 
 
-def place_by_triton(
+def rotate_and_store_by_triton(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows
 ) -> None:
     """Apply rotary embeddings to queries and keys, and write the keys and values to the KV cache, in one Triton launch.
@@ -102,7 +102,7 @@ def place_by_triton(
     assert cos.dtype == query.dtype == keys.dtype and keys.stride(3) == values.stride(3) == 1
     blocks = [triton.cdiv(heads, BLOCK_HEADS) for heads in (query_heads, key_heads)]
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-        _place[(batch * width, blocks[0] + 2 * blocks[1])](
+        _rotate_and_store[(batch * width, blocks[0] + 2 * blocks[1])](
             query,
             key,
             value,
@@ -127,12 +127,12 @@ def place_by_triton(
             BLOCK_HALF=triton.next_power_of_2(dim // 2),
             num_warps=2,
             enable_fp_fusion=False,
-            **early(query.device),
+            **early_launch_options(query.device),
         )
 
 
 @triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["slots", "places"])
-def _place(  # type: ignore[no-untyped-def]
+def _rotate_and_store(  # type: ignore[no-untyped-def]
     query,
     key,
     value,
@@ -171,18 +171,18 @@ def _place(  # type: ignore[no-untyped-def]
 
     The grid is (B * T, blocks of query heads + blocks of key heads + blocks of value heads).
     """
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     position, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = position // width, position % width
     cos += position * 2 * HALF
     sin += position * 2 * HALF
     if block < QUERY_BLOCKS:
         query += row * query_row + at * query_position
-        turn_heads(query, query_head, query, query_head, cos, sin, block, QUERY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF)
+        rotate_heads(query, query_head, query, query_head, cos, sin, block, QUERY_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF)
     else:
         slot, place = tl.load(slots + row), tl.load(places + position)
         if block < QUERY_BLOCKS + KEY_BLOCKS:
-            turn_heads(
+            rotate_heads(
                 key + row * key_row + at * key_position,
                 key_head,
                 keys + slot * keys_slot + place * keys_place,

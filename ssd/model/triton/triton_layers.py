@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import nn
 
 from ssd.model.cpu.cpu_layers import fuse_norms
-from ssd.model.layers.replace import MOST_ERROR, Replaced, agrees, is_function, swap_forward
-from ssd.model.triton.triton_launch import early, take_turn
+from ssd.model.layers.replace import MAX_ERROR, Replaced, agrees, has_plain_forward, swap_forward
+from ssd.model.triton.triton_launch import early_launch_options, wait_for_previous_kernel
 
 _BLOCK = 1024
 
@@ -30,7 +30,14 @@ def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     rows, size = gate_rows.shape
     with torch.cuda.device_of(gate):  # type: ignore[no-untyped-call]
         _gate[(rows, triton.cdiv(size, _BLOCK))](
-            gate_rows, up_rows, out, gate_rows.stride(0), up_rows.stride(0), size, BLOCK=_BLOCK, **early(gate.device)
+            gate_rows,
+            up_rows,
+            out,
+            gate_rows.stride(0),
+            up_rows.stride(0),
+            size,
+            BLOCK=_BLOCK,
+            **early_launch_options(gate.device),
         )
     return out
 
@@ -57,14 +64,14 @@ def _is_gated(module: nn.Module) -> bool:
     if (
         not isinstance(weight, torch.Tensor)
         or weight.dim() != 2
-        or weight.dtype not in MOST_ERROR
+        or weight.dtype not in MAX_ERROR
         or not all(callable(getattr(module, name, None)) for name in ("up_proj", "down_proj", "act_fn"))
-        or not is_function(module)
+        or not has_plain_forward(module)
     ):
         return False
     x = torch.randn(1, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     try:
-        return agrees(_forward(module, x), module(x), MOST_ERROR[weight.dtype])
+        return agrees(_forward(module, x), module(x), MAX_ERROR[weight.dtype])
     except Exception:  # its layers are of another kind
         return False
 
@@ -74,7 +81,7 @@ def _gate(  # type: ignore[no-untyped-def]
     gate, up, out, gate_row, up_row, size, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr
 ):
     """Compute ``silu(gate) * up`` for a block of one row, [rows, size]. The grid is (rows, blocks)."""
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     given = tl.load(gate + row * gate_row + at, mask=at < size, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_row + at, mask=at < size, other=0.0).to(tl.float32)
@@ -137,7 +144,7 @@ class TritonNorm(nn.Module):
                 ROUNDS_FIRST=self._rounds_first,
                 BLOCK=self._block,
                 num_warps=min(8, max(1, self._block // 512)),
-                **early(x.device),
+                **early_launch_options(x.device),
             )
 
     __call__ = forward  # without torch's search for hooks
@@ -179,7 +186,7 @@ def _normalise(  # type: ignore[no-untyped-def]
 
     If IS_SUM, compute the norm of x + more instead, and write this sum to ``total``, a contiguous tensor.
     """
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     given = tl.load(x + row * row_stride + at, mask=at < size, other=0.0).to(tl.float32)
     weights = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32) + offset
@@ -197,12 +204,12 @@ def _normalise(  # type: ignore[no-untyped-def]
 BLOCK_HEADS = 8
 
 
-def turn_by_triton(
+def rotate_by_triton(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply rotary position embeddings to queries and keys in one Triton launch, and return both.
 
-    Implements `cpu_layers.Turn`. The memory of both results is contiguous as [B, T, heads, dim].
+    Implements `cpu_layers.ApplyRotary`. The memory of both results is contiguous as [B, T, heads, dim].
     """
     (batch, query_heads, width, dim), key_heads = q.shape, k.shape[1]
     query_out, key_out = (
@@ -210,7 +217,7 @@ def turn_by_triton(
     )
     blocks = [triton.cdiv(heads, BLOCK_HEADS) for heads in (query_heads, key_heads)]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        _turn_both[(batch * width, sum(blocks))](
+        _rotate_both[(batch * width, sum(blocks))](
             q,
             k,
             cos,
@@ -233,7 +240,7 @@ def turn_by_triton(
 
 
 @triton.jit
-def _turn_both(  # type: ignore[no-untyped-def]
+def _rotate_both(  # type: ignore[no-untyped-def]
     q,
     k,
     cos,
@@ -258,7 +265,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, at = place // width, place % width
     if block < QUERY_BLOCKS:
-        turn_heads(
+        rotate_heads(
             q + row * query_row + at * query_position,
             query_head,
             query_out + place * QUERY_HEADS * 2 * HALF,
@@ -272,7 +279,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
             BLOCK_HALF,
         )
     else:
-        turn_heads(
+        rotate_heads(
             k + row * key_row + at * key_position,
             key_head,
             key_out + place * KEY_HEADS * 2 * HALF,
@@ -288,7 +295,7 @@ def _turn_both(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def turn_heads(  # type: ignore[no-untyped-def]
+def rotate_heads(  # type: ignore[no-untyped-def]
     x,
     x_head,
     out,

@@ -21,21 +21,21 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from ssd.model.layers.replace import MOST_ERROR, Joint, Replaced, is_plain, siblings, swap_forward
-from ssd.model.triton.triton_launch import early, take_turn
+from ssd.model.layers.replace import MAX_ERROR, Joint, Replaced, is_plain, siblings, swap_forward
+from ssd.model.triton.triton_launch import early_launch_options, wait_for_previous_kernel
 
 log = logging.getLogger(__name__)
 
 FEW_ROWS = 16
 """The maximum number of rows for which SSD's matrix product, which reads weights only once, is preferred to cuBLAS."""
-_MOST_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
+_MAX_ROWS = 64  # the number of rows up to which the kernel replaces a library that would split sums
 # The outputs up to which narrow tiles occupy a processor at most once, and from which wide tiles occupy all.
 _SMALL, _LARGE = 4224, 8192
 _ROOMY = 160 << 10
 # The numbers of rows for which a library's bits are compared with the kernel's.
 _TRIED = (65, 96, 128, 192, 256, 512, 1024, 2048)
 _ALIGNED = 16
-_ASKED = 1024  # the bytes of each row of weights that are prefetched; more bytes were slower on an H100
+_PREFETCH_BYTES = 1024  # the bytes of each row of weights that are prefetched; more bytes were slower on an H100
 
 
 class MatmulTiles(NamedTuple):
@@ -45,26 +45,28 @@ class MatmulTiles(NamedTuple):
     stages: int
 
 
-def tiles_of(num_rows: int, num_outputs: int, dtype: torch.dtype, *, is_roomy: bool = True) -> MatmulTiles:
+def tiles_of(
+    num_rows: int, num_outputs: int, dtype: torch.dtype, *, has_large_shared_memory: bool = True
+) -> MatmulTiles:
     """Return the tile sizes of the matrix-product kernel that were fastest on an H200.
 
-    Unless ``is_roomy``, only tiles that need less than 100 KB of shared memory are used.
+    Unless ``has_large_shared_memory``, only tiles that need less than 100 KB of shared memory are used.
     """
     if dtype == torch.float32:
         return MatmulTiles(64, 32, 32, 4)
     if num_rows <= FEW_ROWS:
         if num_outputs >= _LARGE:
             return MatmulTiles(16, 64, 128, 4)
-        return MatmulTiles(16, 64, 256, 4) if is_roomy else MatmulTiles(16, 32, 256, 4)
+        return MatmulTiles(16, 64, 256, 4) if has_large_shared_memory else MatmulTiles(16, 32, 256, 4)
     if num_outputs >= _LARGE:
         return MatmulTiles(64, 128, 64, 4)
-    if not is_roomy:
+    if not has_large_shared_memory:
         return MatmulTiles(64, 32, 128, 4)
     return MatmulTiles(64, 64, 128, 5) if num_outputs > _SMALL else MatmulTiles(64, 32, 256, 4)
 
 
 @cache
-def _is_roomy(device: torch.device) -> bool:
+def _has_large_shared_memory(device: torch.device) -> bool:
     """Return whether a GPU has the shared memory for larger tiles, as A100 and H100 have; True without a GPU."""
     if device.type != "cuda":
         return True
@@ -84,7 +86,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not rows.is_contiguous() or rows.data_ptr() % _ALIGNED:  # unaligned rows would need another kernel
         rows = rows.clone(memory_format=torch.contiguous_format)
     out = torch.empty(len(rows), num_outputs, dtype=x.dtype, device=x.device)
-    tiles = tiles_of(len(rows), num_outputs, x.dtype, is_roomy=_is_roomy(x.device))
+    tiles = tiles_of(len(rows), num_outputs, x.dtype, has_large_shared_memory=_has_large_shared_memory(x.device))
     if len(rows):
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             _product[(triton.cdiv(len(rows), tiles.rows), triton.cdiv(num_outputs, tiles.outputs))](
@@ -97,23 +99,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
                 SIZE=size,
                 NUM_OUTPUTS=num_outputs,
                 HAS_BIAS=bias is not None,
-                IS_TURNED=tiles.outputs >= 64,
+                IS_TRANSPOSED=tiles.outputs >= 64,
                 BLOCK_ROWS=tiles.rows,
                 BLOCK_OUTPUTS=tiles.outputs,
                 BLOCK_INPUTS=tiles.inputs,
-                ASKED=_asked_of(weight, tiles),
+                PREFETCH_BYTES=prefetched_bytes(weight, tiles),
                 num_stages=tiles.stages,
                 num_warps=4,
-                **early(x.device),
+                **early_launch_options(x.device),
             )
     return out.view(*x.shape[:-1], num_outputs)
 
 
-def _asked_of(weight: torch.Tensor, tiles: MatmulTiles) -> int:
+def prefetched_bytes(weight: torch.Tensor, tiles: MatmulTiles) -> int:
     """Return the number of bytes of weights that each thread prefetches, 0 if weight rows are short or unaligned."""
-    row_bytes, asked = weight.stride(0) * weight.element_size(), _ASKED * tiles.outputs // _THREADS.value
+    row_bytes, num_bytes = weight.stride(0) * weight.element_size(), _PREFETCH_BYTES * tiles.outputs // _THREADS.value
     is_aligned = not (weight.data_ptr() % _ALIGNED or row_bytes % _ALIGNED or _THREADS.value % tiles.outputs)
-    return asked if is_aligned and weight.shape[1] * weight.element_size() >= _ASKED else 0
+    return num_bytes if is_aligned and weight.shape[1] * weight.element_size() >= _PREFETCH_BYTES else 0
 
 
 class Product(Joint):
@@ -146,7 +148,7 @@ class Product(Joint):
         weight, bias = self._weights
         num_rows = x.numel() // max(1, x.shape[-1])
         if self.is_exact:
-            if num_rows <= _MOST_ROWS or not self._is_library_exact:
+            if num_rows <= _MAX_ROWS or not self._is_library_exact:
                 return linear(x, weight, bias)
         elif num_rows <= FEW_ROWS and x.dtype != torch.float32:
             return linear(x, weight, bias)
@@ -159,7 +161,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLASLt in the context `sums_whole` gives the same bits as SSD's kernel for large batches."""
+    """Return whether cuBLASLt within `without_split_sums` gives the same bits as SSD's kernel for large batches."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -170,7 +172,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     x = torch.randn(_TRIED[-1], weight.shape[1], dtype=weight.dtype, device=weight.device)
     wanted = linear(x, weight, bias)
     try:
-        with sums_whole():
+        with without_split_sums():
             return all(torch.equal(nn.functional.linear(x[:rows], weight, bias), wanted[:rows]) for rows in _TRIED)
     except Exception as failure:  # a library that always splits sums, or has no such setting
         log.debug("a library's products are not exact: %s", failure)
@@ -178,7 +180,7 @@ def _agree(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 @contextmanager
-def sums_whole() -> Iterator[None]:
+def without_split_sums() -> Iterator[None]:
     """Prevent matrix products in this context from splitting sums among processors and from rounding partial sums.
 
     A row's bits then do not depend on the number of rows. Only cuBLASLt supports this, so torch uses cuBLASLt in the
@@ -204,11 +206,11 @@ def own_linears(model: nn.Module) -> Iterator[Replaced]:
 
     Layers with the same input share one `Product`. Yields for each layer a `Replaced` record, which can restore it.
     """
-    for _parent, linears in siblings(model, _is_own):
-        yield from _computed_by(list(linears.values()))
+    for _parent, linears in siblings(model, _is_replaceable):
+        yield from _replace_by_product(list(linears.values()))
     for module in model.modules():
-        if _is_own(module):
-            yield from _computed_by([module])
+        if _is_replaceable(module):
+            yield from _replace_by_product([module])
 
 
 def products_of(model: nn.Module) -> list[Product]:
@@ -216,7 +218,7 @@ def products_of(model: nn.Module) -> list[Product]:
     return list(found.values())
 
 
-def _computed_by(linears: Sequence[Any]) -> Iterator[Replaced]:
+def _replace_by_product(linears: Sequence[Any]) -> Iterator[Replaced]:
     product = Product(linears)
     for member, module in enumerate(linears):
         module.product, module.member = product, member
@@ -228,8 +230,8 @@ def _forward(module: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _is_own(module: Any) -> TypeGuard[nn.Linear]:
-    return is_plain(module, list(MOST_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward
+def _is_replaceable(module: Any) -> TypeGuard[nn.Linear]:
+    return is_plain(module, list(MAX_ERROR)) and getattr(module.forward, "__func__", None) is nn.Linear.forward
 
 
 _THREADS: Final = tl.constexpr(128)
@@ -251,39 +253,39 @@ def _product(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,
     NUM_OUTPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    IS_TURNED: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
     BLOCK_INPUTS: tl.constexpr,
-    ASKED: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
-    If IS_TURNED, the transposed product is computed, so that the tile's outputs fill the 64 rows that tensor cores
-    compute at a time. ASKED is the number of bytes that each thread prefetches. The grid is (tiles of rows, tiles of
-    outputs).
+    If IS_TRANSPOSED, the transposed product is computed, so that the tile's outputs fill the 64 rows that tensor cores
+    compute at a time. PREFETCH_BYTES is the number of bytes that each thread prefetches. The grid is
+    (tiles of rows, tiles of outputs).
     """
-    if IS_EARLY and ASKED > 0:
+    if IS_EARLY and PREFETCH_BYTES > 0:
         thread = tl.arange(0, _THREADS)
         wanted = tl.program_id(1) * BLOCK_OUTPUTS + thread % BLOCK_OUTPUTS
         first = (weight + wanted.to(tl.int64) * weight_row).to(tl.int64)
         tl.inline_asm_elementwise(
             _ASK,
             "=r,l,r,r",
-            [first + thread // BLOCK_OUTPUTS * ASKED, thread * 0 + ASKED, NUM_OUTPUTS - wanted],
+            [first + thread // BLOCK_OUTPUTS * PREFETCH_BYTES, thread * 0 + PREFETCH_BYTES, NUM_OUTPUTS - wanted],
             tl.int32,
             is_pure=False,
             pack=1,
         )
-    take_turn(IS_EARLY)
+    wait_for_previous_kernel(IS_EARLY)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inputs = tl.arange(0, BLOCK_INPUTS)
     is_row, is_output = row < num_rows, output < NUM_OUTPUTS
     x_at = x + row.to(tl.int64)[:, None] * SIZE
     weight_at = weight + output.to(tl.int64)[None, :] * weight_row
-    if IS_TURNED:
+    if IS_TRANSPOSED:
         total = tl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], tl.float32)
     else:
         total = tl.zeros([BLOCK_ROWS, BLOCK_OUTPUTS], tl.float32)
@@ -291,11 +293,11 @@ def _product(  # type: ignore[no-untyped-def]
         at = begin + inputs
         some = tl.load(x_at + at[None, :], mask=is_row[:, None] & (at < SIZE)[None, :], other=0.0)
         weights = tl.load(weight_at + at[:, None], mask=is_output[None, :] & (at < SIZE)[:, None], other=0.0)
-        if IS_TURNED:
+        if IS_TRANSPOSED:
             total = tl.dot(tl.trans(weights), tl.trans(some), total, input_precision="ieee")
         else:
             total = tl.dot(some, weights, total, input_precision="ieee")
-    if IS_TURNED:
+    if IS_TRANSPOSED:
         total = tl.trans(total)
     if HAS_BIAS:
         # Subtracted, because in some tiles the compiler might start the sum of a product of few inputs with the bias.

@@ -16,7 +16,7 @@ from ssd.model.cpu.cpu_sampling import LOWEST_TEMPERATURE
 from ssd.model.triton.triton_attention import num_splits
 
 _BLOCK = 1024
-_MOST_SPLITS = 128
+_MAX_SPLITS = 128
 
 _GAMMA = tl.constexpr(GAMMA)
 _MIX_1 = tl.constexpr(MIX_1)
@@ -34,7 +34,7 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
     """
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    splits = num_splits(logits.device, num_rows, min(triton.cdiv(vocab_size, _BLOCK), _MOST_SPLITS))
+    splits = num_splits(logits.device, num_rows, min(triton.cdiv(vocab_size, _BLOCK), _MAX_SPLITS))
     length = triton.cdiv(triton.cdiv(vocab_size, _BLOCK), splits) * _BLOCK
     scores = torch.empty(num_rows, splits, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(num_rows, splits, dtype=torch.int32, device=logits.device)
@@ -51,7 +51,7 @@ def triton_sampler(logits: torch.Tensor, keys: torch.Tensor, temperatures: torch
             length,
             BLOCK=_BLOCK,
         )
-        _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MOST_SPLITS)
+        _choose_split[(num_rows,)](scores, tokens, out, splits, BLOCK=_MAX_SPLITS)
     return out
 
 
