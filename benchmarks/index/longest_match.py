@@ -1,4 +1,4 @@
-"""The longest match of a context anywhere in a snapshot, for measurements and tests."""
+"""Search of a snapshot for the longest match of a context, as a reference for measurements and tests."""
 
 from __future__ import annotations
 
