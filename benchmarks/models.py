@@ -104,7 +104,7 @@ def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, 
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Set the number of threads for forward passes as the product does. Call once per process, before opening engines."""
+    """Set the number of threads for forward passes as the product does. Call once, before opening engines."""
     from ssd.model.loading.load_target import open_target
     from ssd.model.loading.threads import is_small, tune_threads
 

@@ -43,13 +43,13 @@ _DOCUMENTS_AT_ONCE = 128
 
 
 def completions(vocabulary: int, seed: int) -> Iterator[Tokens]:
-    """Yield synthetic completions of 200 to 2,000 tokens without end: int32 ids below ``vocabulary``, without separators.
+    """Yield synthetic completions of 200 to 2,000 tokens: int32 ids below ``vocabulary``, without separators.
 
-    The same seed gives the same completions. They consist of 20,000 phrases of 2 to 12 Zipf-distributed tokens; each
-    phrase is followed by one of 12 phrases, mostly by the first ones. A quarter of the completions are near-copies of
-    one of 512 earlier ones. In a million tokens, a sequence of 4, 8 or 16 tokens occurs 6, 3 or 1 times (median), and
-    new text matches 11 tokens. All memory is allocated before the first completion, so that it does not count as growth
-    of the cache.
+    The stream never ends, and the same seed gives the same completions. They consist of 20,000 phrases of 2 to 12
+    Zipf-distributed tokens; each phrase is followed by one of 12 phrases, mostly by the first ones. A quarter of the
+    completions are near-copies of one of 512 earlier ones. In a million tokens, a sequence of 4, 8 or 16 tokens occurs
+    6, 3 or 1 times (median), and new text matches 11 tokens. All memory is allocated before the first completion, so
+    that it does not count as growth of the cache.
     """
     random = np.random.default_rng(seed)
     kept = np.zeros((_KEPT_DOCUMENTS, LONGEST), np.int32)
@@ -73,7 +73,7 @@ def completions(vocabulary: int, seed: int) -> Iterator[Tokens]:
 
 
 def _new_documents(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
-    """Yield completions that are random walks over the phrases; many walks are computed at a time, for speed in numpy."""
+    """Yield completions that are random walks over the phrases. Many walks are computed together, for speed."""
     cumulative = np.cumsum(1.0 / np.arange(1, vocabulary + 1) ** _ZIPF_EXPONENT)
     places = random.random(_PHRASES * _LONGEST_PHRASE) * cumulative[-1]
     drawn = np.searchsorted(cumulative, places).astype(np.int32)
