@@ -236,7 +236,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
-    """Return the memory bandwidth of a copy on the device: bytes read and written per second, the median of nine copies."""
+    """Return the device's memory bandwidth when copying: bytes read and written per second, the median of nine."""
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     goal = torch.empty_like(source)
     seconds = []

@@ -1,4 +1,4 @@
-"""The training data of the bundled model and its draft head: Python's standard library, as files and as conversations."""
+"""The training data of the bundled model and its draft head: Python's standard library as files and conversations."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def bits_per_byte(
 def write(
     model: PreTrainedModel, prefixes: torch.Tensor, length: int, temperature: float = 0.0, seed: int = 0
 ) -> torch.Tensor:
-    """Generate text after prompts, int64[rows, start], until each row has ``length`` tokens; end-of-text does not stop it.
+    """Generate text after prompts, int64[rows, start], until each row has ``length`` tokens.
 
-    Temperature 0 is greedy. ``seed`` determines the sampling noise.
+    End-of-text does not stop it. Temperature 0 is greedy. ``seed`` determines the sampling noise.
     """
     cache = DynamicCache(config=model.config)
     tokens = inputs = prefixes

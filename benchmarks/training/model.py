@@ -147,7 +147,10 @@ def rollout_tokens(step: int, num_steps: int) -> int:
 
 
 def unlikelihood_loss(model: LlamaForCausalLM, tokens: torch.Tensor, prefix_length: int) -> tuple[torch.Tensor, float]:
-    """Return the sum of ``-log(1 - p)`` over looped tokens, divided by the number of generated tokens; and their share."""
+    """Return the unlikelihood loss of generated text, and the share of its tokens that lie in loops.
+
+    The loss is the sum of ``-log(1 - p)`` over the tokens in loops, divided by the number of generated tokens.
+    """
     written = tokens[:, prefix_length:].numpy()
     looped = np.zeros(written.shape, np.bool_)
     for row, mask in zip(written, looped, strict=True):
