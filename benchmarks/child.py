@@ -109,10 +109,7 @@ class Child:
 
 
 def serve(make: Callable[..., Any]) -> int:
-    """Answer the calls of `Child.ask` in the child process until the parent closes the pipe; return exit status 0.
-
-    ``make`` creates the object; it receives the arguments of the operation "open".
-    """
+    """Create an object with ``make`` and answer the parent's calls (`Child.ask`) until it closes the pipe; return 0."""
     number = int(sys.argv[1])
     os.set_inheritable(number, False)  # a process that is started here must not keep it open
     pipe, opened = Connection(number), None

@@ -79,8 +79,7 @@ _BATCH = 8
 """The batch size for requests that only fill the cache and are not timed."""
 
 Group = dict[str, dict[str, Tally]]
-"""The measurements of a group of requests: for each way of sampling, those of its engine and those of speculation off.
-"""
+"""The measurements of a group of requests by way of sampling: those of its engine and of speculation off."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +155,6 @@ class Bench:
 
     @contextmanager
     def _scene(self, namespace: str) -> Iterator[None]:
-        """Give the engines empty caches, and a namespace with its own noise, for the duration of one workload."""
         self._namespace = namespace
         drafting = [engine for name, engine in self._engines.items() if name != OFF]
         with ExitStack() as stack:
@@ -193,7 +191,6 @@ class Bench:
 
 
 def _row(workload: str, temperature: float, streams: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """Summarize the groups of one workload: the median, minimum and maximum of each ratio."""
     row: dict[str, Any] = {"workload": workload, "temperature": temperature, "streams": streams}
     for name in (COUPLED, UNCOUPLED):
         own = [group[name] for group in groups]

@@ -66,7 +66,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
 
 _UNTIMED, _UNTIMED_PLAIN = 6, 24
-"""The numbers of untimed steps, with and without drafts. They record CUDA graphs, fill caches and let passes overlap."""
+"""The numbers of untimed steps with and without drafts, which record CUDA graphs, fill caches and start overlapping."""
 
 
 def time_generate(
@@ -128,7 +128,6 @@ _GENERATE: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": _LOOKED_UP},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
 }
-"""The variants of ``model.generate``, with their arguments."""
 
 
 def _generate(model: PreTrainedModel, num_tokens: int, options: dict[str, Any], prompt: Tokens) -> list[int]:

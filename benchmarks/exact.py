@@ -39,9 +39,7 @@ _PREFILL = 448
 _PLANS: tuple[BatchInvariant, ...] = ("off", "on")
 _PASSES = 4
 _DEVICE_PASSES = 24
-"""The number of forward passes per timing on a GPU: more than on a CPU, because each timing includes two
-synchronizations.
-"""
+"""The number of passes per timing on a GPU, larger because each timing includes two synchronizations."""
 
 OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=sorted(DTYPES)),
@@ -141,7 +139,6 @@ def _compared(
 
 
 def _rates(target: Target, rounds: int) -> Iterator[tuple[str, list[float]]]:
-    """Time forward passes with bit-identical outputs; yield each kind of pass with its speed ratios."""
     held = _PREFILL // 2
     passes = _PASSES if target.device.type == "cpu" else _DEVICE_PASSES
 

@@ -33,8 +33,7 @@ NUM_TOP = 2
 
 _COUPLED = EngineConfig(coupled_streams=1, coupled_window=2)
 """Coupled sampling for requests without a seed: one noise stream, and noise that depends on the last two tokens only,
-so that the same noise recurs often.
-"""
+so that the same noise recurs often."""
 _ROOT = b"of all comparisons"
 
 Makers = Mapping[str, Callable[[], Drafter]]
@@ -249,9 +248,9 @@ def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
 def differs(
     target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
 ) -> bool:
-    """Return whether an output is wrong: whether it differs from plain decoding's output ``want``.
+    """Return whether an output is wrong: not equal to plain decoding's output ``want``.
 
-    If the target is not batch-invariant, an output that first differs at a near-tie is not wrong.
+    If passes are not batch-invariant, an output that first differs at a near-tie is not wrong.
     """
     if list(got) == list(want):
         return False

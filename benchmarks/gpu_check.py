@@ -90,10 +90,7 @@ class Mark:
 
 
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
-    """Yield all targets, with their values from the results of the parts.
-
-    Targets for single rows also use the rows of parts that were cut.
-    """
+    """Yield all targets with their values. Targets for single rows also use the rows of parts that were cut."""
     for part in ("right", "soak", "growth-real"):
         yield Mark(
             part,
@@ -217,10 +214,7 @@ def device_of(results: Mapping[str, Found], part: str) -> str:
 
 
 def section(results: Found) -> str:
-    """Return the Markdown tables of targets and of the 8B shape's steps for docs/benchmarks.md.
-
-    ``results`` is the return value of `read_results`.
-    """
+    """Return the Markdown tables of targets and of the 8B shape's steps for docs/benchmarks.md."""
     columns = (
         ("target", "{mark}"),
         ("GPU, commit", "{on}"),
@@ -266,13 +260,9 @@ def section(results: Found) -> str:
 
 
 _LEAST_SHARE = 0.4
-"""The share of a part's expected time that must be left to start the part. Its first rows are the most useful ones, so
-a part starts even if it cannot finish.
-"""
+"""The share of a part's expected time that must be left to start the part; its first rows are the most useful ones."""
 _MOST_SHARE = 2.0
-"""The time limit of a part, as a multiple of its expected time (plus 30 s), so that a hanging part does not use up the
-time of later parts.
-"""
+"""The time limit of a part relative to its expected time (plus 30 s), so that a hanging part leaves time for others."""
 _SECONDS = 8.5 * 60
 """The default time limit of one call."""
 _KEPT_CHARACTERS = 2000
@@ -329,8 +319,7 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 """The parts by name, the most important first: the expected seconds on a GPU with 4 TB/s of memory bandwidth, and the
-command lines of the programs (or of pytest).
-"""
+command lines of the programs (or of pytest)."""
 
 AT_ONCE: Final = ("right",)
 """The parts whose programs run concurrently, because they check outputs and do not measure time."""
@@ -393,7 +382,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _played(name: str, args: argparse.Namespace, left: float) -> Found:
-    """Run the programs of a part, for at most ``left`` seconds, and return the part's result."""
     (seconds, commands), found = PARTS[name], Found(passed=False, results=[])
     if left < _LEAST_SHARE * seconds:
         return found | {"skipped": f"{left:.0f} s were left, it takes some {seconds}"}
@@ -468,11 +456,7 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
 
 
 def _heed_interrupts() -> None:
-    """Restore the default handling of SIGINT in the child process.
-
-    Shells let background programs ignore SIGINT, but pytest is interrupted with this signal so that it reports
-    failures.
-    """
+    # Shells let background programs ignore SIGINT, with which pytest is told to stop and report its failures.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -71,9 +71,7 @@ RUN = (
 )
 
 Window = tuple[int, Mapping[str, Tally]]
-"""The number of cached tokens before a window of requests, and the window's measurements with speculation ("on") and
-without ("off").
-"""
+"""The number of cached tokens before a window of requests, and its measurements with speculation "on" and "off"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,7 +163,6 @@ def _fifth(windows: Sequence[object]) -> int:
 
 
 def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheManager, length: int) -> list[Engine]:
-    """Open an engine with speculation that uses ``caches``, and an engine without speculation."""
     config = EngineConfig(max_num_seqs=1)
     return [
         open_engine(model, name, slots=1, length=length, config=config, codec=codec, caches=known)

@@ -74,10 +74,7 @@ class RecitingTarget(SlotRunner):
         max_width: int,
         pass_seconds: Callable[[int], float],
     ) -> None:
-        """Create the slots. Of ``model``, only the configuration is used.
-
-        ``pass_seconds`` returns the duration of a pass over the given number of positions.
-        """
+        """Create slots. Only ``model``'s configuration is used. ``pass_seconds`` maps positions to a pass's time."""
         super().__init__(model, num_slots, max_length, max_width)
         self.is_asynchronous = True
         self.can_verify_trees = True
@@ -191,9 +188,7 @@ class _End(NamedTuple):
 
 
 TRAFFIC: Final = ("off", "new", "again", "sampled")
-"""The kinds of traffic: speculation off; on with an empty cache; on with the texts in the cache; the same at
-temperature 1.
-"""
+"""Speculation off; on with an empty cache; on with the texts in the cache; the same at temperature 1."""
 
 PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "ahead", "rest")
 PROMPT_TOKENS: Final = 96

@@ -59,8 +59,7 @@ KINDS = (
 )
 Said = tuple[float, list[str]]
 """The figure of one round and the text of each answer. The figure is the median milliseconds per request for one
-client, and the tokens per second for several clients.
-"""
+client, and the tokens per second for several clients."""
 _numbers = count()
 
 
@@ -178,7 +177,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     under = ("benchmarks/workloads.py", "ssd", "server")
     run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=under)
     args = run.args

@@ -60,7 +60,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     under = (
         "benchmarks/traces.py",
         "cache_builder/evaluation",

@@ -25,9 +25,7 @@ REAL = "real"
 
 VARIABLE = "SSD_REAL_MODEL"
 MARKER = "real-model.json"
-"""The file that is written last into the directory of the real model, so that it marks a complete model; it holds its
-name.
-"""
+"""The file with the model's name. It is written last, so that it marks a complete directory."""
 
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -62,13 +60,11 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 }
 """The shapes of models with random weights. "1b" and "8b" are those of Llama 3.2 1B and Llama 3.1 8B, so steps take as
 long as theirs, but the output is meaningless. "tiny" is for trying the scripts. All contain the token ids of the
-bundled tokenizer.
-"""
+bundled tokenizer."""
 
 _LOUD = 1000.0
 """The factor by which embeddings are scaled in a model whose next token is certain (``speaks``). It gives them a
-standard deviation of 20, which outweighs the 8 or so that 32 layers of random weights add.
-"""
+standard deviation of 20, which outweighs the 8 or so that 32 layers of random weights add."""
 
 
 def add_model(parser: argparse.ArgumentParser, others: Collection[str] = ()) -> None:
@@ -90,10 +86,7 @@ def add_model(parser: argparse.ArgumentParser, others: Collection[str] = ()) -> 
 
 
 def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:
-    """Load the tokenizer and the model that the options of `add_model` name.
-
-    A model with random weights uses the bundled tokenizer.
-    """
+    """Load the model of `add_model`'s options and its tokenizer, for random weights the bundled tokenizer."""
     from ssd.model.loading.load_target import load_model
     from ssd.text.codec import TextCodec
 

@@ -29,15 +29,11 @@ _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyA
 _NAMED: Final = 12
 _ANNOTATED: Final = (STEP, *PARTS, DRAFTING)
 """The names that this program gives to ranges of a step. The profiler also reports each of them as a device event,
-which is not a kernel: it lasts from the first to the last kernel launched in the range.
-"""
+which is not a kernel: it lasts from the first to the last kernel launched in the range."""
 
 
 def profiled(step: Callable[[], object], number: int, device: torch.device, trace: Path | None) -> dict[str, Any]:
-    """Profile ``number`` calls of ``step``, and return the `summary`.
-
-    The trace is written to the file ``trace`` if given, compressed if its name ends in ".gz".
-    """
+    """Profile ``number`` calls of ``step`` and return the `summary`; write a trace to the file ``trace`` if given."""
     synchronize(device)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiler:
@@ -106,7 +102,6 @@ def summary(averages: Iterable[Any], busy: Iterable[tuple[float, float]], number
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the total length of the union of the intervals; overlaps count once."""
     covered, until = 0.0, float("-inf")
     for began, ended in sorted(intervals):
         covered += max(0.0, ended - max(began, until))

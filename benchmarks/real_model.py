@@ -127,7 +127,6 @@ def check(directory: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     what, *directories = sys.argv[1:] if argv is None else argv
     if what == "terms":
         is_accepted = accepted(os.environ)

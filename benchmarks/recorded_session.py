@@ -66,7 +66,6 @@ _REQUESTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the session; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args(argv).out

@@ -43,8 +43,7 @@ T = TypeVar("T")
 
 Columns = Sequence[tuple[str, str]]
 """The columns of a table: for each its heading (with the prefix ``>`` if it contains numbers) and a format string for
-`str.format_map` that makes the cell from a row.
-"""
+`str.format_map` that makes the cell from a row."""
 
 ENGINE: Final = (
     "benchmarks/traces.py",
@@ -282,10 +281,7 @@ def head(benchmark: str, under: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def describe(under: Sequence[str] = ()) -> dict[str, Any]:
-    """Describe the machine, the package versions and the git commit, without the host name.
-
-    The commit ends in "+" if files below the paths ``under`` have uncommitted changes.
-    """
+    """Describe the machine, the package versions and the commit; "+" marks uncommitted changes below ``under``."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

@@ -70,8 +70,7 @@ SHAPES: Mapping[str, str] = {
 }
 """The conversations by name, one letter per message. s, d, u and t are system, developer, user and tool messages, a an
 assistant message with text. Assistant messages with tool calls: c one call, C two calls, T text and a call, B text and
-two calls, x truncated arguments, l a list as arguments. With reasoning: r text, R a call.
-"""
+two calls, x truncated arguments, l a list as arguments. With reasoning: r text, R a call."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
 
 OPTIONS: dict[str, Any] = {"directories": Option(default=[], positional=True, help="with files *.jinja")}
@@ -229,7 +228,6 @@ def read_back(template: ChatTemplate) -> str:
 
 
 def _calls_of(tool_call: str, text: str) -> list[list[tuple[str, Any]]]:
-    """Parse the tool calls of a text, once as a whole and once in chunks."""
     found = []
     for pieces in ([text], list(_pieces(text))):
         messages = Messages(lambda: make_parser(tool_call, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))

@@ -40,10 +40,7 @@ def trace_name(path: Path) -> str:
 
 
 def find_tokenizer(name: str) -> Path:
-    """Return the tokenizer.json of a directory, given as a path or as a name in $SSD_TOKENIZERS.
-
-    Raises ConfigError if the directory is missing.
-    """
+    """Return the tokenizer.json of a directory, a path or a name in $SSD_TOKENIZERS. Raises ConfigError if missing."""
     return _find(name, "SSD_TOKENIZERS", name, "tokenizer directory") / "tokenizer.json"
 
 

@@ -93,20 +93,17 @@ class Tally:
 
 
 _TURN_STEPS = 8
-"""The number of steps that one engine runs before the next engine continues. Engines alternate this often so that a
-brief slowdown of the machine affects all of them.
+"""The number of steps that an engine runs in turn; small, so that a brief slowdown of the machine affects all engines.
 """
 
 
 class _Asked:
     """The requests that run on one engine, and their outputs so far.
 
-    Steps are measured only while all rows are busy, because a server would give the rows of finished requests to new
-    ones.
+    Only steps in which all rows are busy are measured, because a server would refill the rows of finished requests.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], tally: Tally) -> None:
-        """Prepare the requests; the time and tokens that they take are added to ``tally``."""
         self._engine, self._tally = engine, tally
         self._num_left, self._num_rows = len(requests), min(len(requests), engine.target.num_slots)
         self._said: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -151,9 +148,7 @@ class Comparison:
     num_tokens: int = 0
     num_mismatches: int = 0
     is_exact: bool = False
-    """Whether the passes are batch-invariant. If so, or in float32, a mismatch is an error and not a rounding
-    difference.
-    """
+    """Whether passes are batch-invariant. If so, or in float32, a mismatch is an error and not due to rounding."""
 
     def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
         """Compare one output with ``want``, the output of the engine ``off``, whose speculation is off."""

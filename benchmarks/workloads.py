@@ -23,9 +23,7 @@ from benchmarks.traces import find_trace, read_records
 from ssd.text.codec import TextCodec
 
 _SKIPPED = frozenset({"tests", "polynomial"})
-"""Folders of numpy that are not used. The modules of "polynomial" are near-copies of each other, so their prompts would
-not be new.
-"""
+"""Folders of numpy that are not used; in "polynomial", modules are near-copies of each other and would not be new."""
 _IDENTIFIER = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")
 
 
@@ -120,14 +118,10 @@ def checksum(requests: list[Request]) -> str:
 
 
 PROMPT_TOKENS = 320
-"""The maximum length of a recorded prompt; only the last tokens are used. The recorded prompts of agents are too long
-for a small model on a CPU.
-"""
+"""The maximum length of a recorded prompt, of which the end is used: agents' prompts are too long for a small model."""
 
 _CHARACTERS = 16 * PROMPT_TOKENS
-"""The number of characters from the end of a recorded text that are tokenized. This is more than `PROMPT_TOKENS`
-tokens.
-"""
+"""The number of characters from the end of a recorded text that are tokenized, enough for `PROMPT_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,10 +69,6 @@ def agents(url: str, model: str) -> Checks:
 
 
 async def _agents(url: str, checks: Checks) -> None:
-    """Run the agent over both APIs, with and without streaming.
-
-    The first tool call is forced, because the bundled model calls no tool on its own.
-    """
     from agents import (
         Agent,
         ModelSettings,
@@ -92,6 +88,7 @@ async def _agents(url: str, checks: Checks) -> None:
         return f"Sunny in {city}."
 
     set_tracing_disabled(True)
+    # The first call is forced, because the bundled model calls no tool on its own.
     settings = ModelSettings(tool_choice="required", temperature=0, parallel_tool_calls=False)
     async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):

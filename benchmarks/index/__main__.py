@@ -153,7 +153,6 @@ OPTIONS: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     if argv is None and sys.argv[1:2] == ["reopen"]:
         print(reopen(*sys.argv[2:]))
         return 0

@@ -159,7 +159,6 @@ def sample_contexts(
 
 
 def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Tokens | None:
-    """Return ``length`` tokens from a random place of a segment; None if they contain a separator."""
     if len(segment) <= length:
         return None
     start = int(random.integers(0, len(segment) - length))
@@ -201,7 +200,7 @@ class Prober:
         self.drafter.warm_up()
 
     def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Draft for a new request; return the time in microseconds and the draft."""
+        """Draft for a new request; return microseconds and draft."""
         request = self._request(tokens, snapshot)
         began = time.perf_counter_ns()
         drafts = self.drafter.propose([request])
@@ -210,10 +209,7 @@ class Prober:
         return took / 1e3, drafts[0].token_ids
 
     def row(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Draft for a running request; return the time in microseconds and the draft.
-
-        As in the engine, the request's tokens are already in the memory that the kernels read.
-        """
+        """Draft for a running request, whose tokens are already in the kernels' memory; return microseconds and draft."""
         request, row, groups = (
             self._request(tokens, snapshot),
             self._memory[0],
@@ -356,20 +352,9 @@ def fill(
     """Fill the cache with ``num_tokens`` tokens, wait until merging has ended, and append LAST_COMPLETIONS.
 
     Most tokens are appended as fast as they can be flushed. The last ones are appended one flush at a time as under
-    traffic, so that there are small segments too.
-
-    Args:
-        cache: The cache to fill.
-        stream: The completions.
-        num_tokens: The number of tokens to store.
-        index: The settings of the index.
-        idle: The memory in bytes before, the return value of `warm_up`.
-
-    Returns:
-        The snapshot, and figures such as the bytes of memory per token after every page of the segments was read.
-
-    Raises:
-        AssertionError: Text was lost, or the memtable is empty.
+    traffic, so that there are small segments too. ``idle`` is the memory before, from `warm_up`. Returns the snapshot,
+    and figures such as the bytes of memory per token after every page of the segments was read. Raises AssertionError
+    if text was lost or the memtable is empty.
     """
     began = time.perf_counter()
     stored = _append(cache, stream, num_tokens - min(num_tokens // 8, _SLOW_TOKENS), 8 * index.flush_tokens)
@@ -399,7 +384,7 @@ def fill(
 
 
 def _append(cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, most_unsealed: int) -> int:
-    """Append completions until at least ``num_tokens`` tokens are stored, separators included; return their number.
+    """Append completions until ``num_tokens`` tokens are stored, with separators; return the exact number stored.
 
     Waits while the memtable holds ``most_unsealed`` tokens or more, so that nothing is dropped.
     """

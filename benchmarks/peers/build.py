@@ -104,10 +104,7 @@ def build_llama_cpp(distribution: Path) -> None:
 
 
 def _unpack(distribution: Path) -> Path:
-    """Unpack the headers and drafters of llama.cpp, and return their directory.
-
-    The package metadata is copied to where `importlib.metadata` finds it.
-    """
+    """Unpack llama.cpp's headers and drafters, with metadata for `importlib.metadata`; return the directory."""
     with tarfile.open(distribution) as archive:
         wanted = [
             member
@@ -140,12 +137,10 @@ def _compiler() -> str:
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    """Run a command and return its output; its errors go to stderr. Raises CalledProcessError if it fails."""
     return subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; return the exit status."""
     FOLDER.mkdir(exist_ok=True)
     if arguments == ["sglang-ngram"]:
         build_sglang()

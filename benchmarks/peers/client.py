@@ -38,10 +38,7 @@ class Peer(Child):
     """The versions of the packages that the peer consists of."""
 
     def __init__(self, name: str, **options: int | str) -> None:
-        """Start the peer and wait until it is ready.
-
-        Raises PeerUnavailable if it is not installed, and ChildError for invalid options.
-        """
+        """Start the peer and wait until it is ready. Raises PeerUnavailable, or ChildError for invalid options."""
         if name not in PEERS:
             raise ValueError(f"no peer is called {name!r}, only {', '.join(PEERS)}")
         python = environment() / "bin" / "python"

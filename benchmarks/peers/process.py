@@ -75,7 +75,6 @@ class Server:
         return steps
 
     def _of_setting(self, max_tokens: int, setting: Setting) -> LocalPeer:
-        """Return the peer for a setting; the same setting always gets the same peer."""
         name = json.dumps([max_tokens, setting])
         if name not in self._apart:
             self._apart[name] = self._peer.apart(max_tokens, setting)
@@ -103,16 +102,12 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
         *({"type": f"ngram-{name}", "first": 4, "second": 8, "third": 1} for name in ("simple", "map-k", "map-k4v")),
     ],
 }
-"""Options for the check by peer, where with its default options the peer would not draft from a short repetitive text.
-"""
+"""Options for `check` of peers that would not draft from a short repetitive text with their defaults."""
 TEXT: Final = np.tile(np.arange(10, dtype=np.int32), 5)
 
 
 def check(name: str) -> str:
-    """Check that a peer drafts correctly from a repetitive text; return a line with its versions.
-
-    Raises ValueError if the draft is wrong.
-    """
+    """Check that a peer drafts from repetitive text; return a line with its versions. Raises ValueError if not."""
     for options in WAYS.get(name, [{}]):
         server = open_peer(name, options)
         (steps,) = server.replay("check", TEXT, 35, [(5, {})])

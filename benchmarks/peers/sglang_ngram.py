@@ -144,5 +144,4 @@ def _tree(tokens: Sequence[int], mask: Any) -> tuple[list[int], list[int]]:
 
 
 def _without_filling(token_ids: Sequence[int]) -> int:
-    """Return the number of nodes before the padding."""
     return next((index for index, token_id in enumerate(token_ids) if token_id == 0), len(token_ids))

@@ -171,10 +171,7 @@ class Question:
 
 
 def questions(server: Server, number: int, max_tokens: int, key: str | None = None) -> list[Question]:
-    """Create ``number`` requests of all kinds, and let the server answer them without drafts for the expected outputs.
-
-    Raises HTTPException if the server rejects one.
-    """
+    """Create requests of all kinds with their expected outputs, the server's answers without drafts."""
     found = []
     for kind, path, body in islice(_requests(max_tokens), number):
         body["return_token_ids"] = True
@@ -189,7 +186,6 @@ def questions(server: Server, number: int, max_tokens: int, key: str | None = No
 
 
 def _requests(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield kind, path and body of test requests, alternating between the kinds."""
     schema = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
     for number, text in enumerate(snippets(seed=13)):
         greedy: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
@@ -213,8 +209,6 @@ def _requests(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 class _Received:
-    """The output received so far for each choice of a request."""
-
     def __init__(self, n: int) -> None:
         self._ids: list[list[int]] = [[] for _ in range(n)]
         self._texts, self._reasons = [""] * n, [""] * n
@@ -294,7 +288,6 @@ class Load:
             history.acknowledge(number)
 
     def _count(self, kind: str, send: Callable[[], str]) -> bool:
-        """Send a request, count its outcome, and return whether it was answered."""
         num_ends = self.server.num_ends
         try:
             outcome, failure = send(), ""

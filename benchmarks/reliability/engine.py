@@ -39,8 +39,7 @@ _CANCELS: Final = 0.2
 _MOST_GROWTH: Final = 1.01
 _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
 """The limits of leaked device memory in bytes, for tensors and in total: how much more may be used after the last
-engine was closed than after the first.
-"""
+engine was closed than after the first."""
 OPTIONS = {
     "requests": 2000,
     "reopened": Option(default=4, least=2, help="times that the engine is opened and closed again"),

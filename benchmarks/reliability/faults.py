@@ -324,8 +324,7 @@ OUTCOMES: Final = ("right", "cancelled", "noted", "refused", "interrupted")
 PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
 """The kinds of problems, in this order: a request failed; an answer changed; a server ended by itself; a stored test
 text was lost, was found twice, or was found in a wrong namespace; a text did not reach all servers in time after a
-fault.
-"""
+fault."""
 _NUM_QUESTIONS: Final = 27
 _LOG_CHARACTERS: Final = 8000
 OPTIONS: dict[str, Any] = {
@@ -358,10 +357,7 @@ NOTE = (
 
 
 def shown_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a result for the documentation, with descriptions of the faults.
-
-    Rounds with the same faults are merged into one row.
-    """
+    """Return the rows of a result with descriptions of the faults; rounds with the same faults become one row."""
     titles = {name: fault.title for name, fault in FAULTS.items()}
     titles[_CLOSE] = "regular shutdown of all servers at the end"
     merged: dict[str, dict[str, Any]] = {}

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 _ALONE: Final = "faults"
-"""The namespace of a single server."""
 _BASE: Final = "fleet"
 _SECRET: Final = b"the secret of the fleet"
 _PROBE_TOKENS = 16
@@ -97,10 +96,7 @@ class Fleet:
     """
 
     def __init__(self, home: Path, codec: TextCodec, size: int, chance: random.Random) -> None:
-        """Prepare ``size`` servers. A single server has neither Redis nor API keys.
-
-        Raises FileNotFoundError if redis-server is needed and not installed.
-        """
+        """Prepare ``size`` servers; a single one has no Redis and no API keys. Raises FileNotFoundError without Redis."""
         self.chance = chance
         self.members: list[Member] = []
         self.has_small_disks = True
@@ -221,7 +217,7 @@ class Fleet:
         return longest
 
     def _add_text(self, member: Member, namespace: str, key: str) -> dict[str, object]:
-        """Let a server generate an unpredictable text; return the request. Raises ValueError if it was drafted before."""
+        """Let a server generate an unpredictable text; return the request. Raises ValueError if it was drafted."""
         number = member.history.begin(namespace)
         body = {
             "prompt": f"{note(number)}{self.chance.randbytes(12).hex()}\n",

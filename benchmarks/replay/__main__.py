@@ -66,7 +66,6 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
     this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=_UNDER)
     args = this.args
     try:

@@ -31,8 +31,6 @@ _INDEX = IndexConfig(capacity_tokens=1 << 18)
 
 
 class _Digest:
-    """A digest of a sequence of drafts."""
-
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self.num_drafts = 0

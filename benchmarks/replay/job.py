@@ -34,8 +34,7 @@ CONTENDER_NAMES = (OURS, *PEERS)
 
 PRICED_BY = "priced by "
 FLAT_WIDTH = 32
-"""The number of tokens up to which a pass costs as much as a pass of one token, in the cost curve that is not measured.
-"""
+"""The number of tokens up to which a pass costs as much as a pass of one token, in the cost curve not measured."""
 
 # Beyond a pass of 12 tokens, which a draft of 11 needs, the measured curve jumps; beyond one of 32 the flat one.
 _LENGTHS = (2, 4, 6, 8, 11, 16, 31)
@@ -59,8 +58,7 @@ _ARCTIC_WAYS = (
     (31, 4, 4, 64),
 )
 """Settings of Arctic: maximum draft tokens, factor, offset, depth. These are the best of 76 settings tried on eight
-traces, two with depth 24 (one of them as vLLM sets it), and two for passes that cost the same up to 32 tokens.
-"""
+traces, two with depth 24 (one of them as vLLM sets it), and two for passes that cost the same up to 32 tokens."""
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
 _SGLANG_WAYS = (
@@ -72,8 +70,7 @@ _SGLANG_WAYS = (
     ("BFS", 1, 1, (11,)),
 )
 """Settings of SGLang: match type, breadth, whether prompts are added to the trie, and numbers of nodes. These are the
-best of 43 settings tried on the trace agent_tools and three others.
-"""
+best of 43 settings tried on the trace agent_tools and three others."""
 _LLAMA_CPP_LIMITS = {
     "ngram-mod": 64,
     "ngram-simple": 48,
@@ -99,8 +96,7 @@ _LLAMA_CPP_SIZES = (
     ("ngram-map-k4v", 2, 8, 1),
 )
 """Settings of llama.cpp: n_match, n_min and n_max of ngram-mod; size_n, size_m and min_hits of the others. These are
-the best of 52 settings tried on the trace agent_tools and of 35 tried on eight traces.
-"""
+the best of 52 settings tried on the trace agent_tools and of 35 tried on eight traces."""
 _LOOKUP_LENGTHS = (1, 2, 4, 6, 8, 11, 16, 31)
 
 _NGRAM_SIZES: dict[str, tuple[dict[str, float | str], ...]] = {
@@ -242,10 +238,7 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
 
 
 def replay_stream(rows: Sequence[RecordedOutput], contender: OurDrafter | PeerDrafter) -> list[Steps]:
-    """Replay all requests in order, and return the steps of each setting.
-
-    Raises AssertionError if the steps of a request did not emit exactly its output.
-    """
+    """Replay all requests; return the steps by setting. Raises AssertionError if steps do not emit the output."""
     of_settings: list[list[Steps]] = [[] for _ in contender.settings]
     for number, row in enumerate(rows):
         for found, steps in zip(of_settings, contender.replay(str(number), row), strict=True):

@@ -61,8 +61,7 @@ SECTIONS: Final = {
     },
 }
 """The tables by page and marker: the program whose columns are shown, and the names of its results. Missing results are
-left out.
-"""
+left out."""
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),

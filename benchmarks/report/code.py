@@ -129,11 +129,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def constants_section(choices: Sequence[Choice] = CHOICES) -> str:
-    """Return a table of the chosen defaults and the reasons for them.
-
-    Raises SystemExit if a default in the code differs from the documented choice, so that a changed default needs a new
-    reason.
-    """
+    """Return a table of the defaults with reasons. Raises SystemExit if a default in the code is another one."""
     lines = ["| setting | default | meaning | reason for the default |", "|---|---|---|---|"]
     for choice in choices:
         for name, value in choice.values.items():

@@ -30,8 +30,7 @@ _NAMES: Final = {
 def best_speed_up(rows: Rows, drafter: str, cost: str = _MEASURED, trace: str | None = None) -> float:
     """Return the geometric mean of a drafter's speed-up over decoding without drafts, at a given cost of passes.
 
-    SSD limits its drafts by this cost; other drafters use their best setting for each trace. ``trace`` None means all
-    traces.
+    SSD limits drafts by this cost; other drafters use their best setting for each trace. ``trace`` None means all.
     """
     some = [row for row in rows if row["drafter"] == drafter and trace in (None, row["trace"])]
     if drafter == OURS:
@@ -152,7 +151,6 @@ def _is_default(drafter: str, setting: str) -> bool:
 
 
 def _origins(results: Iterable[Result]) -> str:
-    """Return the dates and commits of results as text."""
     by_date: dict[str, dict[str, None]] = {}
     for result in sorted(results, key=lambda each: str(each["date"])):
         by_date.setdefault(result["date"], {})[f"`{result['environment']['commit']}`"] = None

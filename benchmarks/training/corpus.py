@@ -98,7 +98,6 @@ def conversations(file: SourceFile) -> Iterator[list[Message]]:
 
 
 def _documented_functions(text: str) -> Iterator[tuple[ast.FunctionDef, str, str]]:
-    """Yield each function with its docstring and its dedented source code."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -114,7 +113,6 @@ def _documented_functions(text: str) -> Iterator[tuple[ast.FunctionDef, str, str
 
 
 def _question(function: ast.FunctionDef, docstring: str, number: int) -> str:
-    """Return a user's question for the function, in one of four wordings."""
     summary = " ".join(docstring.split("\n\n")[0].split())
     signature = f"def {function.name}({ast.unparse(function.args)}):"
     return (

@@ -76,10 +76,7 @@ class Eagle3Training:
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[self._draft_ids])
 
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Return the cross-entropy to the target's distribution over the draft vocabulary, averaged over the steps.
-
-        Later steps have less weight.
-        """
+        """Return the cross-entropy to the target over the draft vocabulary; later steps have less weight."""
         features = self.head.combine([states[:, :-1] for states in hidden])
         wanted = torch.softmax(logits[:, 1:, self._draft_ids], -1)
         total, weights = torch.zeros(()), 0.0
@@ -130,13 +127,8 @@ def unroll(
 ) -> Iterator[torch.Tensor]:
     """Run the head for several steps on its own output, and yield the logits [B, n, Vd] of each step.
 
-    The first j positions of step j are meaningless.
-
-    Args:
-        head: The head.
-        next_tokens: The token after each position, int64[B, n].
-        features: The target's features of each position, [B, n, H].
-        num_steps: The number of steps.
+    ``next_tokens`` is the token after each position, int64[B, n]; ``features`` are the target's, [B, n, H]. The first j
+    positions of step j are meaningless.
     """
     length = next_tokens.shape[1]
     positions = torch.arange(length)[None]
@@ -149,10 +141,6 @@ def unroll(
 
 
 def _reach(length: int, step: int) -> torch.Tensor:
-    """Return the attention mask of a step over its keys and those of earlier steps.
-
-    It is bool[1, 1, length, (step + 1) * length].
-    """
     back = torch.arange(length)[:, None] - torch.arange(length)
     blocks = [back >= step] + [back == step - earlier for earlier in range(1, step + 1)]
     return torch.cat(blocks, dim=1)[None, None]
@@ -162,9 +150,7 @@ ROW_LENGTH = 256
 STEP_ROWS = 8
 LONG_ROW_LENGTH = 1024
 LONG_EVERY = 8
-"""Every step with this interval trains on longer rows of the corpus, with depth 1, because contexts in serving are
-long.
-"""
+"""The interval of steps that train on long rows of the corpus, with depth 1, because contexts in serving are long."""
 TRAINED_DEPTH = 3
 """The number of steps that the head is unrolled for in training."""
 WARM_UP_STEPS = 20
@@ -240,7 +226,6 @@ def save(training: Eagle3Training, out: Path) -> int:
 
 
 def main() -> None:
-    """Run the command line: generate text, train the head on it, and save the head."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the head")
     parser.add_argument("--steps", type=int, default=420)

@@ -265,7 +265,6 @@ def log(out: Path, **record: object) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the models and the log")
     parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")

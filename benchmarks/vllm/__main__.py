@@ -32,9 +32,7 @@ from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 NUM_WARM_UP = 4
-"""The number of untimed requests from another stream at first, because vLLM's n-gram kernel is compiled at its first
-call.
-"""
+"""The number of untimed requests at first, because vLLM's n-gram kernel is compiled at its first call."""
 _LEAST_WINDOWS = 5
 _LENGTH = 1024
 
@@ -59,7 +57,7 @@ class Measured:
         return [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
 
     def summary(self, plain: Measured, suffix: Measured | None) -> dict[str, Any]:
-        """Return the result row, without warm-up; its ratios are medians over windows, relative to ``plain`` and ``suffix``.
+        """Return the result row, without warm-up; its ratios to ``plain`` and ``suffix`` are medians over windows.
 
         With fewer than five windows, ratios and times are left out, because they would mean nothing.
         """

@@ -42,8 +42,7 @@ METHODS: dict[str, dict[str, dict[str, Any] | None]] = {
     },
 }
 """The speculative configuration of each method, by model runner. "suffix" has vLLM's defaults (tree depth and draft
-limit 24); the V2 runner does not support it.
-"""
+limit 24); the V2 runner does not support it."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -66,9 +65,7 @@ class Drafting:
     num_row_steps: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
-    """The number of verified draft tokens. On V2 this includes padding, because V2 pads every draft to its maximum
-    length.
-    """
+    """The number of verified draft tokens, with padding on V2, which pads every draft to the maximum length."""
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
 
@@ -210,7 +207,6 @@ class Engine:
 
 
 def _params(max_tokens: int, given: Mapping[str, Any]) -> Any:
-    """Create vLLM's sampling parameters; the key "regex" is turned into a structured output."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -331,10 +327,7 @@ def verify_adaptively() -> None:
 
 
 def in_every_process(folder: Path) -> dict[str, str]:
-    """Return environment variables with which every Python process calls `prepare` at its start.
-
-    ``folder`` also receives the package metadata that ``vllm serve`` looks for.
-    """
+    """Return environment variables with which every Python process calls `prepare` and finds vLLM's metadata."""
     (folder / "sitecustomize.py").write_text("from benchmarks.vllm.engines import prepare\n\nprepare()\n")
     metadata = folder / "vllm-0.32.0.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)
