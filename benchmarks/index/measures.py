@@ -200,7 +200,7 @@ class Prober:
         self.drafter.warm_up()
 
     def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Draft for a new request; return microseconds and draft."""
+        """Time a draft for a new request; return microseconds and the draft."""
         request = self._request(tokens, snapshot)
         began = time.perf_counter_ns()
         drafts = self.drafter.propose([request])
@@ -209,7 +209,7 @@ class Prober:
         return took / 1e3, drafts[0].token_ids
 
     def row(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Draft for a running request, whose tokens are already in the kernels' memory; return microseconds and draft."""
+        """Time a draft for a running request, whose tokens the kernels have in memory; return microseconds and draft."""
         request, row, groups = (
             self._request(tokens, snapshot),
             self._memory[0],

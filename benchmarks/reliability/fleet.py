@@ -96,7 +96,10 @@ class Fleet:
     """
 
     def __init__(self, home: Path, codec: TextCodec, size: int, chance: random.Random) -> None:
-        """Prepare ``size`` servers; a single one has no Redis and no API keys. Raises FileNotFoundError without Redis."""
+        """Prepare ``size`` servers. A single server has neither Redis nor API keys.
+
+        Raises FileNotFoundError if redis-server is needed but not installed.
+        """
         self.chance = chance
         self.members: list[Member] = []
         self.has_small_disks = True
