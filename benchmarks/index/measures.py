@@ -209,7 +209,7 @@ class Prober:
         return took / 1e3, drafts[0].token_ids
 
     def row(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Time a draft for a running request, whose tokens the kernels have in memory; return microseconds and draft."""
+        """Time a draft for a running request, whose tokens the kernels hold already; return microseconds and draft."""
         request, row, groups = (
             self._request(tokens, snapshot),
             self._memory[0],
