@@ -128,15 +128,15 @@ QUESTIONS: Final = {
 OPTIONS: dict[str, Any] = {
     "question": Option(default="sources", choices=tuple(QUESTIONS)),
     **{
-        name: Option(default=None, kind=int, help=f"{about} (default: as the question has it)")
+        name: Option(default=None, kind=int, help=f"{about} (default: by --question)")
         for name, about in (
-            ("requests", "of a round"),
-            ("max_tokens", "of each request"),
-            ("prompt_tokens", "prompts are cut to"),
-            ("rounds", "of all ways in turn"),
+            ("requests", "number of requests per round"),
+            ("max_tokens", "maximum number of output tokens per request"),
+            ("prompt_tokens", "maximum number of tokens per prompt; only the end is used"),
+            ("rounds", "number of rounds, each with all variants alternately"),
         )
     },
-    "batch": Option(default=None, kind=int, several=True, metavar="B", help="rows"),
+    "batch": Option(default=None, kind=int, several=True, metavar="B", help="batch sizes (default: by --question)"),
     "traffic": Option(default=None, several=True, choices=("mixed", "new", "cold", "adversarial", "full")),
     "seed": 0,
 }

@@ -38,13 +38,13 @@ OFF, COUPLED, UNCOUPLED = NAMES = ("off", "coupled", "uncoupled")
 REPEATS, VARIANTS, NEW = "asked again", "near-variants", "nothing twice"
 
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=4, metavar="S", help="of noise"),
+    "streams": Option(default=4, metavar="S", help="number of noise streams"),
     "temperatures": Option(default=[0.7, 1.0], metavar="T"),
     "top_p": 0.9,
-    "requests": Option(default=25, help="prompts of a workload"),
-    "max_tokens": Option(default=64, help="of each answer"),
-    "prompt_tokens": Option(default=256, help="most of a prompt"),
-    "group": Option(default=5, help="requests timed together"),
+    "requests": Option(default=25, help="number of prompts per workload"),
+    "max_tokens": Option(default=64, help="maximum number of output tokens per request"),
+    "prompt_tokens": Option(default=256, help="maximum number of tokens per prompt"),
+    "group": Option(default=5, help="number of requests per timed group"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
 }

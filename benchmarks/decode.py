@@ -147,18 +147,20 @@ def _generate(model: PreTrainedModel, num_tokens: int, options: dict[str, Any], 
 
 
 OPTIONS: dict[str, Any] = {
-    "batch": Option(default=[1, 8], metavar="B", help="rows"),
-    "context": Option(default=[256], metavar="L", help="tokens a row holds"),
-    "draft": Option(default=[0, 1, 3, 7, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
-    "rounds": Option(default=24, help="timed steps of each shape"),
-    "copy_mb": Option(default=256, help="size of the copy that tells the memory's speed"),
+    "batch": Option(default=[1, 8], metavar="B", help="batch sizes to measure"),
+    "context": Option(default=[256], metavar="L", help="numbers of context tokens per row"),
+    "draft": Option(
+        default=[0, 1, 3, 7, 15], least=0, metavar="K", help="numbers of draft tokens per row; 0: no drafts"
+    ),
+    "rounds": Option(default=24, help="number of timed steps per combination"),
+    "copy_mb": Option(default=256, help="size in MiB of the copy that measures the memory bandwidth"),
     "baseline_tokens": 128,
     "baseline_rounds": 7,
-    "profiled": Option(default=0, least=0, help="steps under the profiler"),
-    "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each shape"),
-    "index_tokens": Option(default=0, least=0, help="of other text that the index holds"),
-    "enforce_eager": Option(default=False, help="record no CUDA graphs"),
-    "no_baselines": Option(default=False, help="leave model.generate out"),
+    "profiled": Option(default=0, least=0, help="number of further steps under the profiler"),
+    "traces": Option(default=None, kind=Path, metavar="DIR", help="directory for a profiler trace of each combination"),
+    "index_tokens": Option(default=0, least=0, help="number of unrelated tokens in the cache"),
+    "enforce_eager": Option(default=False, help="run forward passes without CUDA graphs"),
+    "no_baselines": Option(default=False, help="do not measure model.generate"),
 }
 COLUMNS = (
     ("model", "{model}"),

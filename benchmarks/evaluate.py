@@ -30,11 +30,11 @@ from ssd.text.codec import TextCodec
 
 OPTIONS: dict[str, Any] = {
     "workloads": Option(default=list(MADE), metavar="NAME"),
-    "requests": Option(default=32, help="of each workload"),
-    "max_tokens": Option(default=64, help="of an answer"),
-    "prompt_tokens": Option(default=320, help="of a prompt, its end"),
+    "requests": Option(default=32, help="number of requests per workload"),
+    "max_tokens": Option(default=64, help="maximum number of output tokens per request"),
+    "prompt_tokens": Option(default=320, help="maximum number of tokens per prompt; only the end is used"),
     "rounds": 3,
-    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="keep what passes cost, for `benchmarks.replay`"),
+    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="file for the measured costs of forward passes"),
     "seed": 0,
 }
 UNDER = (*ENGINE, "cache_builder/evaluation")

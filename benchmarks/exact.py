@@ -44,11 +44,11 @@ _DEVICE_PASSES = 24
 OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=sorted(DTYPES)),
     "drafters": Option(default=["ssd", "random", "oracle"], metavar="NAME"),
-    "draft": Option(default=[1, 4, 16], metavar="K", help="most drafted tokens"),
-    "batch": Option(default=[1, 4, 16], metavar="B", help="requests at a time"),
+    "draft": Option(default=[1, 4, 16], metavar="K", help="maximum numbers of draft tokens to test"),
+    "batch": Option(default=[1, 4, 16], metavar="B", help="batch sizes to test: numbers of concurrent requests"),
     "prompts": 32,
     "max_tokens": 48,
-    "rounds": Option(default=15, help="of the times"),
+    "rounds": Option(default=15, help="number of rounds of the timing"),
     "seed": 1,
 }
 COLUMNS = (

@@ -38,10 +38,10 @@ _LENGTH = 1024
 OPTIONS: dict[str, Any] = {
     "streams": Option(default=["mixed", "new"], several=True, metavar="NAME"),
     "sampling": Option(default=["greedy", "sampled"], choices=("greedy", "sampled")),
-    "requests": Option(default=160, help="of each stream"),
-    "repeated": Option(default=50, help="requests asked twice"),
+    "requests": Option(default=160, help="number of requests per stream"),
+    "repeated": Option(default=50, help="number of requests that are sent twice"),
     "max_tokens": 64,
-    "window": Option(default=4, help="requests per measured window"),
+    "window": Option(default=4, help="number of requests per measured window"),
     "seed": 0,
 }
 COLUMNS = (

@@ -292,11 +292,11 @@ def _timed(
 
 
 OPTIONS = {
-    "batch": Option(default=[1, 8, 32, 64], metavar="B", help="rows"),
+    "batch": Option(default=[1, 8, 32, 64], metavar="B", help="batch sizes to measure"),
     "traffic": Option(default=list(TRAFFIC), choices=TRAFFIC),
-    "steps": Option(default=60, help="timed in each round"),
-    "rounds": Option(default=3, help="of all traffic in turn"),
-    "limit": Option(default=7, help="most tokens drafted for a row"),
+    "steps": Option(default=60, help="number of timed steps per round"),
+    "rounds": Option(default=3, help="number of rounds, each with all kinds of traffic"),
+    "limit": Option(default=7, help="maximum number of draft tokens per row"),
 }
 COLUMNS = (
     ("traffic", "{traffic}"),

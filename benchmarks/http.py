@@ -149,8 +149,8 @@ def measure(engine: Engine, port: int, kind: Kind, pool: list[list[tuple[int, ..
 
 
 OPTIONS = {
-    "rounds": Option(default=9, help="of each side"),
-    "requests": Option(default=64, help="a round"),
+    "rounds": Option(default=9, help="number of rounds, each with the server and the engine"),
+    "requests": Option(default=64, help="number of requests per round"),
     "kind": Option(default=[kind.name for kind in KINDS], choices=[kind.name for kind in KINDS]),
 }
 COLUMNS = (

@@ -37,11 +37,11 @@ _PANELS = {
 """The traces in the picture and their titles."""
 
 OPTIONS: dict[str, Any] = {
-    "traces": Option(default=[], positional=True, help="names in $SSD_TRACES, or files (default: all)"),
-    "tokenizer": Option(default="llama3-128k", help="a directory with tokenizer.json, or a name in $SSD_TOKENIZERS"),
-    "max_output_tokens": Option(default=150_000, metavar="N", help="of each trace"),
-    "windows": Option(default=12, least=3, help="windows of each trace"),
-    "picture": Option(default=None, kind=Path, metavar="FILE", help="draw the curves of some traces to this file"),
+    "traces": Option(default=[], positional=True, help="a .jsonl.gz file, or a name in $SSD_TRACES (default: all)"),
+    "tokenizer": Option(default="llama3-128k", help="directory with a tokenizer.json, or a name in $SSD_TOKENIZERS"),
+    "max_output_tokens": Option(default=150_000, metavar="N", help="maximum number of output tokens per trace"),
+    "windows": Option(default=12, least=3, help="number of windows per trace"),
+    "picture": Option(default=None, kind=Path, metavar="FILE", help="draw the curves of some traces into this file"),
 }
 COLUMNS = (
     ("recorded traffic", "{trace}"),

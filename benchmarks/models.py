@@ -72,14 +72,17 @@ def add_model(parser: argparse.ArgumentParser, others: Collection[str] = ()) -> 
 
     Also adds ``--shape``, ``--dtype`` and ``--device``, except those in ``others``, which the program adds itself.
     """
-    text = f"Hugging Face directory or id, or {REAL!r} for what `make real-model` made (default: bundled)"
+    text = f"Hugging Face directory or id, or {REAL!r} for the model of `make real-model` (default: bundled model)"
     # The positional one has no default of its own, which would take the place of what --model said.
     parser.add_argument("model", nargs="?", type=find_model, default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--model", dest="model", type=find_model, default=MODEL_PATH, help="the same, named")
+    parser.add_argument("--model", dest="model", type=find_model, default=MODEL_PATH, help="the model as an option")
     for name, more in (
-        ("shape", {"choices": tuple(SHAPES), "help": "random weights of a Llama of this shape, no model"}),
-        ("dtype", {"default": "auto", "help": "auto, float32, bfloat16 or float16 (default: auto)"}),
-        ("device", {"default": "auto", "help": "auto, cpu or cuda (default: auto)"}),
+        ("shape", {"choices": tuple(SHAPES), "help": "use a Llama model of this shape with random weights"}),
+        (
+            "dtype",
+            {"default": "auto", "help": "dtype of the weights: auto, float32, bfloat16 or float16 (default: auto)"},
+        ),
+        ("device", {"default": "auto", "help": "device to run on: auto, cpu or cuda (default: auto)"}),
     ):
         if name not in others:
             parser.add_argument(f"--{name}", **more)

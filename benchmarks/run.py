@@ -136,8 +136,8 @@ class Run:
         known = {key: each if isinstance(each, Option) else Option(default=each) for key, each in options.items()}
         for key, option in known.items():
             _add(parser, key, option)
-        parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON line to this file")
-        parser.add_argument("--json", action="store_true", help="no table, the JSON line alone")
+        parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to this file")
+        parser.add_argument("--json", action="store_true", help="print only the JSON result, no table")
         self.args = parser.parse_args(argv)
         for key, option in known.items():
             self._check(key, option)

@@ -73,7 +73,7 @@ assistant message with text. Assistant messages with tool calls: c one call, C t
 two calls, x truncated arguments, l a list as arguments. With reasoning: r text, R a call."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
 
-OPTIONS: dict[str, Any] = {"directories": Option(default=[], positional=True, help="with files *.jinja")}
+OPTIONS: dict[str, Any] = {"directories": Option(default=[], positional=True, help="directory with *.jinja files")}
 COLUMNS = (
     ("template", "{template}"),
     ("calls", "{calls}"),

@@ -46,10 +46,10 @@ Complete = Callable[[Prompts, int], tuple[list[list[int]], float]]
 
 OPTIONS: dict[str, Any] = {
     "dtypes": Option(default=["float32", "bfloat16"], choices=list(_TIES)),
-    "batch": Option(default=[1, 4, 8, 16], metavar="B", help="requests at a time"),
+    "batch": Option(default=[1, 4, 8, 16], metavar="B", help="batch sizes: numbers of concurrent requests"),
     "rounds": 5,
     "max_tokens": 96,
-    "prompt_tokens": Option(default=128, help="the most of a prompt"),
+    "prompt_tokens": Option(default=128, help="maximum number of tokens per prompt"),
     "seed": 0,
 }
 COLUMNS = (

@@ -144,10 +144,10 @@ NOTE = (
     "`python -m benchmarks.index`, with one thread. Measured on {measured}."
 )
 OPTIONS: dict[str, Any] = {
-    "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),
-    "vocab": Option(default=32_000, least=16, help="token ids are below this"),
-    "static": Option(default=0, least=0, help="tokens in static segments beside the ring"),
-    "seconds": Option(default=20.0, least=LONGEST / TOKENS_PER_S, help="how long it is watched under traffic"),
+    "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring buffer in tokens, which is filled"),
+    "vocab": Option(default=32_000, least=16, help="number of different token ids"),
+    "static": Option(default=0, least=0, help="number of tokens in prebuilt segments in addition"),
+    "seconds": Option(default=20.0, least=LONGEST / TOKENS_PER_S, help="duration of the measurement under traffic"),
     "seed": 0,
 }
 

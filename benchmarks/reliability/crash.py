@@ -52,7 +52,7 @@ _INDEX = IndexConfig(  # merges beyond 16384 tokens are another thread's
     capacity_tokens=1 << 18, flush_tokens=1 << 11, merge_fanout=2, dedup_block_tokens=0, rebuild_interval_s=0.05
 )
 _MAX_UNFLUSHED = _MAX_FLUSHES_DUE * _INDEX.flush_tokens + _LONGEST + 1
-OPTIONS = {"kills": Option(default=200, help="at random moments"), "seed": 0}
+OPTIONS = {"kills": Option(default=200, help="number of times that a writer is killed at a random moment"), "seed": 0}
 
 
 def text_of(seed: int, number: int) -> Tokens:

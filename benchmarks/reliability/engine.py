@@ -42,7 +42,7 @@ _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
 engine was closed than after the first."""
 OPTIONS = {
     "requests": 2000,
-    "reopened": Option(default=4, least=2, help="times that the engine is opened and closed again"),
+    "reopened": Option(default=4, least=2, help="number of times that an engine is opened and closed after the load"),
 }
 _MIXED: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0},

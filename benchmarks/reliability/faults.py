@@ -329,13 +329,13 @@ _NUM_QUESTIONS: Final = 27
 _LOG_CHARACTERS: Final = 8000
 OPTIONS: dict[str, Any] = {
     "servers": 1,
-    "rounds": Option(default=18, help="of one fault, or of one of each kind"),
+    "rounds": Option(default=18, help="number of rounds, each with one fault or one of each kind"),
     "seed": 0,
-    "only": Option(default=None, several=True, choices=tuple(FAULTS), metavar="NAME", help="of these faults"),
-    "clients": Option(default=2, help="of each tenant at each server"),
-    "tokens": Option(default=32, help="of each answer"),
-    "calm": Option(default=1.5, help="seconds before and after a fault"),
-    "patience": Option(default=30.0, help="seconds within which sharing must be back"),
+    "only": Option(default=None, several=True, choices=tuple(FAULTS), metavar="NAME", help="inject only these faults"),
+    "clients": Option(default=2, help="number of clients per tenant and server"),
+    "tokens": Option(default=32, help="maximum number of tokens per answer"),
+    "calm": Option(default=1.5, help="seconds without a fault before and after each fault"),
+    "patience": Option(default=30.0, help="seconds within which servers must share text again after a fault"),
 }
 COLUMNS = (
     ("fault", "{faults}{skipped}"),

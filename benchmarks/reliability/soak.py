@@ -38,10 +38,10 @@ _MUST_BE_ZERO = (
 )
 OPTIONS = {
     "seconds": Option(default=1800.0, least=0),
-    "clients": Option(default=32, help="at once"),
-    "questions": Option(default=180, help="different ones"),
-    "max_tokens": Option(default=32, help="of each answer"),
-    "most_growth": Option(default=1.05, metavar="RATIO", help="of memory"),
+    "clients": Option(default=32, help="number of concurrent clients"),
+    "questions": Option(default=180, help="number of different requests"),
+    "max_tokens": Option(default=32, help="maximum number of tokens per answer"),
+    "most_growth": Option(default=1.05, metavar="RATIO", help="maximum memory growth after the second quarter"),
 }
 COLUMNS: tuple[tuple[str, str], ...] = ()
 NOTE = (

@@ -43,15 +43,18 @@ _DIGESTED_TOKENS = 20_000
 
 OPTIONS: dict[str, Any] = {
     "traces": Option(default=[], positional=True, help="a .jsonl.gz file, or a name in $SSD_TRACES (default: all)"),
-    "tokenizer": Option(default=[], help="directory with tokenizer.json, or a name in $SSD_TOKENIZERS"),
+    "tokenizer": Option(default=[], help="directory with a tokenizer.json, or a name in $SSD_TOKENIZERS (required)"),
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
-    "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
-    "tree": Option(default=False, help="let drafters give trees"),
+    "max_draft": Option(default=16, metavar="K", help="maximum number of tokens per draft; with --tree, of nodes"),
+    "tree": Option(default=False, help="let drafters draft trees instead of chains"),
     "max_output_tokens": Option(
-        default=None, kind=int, metavar="N", help="of each trace; stop before the row that would exceed it"
+        default=None,
+        kind=int,
+        metavar="N",
+        help="maximum number of output tokens per trace; later requests are not replayed",
     ),
-    "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
-    "digest": Option(default=False, help="print a digest of every draft, to see whether a change made others"),
+    "jobs": Option(default=1, metavar="N", help="number of processes, each of which replays one trace at a time"),
+    "digest": Option(default=False, help="only print digests of all drafts, to compare versions"),
 }
 COLUMNS = (
     *((name, f"{{{name}}}") for name in ("trace", "tokenizer", "drafter", "setting")),

@@ -227,7 +227,7 @@ def save(training: Eagle3Training, out: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write the draft head to")
     parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

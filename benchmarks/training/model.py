@@ -267,8 +267,8 @@ def log(out: Path, **record: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the models and the log")
-    parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
-    parser.add_argument("--finish-steps", type=int, default=210, help="steps of phase 2")
+    parser.add_argument("--steps", type=int, default=950, help="number of training steps in phase 1")
+    parser.add_argument("--finish-steps", type=int, default=210, help="number of training steps in phase 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(2)

@@ -90,8 +90,8 @@ class Measured:
 OPTIONS: dict[str, Any] = {
     "requests": 80,
     "max_tokens": 64,
-    "window": Option(default=8, help="requests per measured window"),
-    "batch": Option(default=[1, 4, 8], help="rows of a batch"),
+    "window": Option(default=8, help="number of requests per measured window"),
+    "batch": Option(default=[1, 4, 8], help="batch sizes to measure"),
     "runner": Option(default=["v1"], choices=list(METHODS)),
     "seed": 0,
 }
