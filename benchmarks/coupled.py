@@ -165,7 +165,7 @@ class Bench:
                 engine.caches = None
 
     def _timed(self, prompts: Sequence[list[int]], temperature: float) -> list[Group]:
-        """Answer every prompt once for each way of sampling, with a random noise stream; return the groups."""
+        """Time every prompt once for each way of sampling, with a random noise stream; return the timings by group."""
         groups: list[Group] = []
         for place, prompt in enumerate(prompts):
             if place % self._args.group == 0:

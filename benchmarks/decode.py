@@ -66,7 +66,7 @@ from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
 
 _UNTIMED, _UNTIMED_PLAIN = 6, 24
-"""The numbers of untimed steps with and without drafts, which record CUDA graphs, fill caches and start overlapping."""
+"""The numbers of untimed first steps with and without drafts: they record CUDA graphs and fill caches."""
 
 
 def time_generate(

@@ -159,9 +159,9 @@ def run(
 ) -> tuple[list[Said], float]:
     """Generate all outputs with a new engine over ``target``; return them and the mean acceptance length.
 
-    With a ``setting``, that many requests run at a time and every second one asks for log-probabilities. Without, the
-    engine runs without speculation, one request at a time, and all requests ask for them. Requests without a seed use
-    coupled sampling with a fixed secret, so that all runs have the same noise.
+    With a ``setting``, the engine drafts, ``batch_size`` requests run at a time, and every second one asks for
+    log-probabilities. Without, speculation is off, one request runs at a time, and all ask for them. Requests without a
+    seed use coupled sampling with a fixed secret, so that all runs have the same noise.
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)

@@ -51,7 +51,7 @@ class Mark:
     """A target for a measured value.
 
     Attributes:
-        part: The part that measures the value.
+        part: The part of the GPU check that measures the value.
         value: The measured value; None if it was not measured.
         bound: The value to reach.
         at_most: Whether ``bound`` is a maximum instead of a minimum.
@@ -139,7 +139,7 @@ def _passes(found: Found) -> float | None:
 
 
 def is_whole(results: Mapping[str, Found], part: str) -> bool:
-    """Return whether a part ran completely: neither skipped nor cut."""
+    """Return whether a part (a group of checks) ran completely: neither skipped nor cut."""
     found = results.get(part, {"cut": "not run"})
     return not {"skipped", "cut"} & found.keys() and not any(each.get("is_cut") for each in found["results"])
 
@@ -202,13 +202,13 @@ def merged(results: Iterable[Found]) -> Found:
 
 
 def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[str, Any]]:
-    """Return all rows that one program wrote in one part."""
+    """Return all result rows that one program wrote in one part of the GPU check."""
     found = results.get(part, {}).get("results", [])
     return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
 
 
 def device_of(results: Mapping[str, Found], part: str) -> str:
-    """Return the short name of the GPU that a part ran on, such as "H100"; empty if unknown."""
+    """Return the short name of the GPU that a part of the check ran on, such as "H100"; empty if unknown."""
     said = (str(each["device"]) for each in (results[part], *results[part]["results"]) if "device" in each)
     return next((each.removeprefix("NVIDIA ").split()[0] for each in said), "")
 
@@ -340,7 +340,7 @@ SMALL: Final = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if a part did not pass, else 0."""
+    """Run the command line; return 1 if a part of the check did not pass, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run the parts of this call")

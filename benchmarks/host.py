@@ -166,7 +166,7 @@ class RecitingTarget(SlotRunner):
         return replace(output, copied=end)
 
     def host_s(self) -> float:
-        """Return a clock in seconds that stops while the host waits for a pass."""
+        """Return a clock's time in seconds; the clock stops while the host waits for a forward pass."""
         return time.perf_counter() - self._saying_s - self._waited_s
 
     def wait_until(self, end: float) -> None:

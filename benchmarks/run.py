@@ -60,15 +60,15 @@ ENGINE: Final = (
 """The paths that the figures of most benchmarks depend on. A figure may be stale if this code has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 GAIN: Final = SPREAD.replace(" ", "x ", 1)
-"""The format of a ratio above 1 means a gain: median (minimum ... maximum), with "x" after the median."""
+"""The table format of a speed-up: median (minimum ... maximum), with "x" after the median."""
 _RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A command-line option of one program. The dictionary key is its name, and its type is that of the default.
+    """A command-line option of one program. Its name is the key in the program's ``OPTIONS``.
 
-    A default that is a list takes several values; False makes a flag without a value.
+    Its type is that of the default. A list as default takes several values; False makes a flag without a value.
 
     Attributes:
         least: The smallest allowed number.

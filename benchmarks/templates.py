@@ -139,7 +139,7 @@ def row_of(path: Path, codec: TextCodec, tokenizer: Any) -> dict[str, Any]:
 
 
 def messages_of(letters: str) -> list[dict[str, Any]]:
-    """Create a conversation as clients send it; each content and argument is a mark of eight characters."""
+    """Create a conversation from letters of `SHAPES`; each content and argument is a unique mark ("mark0001")."""
     numbers = iter(range(1, 1000))
     messages: list[dict[str, Any]] = []
     open_ids: list[str] = []

@@ -12,11 +12,11 @@ from benchmarks.walk import Setting, Steps, TokenIds
 
 
 class PeerUnavailable(ChildEnded):
-    """The peer is not installed. The message tells how to install it."""
+    """A peer (a drafter of another project) is not installed. The message tells how to install it."""
 
 
 class Peer(Child):
-    """A running peer process. `close` ends it.
+    """A running process with a peer, which is a drafter of another project. `close` ends it.
 
     ``options`` configure the peer (defaults in parentheses):
 
@@ -35,10 +35,10 @@ class Peer(Child):
     """
 
     versions: dict[str, str]
-    """The versions of the packages that the peer consists of."""
+    """The versions of the Python packages that implement the drafter."""
 
     def __init__(self, name: str, **options: int | str) -> None:
-        """Start the peer and wait until it is ready. Raises PeerUnavailable, or ChildError for invalid options."""
+        """Start the drafter's process and wait for it. Raises PeerUnavailable, or ChildError for invalid options."""
         if name not in PEERS:
             raise ValueError(f"no peer is called {name!r}, only {', '.join(PEERS)}")
         python = environment() / "bin" / "python"
@@ -57,13 +57,13 @@ class Peer(Child):
     def replay(
         self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, Setting]]
     ) -> list[Steps]:
-        """Replay a recorded request in the peer's process once per setting; the peer then stores the output.
+        """Replay a recorded request in the drafter's process once per setting; the drafter then stores the output.
 
         Args:
             request_id: The name of the request.
             text: The prompt and the output, int32[n].
             prompt_length: The number of prompt tokens.
-            settings: For each setting the maximum number of draft tokens and the peer's parameters.
+            settings: For each setting the maximum number of draft tokens and the drafter's parameters.
 
         Returns:
             The verification steps of each setting. The drafts of a setting do not depend on the other settings.

@@ -30,15 +30,12 @@ class LlamaCpp:
 
     ``type`` is a value of ``--spec-type``, or ``lookup``:
 
-    - ngram-mod: a pool of hashed n-grams and the tokens after them, shared by all requests; ``--spec-default`` enables
-    it.
-      A prompt is added when its request begins, and output in chunks of 32 tokens; the last incomplete chunk never is.
-    - ngram-simple, ngram-map-k, ngram-map-k4v: drafts from the request's own context. Each request gets a new state
-    here,
+    - ngram-mod: a pool of hashed n-grams and the tokens after them, shared by all requests; ``--spec-default`` selects
+      it. A prompt is added when its request begins, and output in chunks of 32 tokens; an incomplete chunk never is.
+    - ngram-simple, ngram-map-k, ngram-map-k4v: drafts from the request's own context. Each request gets a new state,
       because n-grams of an earlier request in the slot could only mislead.
     - ngram-cache: counts of n-grams of 1 to 4 tokens in the request's own context, with 8 tokens per draft. Each
-    request
-      gets a new state here.
+      request gets a new state.
     - lookup: the same counts as in llama-lookup. When a request ends, its counts, prompt included, are merged into a
       dynamic cache that all later requests draft from.
     """

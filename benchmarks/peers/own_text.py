@@ -16,7 +16,7 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 
 
 class OwnContext:
-    """A peer without state, which drafts from the given context alone."""
+    """A drafter without state, which drafts from the given context alone."""
 
     def apart(self, max_tokens: int, setting: Setting) -> Self:
         return self

@@ -29,11 +29,11 @@ PEERS: Final[dict[str, Callable[..., LocalPeer]]] = {
     "sglang": SglangNgram,
     "llama-cpp": LlamaCpp,
 }
-"""The peers by the names used in results. A peer's library is imported only when the peer is created."""
+"""The drafters of other projects by name. A drafter's library is imported only when the drafter is created."""
 
 
 class Server:
-    """Answers the calls of `client.Peer` with one peer."""
+    """Runs one drafter of another project and answers the calls of `client.Peer`."""
 
     def __init__(self, peer: LocalPeer) -> None:
         self._peer = peer
@@ -41,7 +41,7 @@ class Server:
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions of the peer's packages."""
+        """The versions of the Python packages that implement the drafter."""
         return {name: _version(name) for name in self._peer.distributions}
 
     def replay(
@@ -49,8 +49,8 @@ class Server:
     ) -> list[Steps]:
         """Replay a recorded request: start it, draft for its output under each setting, and end it, storing the output.
 
-        Settings with the same state share a peer. This is possible because drafts then depend on the text only, not on
-        earlier drafts.
+        Settings with the same state share a drafter. This is possible because drafts then depend on the text only, not
+        on earlier drafts.
         """
         peers = [self._of_setting(*setting) for setting in settings]
         known = {id(peer): prompt_length for peer in peers}
@@ -82,7 +82,7 @@ class Server:
 
 
 def open_peer(name: str, options: dict[str, Any]) -> Server:
-    """Create a peer by its name with its options."""
+    """Create a drafter of another project by its name, with its options."""
     return Server(PEERS[name](**options))
 
 
@@ -102,12 +102,12 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
         *({"type": f"ngram-{name}", "first": 4, "second": 8, "third": 1} for name in ("simple", "map-k", "map-k4v")),
     ],
 }
-"""Options for `check` of peers that would not draft from a short repetitive text with their defaults."""
+"""Options for `check` of drafters that would not draft from a short repetitive text with their defaults."""
 TEXT: Final = np.tile(np.arange(10, dtype=np.int32), 5)
 
 
 def check(name: str) -> str:
-    """Check that a peer drafts from repetitive text; return a line with its versions. Raises ValueError if not."""
+    """Check that a drafter drafts from repetitive text; return a line with its versions. Raises ValueError if not."""
     for options in WAYS.get(name, [{}]):
         server = open_peer(name, options)
         (steps,) = server.replay("check", TEXT, 35, [(5, {})])

@@ -36,7 +36,7 @@ class SglangNgram:
     ``draft_tokens - 1`` nodes, padded with token 0 if the trie has fewer.
 
     The content of the trie depends on the drafts, because tokens are added after each step. Therefore, `apart` creates
-    a new peer for every setting. A setting contains options of the constructor.
+    a new drafter for every setting. A setting contains options of the constructor.
     """
 
     distributions: tuple[str, ...] = ("sglang", "apache-tvm-ffi", "torch", "numpy")

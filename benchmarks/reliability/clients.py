@@ -128,7 +128,7 @@ def note(number: int) -> str:
 
 
 def number_of(text: str) -> int | None:
-    """Return the number of the note that ``text`` begins with; None for other text."""
+    """Return the number of the note (numbered test text) at the beginning of ``text``; None for other text."""
     words = text[:_MARGIN].split(" ", 4)
     is_note = len(words) > 3 and words[:2] == ["#", "note"] and words[3].startswith("of") and words[2].isdecimal()
     return int(words[2]) if is_note else None

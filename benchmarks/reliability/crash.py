@@ -47,7 +47,7 @@ _WINDOW_S = 1.0
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _STARTING, _OPENING, _RUNNING, _CLOSING, _CLOSED = range(5)
 _PHASE, _APPENDED, _DURABLE, _FAILURES = range(4)
-"""The fields of the memory that a writer shares: its phase, the newest number appended and on disk, failures."""
+"""Indices into a writer's shared memory: phase, newest sequence appended, newest on disk, number of failures."""
 _INDEX = IndexConfig(  # merges beyond 16384 tokens are another thread's
     capacity_tokens=1 << 18, flush_tokens=1 << 11, merge_fanout=2, dedup_block_tokens=0, rebuild_interval_s=0.05
 )

@@ -38,8 +38,9 @@ _CANCELLED: Final = 7
 _CANCELS: Final = 0.2
 _MOST_GROWTH: Final = 1.01
 _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
-"""The limits of leaked device memory in bytes, for tensors and in total: how much more may be used after the last
-engine was closed than after the first."""
+"""The limits of leaked device memory in bytes, of tensors and in total: how much more may be in use after the last
+reopened engine was closed than after the first one.
+"""
 OPTIONS = {
     "requests": 2000,
     "reopened": Option(default=4, least=2, help="number of times that an engine is opened and closed after the load"),

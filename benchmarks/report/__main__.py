@@ -162,7 +162,7 @@ def section(program: Any, results: Sequence[Result]) -> str:
 
 
 def _measured(results: Sequence[Result], run: str) -> str:
-    """Return the machines with the dates, and with the models and the settings of ``run`` if there are any."""
+    """Describe as text on which machines and dates the results were measured, with models and settings."""
     on: dict[str, dict[str, None]] = {}
     for each in results:
         said = " ".join(filter(None, (each.get("model"), f"on {each['date']}", run and f"({run.format_map(each)})")))

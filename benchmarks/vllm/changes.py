@@ -89,7 +89,7 @@ def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> di
 
 
 def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
-    """Return SSD's answers for each setting. With speculation, the requests run twice, to fill the cache first."""
+    """Return SSD's answers by setting. With speculation, requests run twice, the second time with a filled cache."""
     found: dict[str, Answers] = {}
     requests = requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts))
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):
