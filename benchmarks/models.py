@@ -1,5 +1,6 @@
-"""The models that benchmarks run on: the command-line options that choose one, the model of ``make real-model``, and
-large shapes with random weights, whose steps can be timed although their output is meaningless.
+"""The models that benchmarks run on: options that choose one, the model of ``make real-model``, and random weights.
+
+Models of large shapes with random weights serve to time steps; their output is meaningless.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_
 
 
 def cut(codec: TextCodec, text: str, most_tokens: int) -> list[int]:
-    """Tokenize a text and keep the last ``most_tokens`` tokens, and a BOS token because some models need it."""
+    """Tokenize a text and keep only its last ``most_tokens`` tokens, with the BOS token first if the model has one."""
     prompt = codec.encode_prompt(text)
     if len(prompt) <= most_tokens:
         return prompt

@@ -97,7 +97,7 @@ def _new_documents(vocabulary: int, random: np.random.Generator) -> Iterator[Tok
 CONTEXT_TOKENS = 64
 DRAFT_TOKENS = 10
 MOST_KNOWN = 10
-"""The maximum number of last tokens of a broken context that occur in the cache."""
+"""The maximum length of the suffix that occurs in the cache, for contexts in which one token was replaced."""
 
 _ATTEMPTS = 50
 

@@ -10,7 +10,7 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 
 
 class Arctic:
-    """The library's `SuffixDecodingCache`, called as a server calls it.
+    """The `SuffixDecodingCache` of arctic-inference, called as a server calls it.
 
     Three properties matter for comparisons. The shared tree contains only responses, because `start_request` adds a
     prompt only to the request's own tree; so prompts never help other requests. Only the last ``depth`` tokens of a

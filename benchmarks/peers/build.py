@@ -46,7 +46,7 @@ def require(library: Path) -> Path:
 
 
 def package_folder() -> Path:
-    """Return the directory of the installed sglang package without importing it. Raises ImportError."""
+    """Return the directory of the installed sglang package, without importing it. Raises ImportError without one."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed")

@@ -163,7 +163,7 @@ class FaultProxy:
 
 
 class _Link:
-    """The faults that persist on one connection after the proxy's fault is over."""
+    """The faults that stay on one connection of a `FaultProxy` after the proxy's own fault is over."""
 
     is_silent = False
     trickle_s = sip_s = 0.0

@@ -224,7 +224,7 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
     """A drafter of another project under several settings, in its own process and environment."""
 
     def __init__(self, settings: Sequence[Setting], **options: int | str) -> None:
-        """Start the drafter's process with its ``options``, see `Peer`. Raises PeerUnavailable without it."""
+        """Start the drafter's process with its ``options``, see `Peer`. Raises PeerUnavailable."""
         self.settings = settings
         self._peer = Peer(settings[0].drafter, **options)
         self.made_of: dict[str, Any] = {**self._peer.versions, **options}
