@@ -1,7 +1,7 @@
-"""An object that lives in another environment, in a process of its own: opened, asked by name, closed.
+"""Run an object in a child process with another Python interpreter, and call its methods from this process by name.
 
-Nothing here imports anything but the standard library: the other environment's interpreter runs it too. Questions and
-answers are pickled over a socket pair that only the two ends know, so whatever a library prints is in nobody's way.
+This file imports only the standard library, because the interpreter of the other virtual environment runs it too. Calls
+and results are pickled over a private pipe, so text that a library prints to stdout cannot disturb them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PATIENCE_S = 60.0
 
 
 class ChildError(RuntimeError):
-    """What was asked raised an error there; it can be asked again. ``kind`` : the error's type."""
+    """The called method raised an error in the child process, which keeps running. ``kind`` is the error's type."""
 
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
@@ -30,14 +30,14 @@ class ChildError(RuntimeError):
 
 
 class ChildEnded(ChildError):
-    """The process did not start or has ended. The message has its last words."""
+    """The child process did not start or has ended. The message contains the last lines that it printed."""
 
 
 class Child:
-    """Our end. Not for several threads."""
+    """The parent's side of a child process: starts the process and sends it method calls. Not thread-safe."""
 
     def __init__(self, name: str, python: Path, module: str, environment: Mapping[str, str]) -> None:
-        """``python -m module`` must call `serve`. Raises ChildEnded where there is no such interpreter."""
+        """Start ``python -m module``, a program that calls `serve`. Raises ChildEnded if ``python`` cannot be run."""
         self.name = name
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close(); a pipe that nobody drains would block
         self._pipe, theirs = Pipe()
@@ -58,9 +58,13 @@ class Child:
             theirs.close()
 
     def ask(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """What an attribute of the object there is, or its method returns. "open" makes the object.
+        """Call a method of the object in the child process, or read an attribute, and return the result.
 
-        Raises ChildError where it raises, ChildEnded where there is nobody any more.
+        The operation "open" creates the object from the arguments and must come first.
+
+        Raises:
+            ChildError: The call raised an error in the child process.
+            ChildEnded: The child process has ended.
         """
         try:
             self._pipe.send((operation, arguments, named))
@@ -73,7 +77,7 @@ class Child:
         raise ChildError(f"{self.name}, {operation}: {kind}: {text}", kind)
 
     def close(self) -> None:
-        """End the process; may be called twice."""
+        """End the child process. Further calls have no effect."""
         self._pipe.close()  # it ends with that
         try:
             self._process.wait(_PATIENCE_S)
@@ -105,7 +109,7 @@ class Child:
 
 
 def serve(make: Callable[..., Any]) -> int:
-    """The other end: answers until ours is closed. ``make`` : called with what "open" was asked with."""
+    """Create an object with ``make`` and answer the parent's calls (`Child.ask`) until it closes the pipe; return 0."""
     number = int(sys.argv[1])
     os.set_inheritable(number, False)  # a process that is started here must not keep it open
     pipe, opened = Connection(number), None

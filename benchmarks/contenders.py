@@ -1,20 +1,25 @@
-"""What does each way to draft bring over speculation off, on the same requests in turn?
+"""Measure the throughput of each drafting variant relative to speculation off, on the same requests.
 
 ``python -m benchmarks.contenders [MODEL] [--question sources|mechanisms|overhead] [--rounds N] [--out FILE]``
 
-- sources: what each source of drafts brings alone, and all together, on text that never repeats;
-- mechanisms: all of them, and all but one: "all over it" above 1 says that what is left out pays;
-- overhead: is speculation ever slower? At temperature 1, cold (empty caches, no prompt twice), adversarial (the cache
-  holds another answer to each prompt, so that long matches lie) and full (a million tokens of such code are known,
-  shuffled, so that every lookup finds much and all of it lies), at every batch size. Text that lies all the time is
-  soon not drafted from: "drafted a pass" says how much of it was. Counted while all rows are busy.
+``--question`` selects one of three comparisons:
 
-Requests are pieces of code (`benchmarks.workloads`), a seed for each, other ones each round where none comes twice. A
-round begins with caches of its own; within it all ways answer a group of requests in turn, another one leading each
-time. Every output is compared with speculation off.
-Ratios are of rates within a round, prompts included: the median with the least and the most, and an interval of 95 %;
-by CPU time too, which other programs on the machine change less. Prints a table; the last line of stdout is one JSON
-object.
+- sources: each source of draft tokens alone, and all sources together, on prompts that never repeat;
+- mechanisms: all mechanisms together, and all but one. If the throughput of all mechanisms relative to a row is above
+  1, the mechanism that this row omits helps;
+- overhead: whether speculation is ever slower, at temperature 1 and several batch sizes, with three kinds of traffic:
+  cold (empty caches, no prompt twice), adversarial (the cache holds another answer to each prompt, so drafts from long
+  matches are rejected) and full (the cache holds a million shuffled tokens, so every lookup finds many matches, and
+  drafts from them are rejected). The engine soon stops drafting from text that is always rejected, so the column of
+  draft tokens per pass tells how much it drafted. Only steps in which all rows are busy are counted.
+
+The requests are pieces of code (`benchmarks.workloads`) with one seed each. Each round starts with new caches. Within a
+round, all variants answer the same requests alternately, a few engine steps at a time, and another variant begins each
+time. Every output is compared with the output of speculation off.
+
+The reported ratios are throughputs within one round, including the prefill of prompts: median, minimum, maximum and
+95 % confidence interval of the median. They are also given per CPU second, because other programs on the machine affect
+that ratio less. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -46,15 +51,15 @@ from ssd.text.codec import TextCodec
 OFF, ALL = "off", "all together"
 
 _KNOWN_TOKENS = 1_000_000
-"""Where the traffic is full."""
+"""The number of unrelated tokens in the cache for the traffic "full"."""
 
 Round = Mapping[str, Tally]
-"""What each way made of the requests of one round."""
+"""The measurements of each variant in one round, by the variant's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What drafts; nothing where its name is `OFF`."""
+    """A variant of drafting that is compared; with the name `OFF`, speculation is off."""
 
     name: str
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -72,7 +77,11 @@ _SOURCES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """``requests`` : of a round; 0 for one a row. ``batch`` : rows, one engine after the other for each number."""
+    """The settings of one comparison.
+
+    ``requests`` is the number of requests per round; 0 means one request per row. ``batch`` lists the batch sizes, for
+    each of which new engines are opened.
+    """
 
     ways: tuple[Way, ...]
     traffic: tuple[str, ...]
@@ -119,15 +128,15 @@ QUESTIONS: Final = {
 OPTIONS: dict[str, Any] = {
     "question": Option(default="sources", choices=tuple(QUESTIONS)),
     **{
-        name: Option(default=None, kind=int, help=f"{about} (default: as the question has it)")
+        name: Option(default=None, kind=int, help=f"{about} (default: by --question)")
         for name, about in (
-            ("requests", "of a round"),
-            ("max_tokens", "of each request"),
-            ("prompt_tokens", "prompts are cut to"),
-            ("rounds", "of all ways in turn"),
+            ("requests", "number of requests per round"),
+            ("max_tokens", "maximum number of output tokens per request"),
+            ("prompt_tokens", "maximum number of tokens per prompt; only the end is used"),
+            ("rounds", "number of rounds, each with all variants alternately"),
         )
     },
-    "batch": Option(default=None, kind=int, several=True, metavar="B", help="rows"),
+    "batch": Option(default=None, kind=int, several=True, metavar="B", help="batch sizes (default: by --question)"),
     "traffic": Option(default=None, several=True, choices=("mixed", "new", "cold", "adversarial", "full")),
     "seed": 0,
 }
@@ -172,7 +181,7 @@ RUN = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differs."""
+    """Run the command line; return 1 if drafts changed an output, else 0."""
     run = Run("contenders", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
     given = {
@@ -212,7 +221,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _opened(
     way: Way, model: PreTrainedModel, codec: TextCodec, question: Question, batch: int, head: Path | None
 ) -> Engine:
-    """An engine for so many rows."""
     length = question.prompt_tokens + question.max_tokens + 8
     config = EngineConfig(max_num_seqs=batch, enable_prefix_caching=way.keeps_prompts)
     with_head, drafter = head if way.has_head else None, "none" if way.name == OFF else "ssd"
@@ -222,7 +230,7 @@ def _opened(
 
 
 def _know(directory: Path, codec: TextCodec) -> None:
-    """Static text for full caches: tokens as frequent as in the prompts, in random order."""
+    """Write a prebuilt cache for the traffic "full": the tokens of the prompts' code, repeated and shuffled."""
     with PrebuiltWriter(directory, fingerprint=codec.fingerprint) as writer:
         writer.append(
             np.random.default_rng(0).permutation(np.resize(np.array(texts_of(codec), np.int32), _KNOWN_TOKENS))
@@ -238,9 +246,11 @@ def _rounds(
     comparison: Comparison,
     known: Path,
 ) -> Iterator[Round]:
-    """Rounds with caches of their own, the first not counted where rounds are short; seeds go on over rounds.
+    """Run the rounds for one kind of traffic, and yield the measurements of each round.
 
-    ``where`` : traffic, batch and temperature. ``known`` : of `_know`.
+    Each round starts with new caches. If every row answers one request only, an additional first round warms up and is
+    not yielded. ``where`` contains traffic, batch size and temperature; ``known`` is the cache directory written by
+    `_know`.
     """
     traffic, batch, temperature = where.values()
     number_of_requests = question.requests or batch
@@ -286,7 +296,7 @@ def _rounds(
 
 
 def row_of(rounds: Sequence[Round], name: str) -> dict[str, Any]:
-    """Medians over rounds, with the least and the most."""
+    """Summarize the rounds of one variant: the median, minimum and maximum of each figure."""
     over = ratios(rounds, name, OFF)
     return {
         "tokens_per_pass": spread([each[name].tokens_per_pass for each in rounds]),

@@ -1,13 +1,18 @@
-"""What does noise that requests share bring, where they ask the same, nearly the same, or nothing twice?
+"""Measure the speed-up from coupled sampling, in which requests without a seed share their sampling noise.
 
 ``python -m benchmarks.coupled [--model DIR] [--streams S] [--temperatures T...] [--out FILE]``
 
-Two engines answer the same questions one after the other, each beside speculation off: with coupled noise, and with a
-seed for every request as before. Nothing twice: prompts all new, on empty caches. Asked again: every prompt was
-answered once of every stream, then comes again with a stream that is drawn. Near-variants: the same prompts with a name
-changed. Every timed output is compared with speculation off of the same noise. Ratios are of tokens/s within a group of
-requests, prompts included: medians over groups, with the least and the most; beside them ratios by CPU time, which
-other programs on the machine change less. Prints a table; the last line of stdout is one JSON object.
+Answers the same requests with coupled sampling and with one seed per request. Each of the two variants is compared with
+speculation off that uses the same noise. There are three workloads:
+
+- nothing twice: all prompts are new, and the caches are empty;
+- asked again: every prompt was answered once with every noise stream, then is repeated with a random stream;
+- near-variants: the same prompts with one name changed.
+
+Every timed output is compared with the output of speculation off. The ratios are throughputs within a group of
+requests, including the prefill of prompts: the median, minimum and maximum over groups. They are also given per CPU
+second, because other programs on the machine affect that ratio less. Prints a table; the last line of stdout is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -33,13 +38,13 @@ OFF, COUPLED, UNCOUPLED = NAMES = ("off", "coupled", "uncoupled")
 REPEATS, VARIANTS, NEW = "asked again", "near-variants", "nothing twice"
 
 OPTIONS: dict[str, Any] = {
-    "streams": Option(default=4, metavar="S", help="of noise"),
+    "streams": Option(default=4, metavar="S", help="number of noise streams"),
     "temperatures": Option(default=[0.7, 1.0], metavar="T"),
     "top_p": 0.9,
-    "requests": Option(default=25, help="prompts of a workload"),
-    "max_tokens": Option(default=64, help="of each answer"),
-    "prompt_tokens": Option(default=256, help="most of a prompt"),
-    "group": Option(default=5, help="requests timed together"),
+    "requests": Option(default=25, help="number of prompts per workload"),
+    "max_tokens": Option(default=64, help="maximum number of output tokens per request"),
+    "prompt_tokens": Option(default=256, help="maximum number of tokens per prompt"),
+    "group": Option(default=5, help="number of requests per timed group"),
     "num_speculative_tokens": DraftConfig().num_speculative_tokens,
     "seed": 0,
 }
@@ -71,14 +76,14 @@ RUN = (
 )
 
 _BATCH = 8
-"""Requests answered together where nothing is timed."""
+"""The batch size for requests that only fill the cache and are not timed."""
 
 Group = dict[str, dict[str, Tally]]
-"""What each kind of noise took of a group of requests: of its own engine and of speculation off."""
+"""The measurements of a group of requests by way of sampling: those of its engine and of speculation off."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differs."""
+    """Run the command line; return 1 if drafts changed an output, else 0."""
     run = Run("coupled", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     args = run.args
     codec, model = run.load()
@@ -97,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Bench:
-    """Engines with one secret for each scene, questions of a seed, and what came of them: rows of the result."""
+    """The engines that are compared (speculation off, coupled noise, one seed per request) and their workloads."""
 
     def __init__(self, model: Any, codec: TextCodec, args: argparse.Namespace) -> None:
         self.comparison = Comparison()
@@ -122,7 +127,11 @@ class Bench:
         }
 
     def again(self, temperature: float) -> Iterator[dict[str, Any]]:
-        """Every prompt once for every stream; then each again, and then each nearly so, of a stream that is drawn."""
+        """Yield the rows for repeated prompts and for variants of these prompts.
+
+        First, all prompts are answered once with every noise stream, to fill the cache. Then each prompt, and each
+        prompt with one name changed, is timed with a randomly chosen stream.
+        """
         args, texts = self._args, snippets(self._args.seed)[: self._args.requests]
         variants = [renamed(text, self._random) for text in texts]
         prompts, changed = ([cut(self._codec, text, args.prompt_tokens) for text in some] for some in (texts, variants))
@@ -137,7 +146,7 @@ class Bench:
                 yield _row(workload, temperature, args.streams, self._timed(some, temperature))
 
     def new(self, temperature: float) -> dict[str, Any]:
-        """Prompts of which none comes twice, on empty caches."""
+        """Return the row for prompts that never repeat, with empty caches."""
         args = self._args
         prompts = made_stream(NO_REPEATS, self._codec, args.requests, args.seed + 1, args.prompt_tokens).prompts
         with self._scene(f"new-{temperature}"):
@@ -146,7 +155,6 @@ class Bench:
 
     @contextmanager
     def _scene(self, namespace: str) -> Iterator[None]:
-        """Empty caches, and a namespace that has noise of its own."""
         self._namespace = namespace
         drafting = [engine for name, engine in self._engines.items() if name != OFF]
         with ExitStack() as stack:
@@ -157,7 +165,7 @@ class Bench:
                 engine.caches = None
 
     def _timed(self, prompts: Sequence[list[int]], temperature: float) -> list[Group]:
-        """Every prompt once for each kind of noise, of a stream that is drawn; groups of requests in order."""
+        """Time every prompt once for each way of sampling, with a random noise stream; return the timings by group."""
         groups: list[Group] = []
         for place, prompt in enumerate(prompts):
             if place % self._args.group == 0:
@@ -183,7 +191,6 @@ class Bench:
 
 
 def _row(workload: str, temperature: float, streams: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """Medians over groups, with the least and the most."""
     row: dict[str, Any] = {"workload": workload, "temperature": temperature, "streams": streams}
     for name in (COUPLED, UNCOUPLED):
         own = [group[name] for group in groups]

@@ -1,15 +1,18 @@
-"""How long is a step, how much of it is the model, and where does the rest go?
+"""Measure how long a decoding step takes, how much of it is the forward pass, and how long its other parts take.
 
 ``python -m benchmarks.decode [MODEL] [--batch B...] [--draft K...] [--shape tiny|1b|8b] [--profiled N]``
 
-For every (batch, context, T = 1 + K): engine steps that draft as served, but for what the model will say, so that every
-token is accepted, and each of their parts; then passes alone, launched one behind the other. K = 0 is plain decoding.
-Outputs of every K must be those of K = 0. With ``--profiled`` more steps under torch's profiler: a device's time by
-groups of kernels and its waits for the host, or operators by groups, and with ``--traces`` a trace for a browser. With
-``--shape tiny`` nearly all but the launch is the host's own.
+For every combination of batch size, context length and number of draft tokens K, the engine runs decoding steps whose
+drafts are always correct, so each row emits T = 1 + K tokens per step. K = 0 is decoding without drafts. Each step and
+its parts are timed. Then forward passes alone are timed, launched without waiting for the previous one. The outputs for
+every K must equal those for K = 0.
 
-Beside them ``model.generate`` on other prompts, and a copy of memory, which tells what the device can move. Prints
-a table; the last line of stdout is one JSON object.
+``--profiled`` runs further steps under the PyTorch profiler and prints the device's time by groups of kernels and its
+waits for the host (on a CPU: the time of operators by groups). ``--traces`` also writes a trace file that a browser can
+show. With ``--shape tiny``, nearly all time except the launches is host time.
+
+As a baseline, ``model.generate`` of transformers is timed on other prompts. A memory copy is timed to show the memory
+bandwidth of the device. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -63,16 +66,18 @@ from ssd.model.target import Target
 from ssd.retrieval.cache_manager import CacheManager
 
 _UNTIMED, _UNTIMED_PLAIN = 6, 24
-"""Steps before those that are timed: they record shapes and fill caches; plain ones begin to follow each other."""
+"""The numbers of untimed first steps with and without drafts: they record CUDA graphs and fill caches."""
 
 
 def time_generate(
     model: PreTrainedModel, target: Target, prompts: Sequence[Tokens], num_tokens: int
 ) -> dict[str, dict[str, Any]]:
-    """Tokens a second of each way at batch 1, prompt included, or why a way does not run here; medians over rounds.
+    """Compare the engine with transformers' ``model.generate`` at batch size 1, including the prefill of the prompt.
 
-    A round runs all ways in turn on one of ``prompts``, the first of which warms up; ``engine_over_it`` compares within
-    rounds: with the engine that drafts, of the request's own text, where the way does.
+    In each round, all variants complete one of ``prompts`` in turn; the first round warms up. Returns for each variant
+    "tokens_per_s" (median over rounds), "engine_over_it" (the median ratio of the engine's throughput to its own;
+    variants with drafts are compared with the engine with drafts), "equal_to_eager", and "error" if it cannot run with
+    this model.
     """
     ways: dict[str, Callable[[Tokens], list[int]]] = {
         name: partial(_complete, target, num_tokens, drafter) for name, drafter in _ENGINES.items()
@@ -123,7 +128,6 @@ _GENERATE: dict[str, dict[str, Any]] = {
     "prompt lookup": {"prompt_lookup_num_tokens": _LOOKED_UP},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
 }
-"""The ways of ``generate``."""
 
 
 def _generate(model: PreTrainedModel, num_tokens: int, options: dict[str, Any], prompt: Tokens) -> list[int]:
@@ -143,18 +147,20 @@ def _generate(model: PreTrainedModel, num_tokens: int, options: dict[str, Any], 
 
 
 OPTIONS: dict[str, Any] = {
-    "batch": Option(default=[1, 8], metavar="B", help="rows"),
-    "context": Option(default=[256], metavar="L", help="tokens a row holds"),
-    "draft": Option(default=[0, 1, 3, 7, 15], least=0, metavar="K", help="drafted tokens; 0 is plain"),
-    "rounds": Option(default=24, help="timed steps of each shape"),
-    "copy_mb": Option(default=256, help="size of the copy that tells the memory's speed"),
+    "batch": Option(default=[1, 8], metavar="B", help="batch sizes to measure"),
+    "context": Option(default=[256], metavar="L", help="numbers of context tokens per row"),
+    "draft": Option(
+        default=[0, 1, 3, 7, 15], least=0, metavar="K", help="numbers of draft tokens per row; 0: no drafts"
+    ),
+    "rounds": Option(default=24, help="number of timed steps per combination"),
+    "copy_mb": Option(default=256, help="size in MiB of the copy that measures the memory bandwidth"),
     "baseline_tokens": 128,
     "baseline_rounds": 7,
-    "profiled": Option(default=0, least=0, help="steps under the profiler"),
-    "traces": Option(default=None, kind=Path, metavar="DIR", help="for a trace of each shape"),
-    "index_tokens": Option(default=0, least=0, help="of other text that the index holds"),
-    "enforce_eager": Option(default=False, help="record no CUDA graphs"),
-    "no_baselines": Option(default=False, help="leave model.generate out"),
+    "profiled": Option(default=0, least=0, help="number of further steps under the profiler"),
+    "traces": Option(default=None, kind=Path, metavar="DIR", help="directory for a profiler trace of each combination"),
+    "index_tokens": Option(default=0, least=0, help="number of unrelated tokens in the cache"),
+    "enforce_eager": Option(default=False, help="run forward passes without CUDA graphs"),
+    "no_baselines": Option(default=False, help="do not measure model.generate"),
 }
 COLUMNS = (
     ("model", "{model}"),
@@ -179,12 +185,12 @@ RUN = "threads: {threads}"
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:
-    """On the page, which has fewer widths."""
+    """Return whether the documentation shows this row; it shows only the smallest and the largest T."""
     return row["T"] in (1, 16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a verify step changed a token in float32."""
+    """Run the command line; return 1 if drafts changed a token in float32 or despite batch-invariant passes, else 0."""
     under = (*ENGINE, "benchmarks/steps.py")
     unsaid = set(OPTIONS) - {"batch", "context", "draft", "rounds", "index_tokens"}
     run = Run(
@@ -245,9 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     target: Target, text: Sequence[int], shape: Shape, args: Namespace, *, is_profiled: bool = False
 ) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
-    """A row of the result, what each of the engine's rows said, and what plain decoding says; that is in the index.
+    """Time the engine's steps for one shape.
 
-    is_profiled : what the profiler saw of more steps is all that comes of it, in the place of the row.
+    Returns the row of the result, the outputs, and the outputs of plain decoding. The cache contains the plain outputs,
+    so that the drafter finds them. With ``is_profiled``, the row is the profiler's summary and both lists are empty.
     """
     num_tokens = _tokens_said(args, shape.width)
     prompts = prompts_of(text, shape.batch, max(8, shape.context - num_tokens // 2))
@@ -307,7 +314,7 @@ def _engine(
 
 
 def _tokens_said(args: Namespace, width: int) -> int:
-    """Most tokens that a row says in all steps."""
+    """Return the maximum number of tokens that one row generates in all its steps."""
     return int((_untimed(width) + args.rounds + args.profiled) * width)
 
 

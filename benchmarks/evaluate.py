@@ -1,12 +1,13 @@
-"""Is what ``ssd-cache evaluate`` predicts what the engine then does? On the same requests, one at a time, greedy.
+"""Compare the speed-up that ``ssd-cache evaluate`` predicts with the speed-up that it measures on the same requests.
 
 ``python -m benchmarks.evaluate [MODEL] [--workloads NAME...] [--requests N] [--rounds N] [--out FILE] [--json]``
 
-``ssd-cache evaluate --measure MODEL`` decodes a workload's requests with drafts and without, the cache empty at first,
-and says what a replay of the same outputs predicts from measured costs; several times. Compared is the time of the
-output: what a replay speaks of. Workloads: "mixed", "new", "often" and "variants" (`benchmarks.workloads`), and
-recorded requests by their trace. Every output is compared. The mark is a median error of 10 %. Prints a table, ends
-stdout with one JSON line.
+``ssd-cache evaluate --measure MODEL`` decodes the requests of a workload greedily, one at a time, with and without
+drafts, with an empty cache at first. It also predicts the speed-up by replaying the outputs with the measured costs of
+forward passes. Both are repeated in several rounds. Only the time for the output is compared, because the prediction
+does not include the prefill. Workloads are "mixed", "new", "often" and "variants" (see `benchmarks.workloads`), or the
+names of recorded traces. Every output is compared. The goal is a median error of at most 10 %. Prints a table; the
+last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ssd.text.codec import TextCodec
 
 OPTIONS: dict[str, Any] = {
     "workloads": Option(default=list(MADE), metavar="NAME"),
-    "requests": Option(default=32, help="of each workload"),
-    "max_tokens": Option(default=64, help="of an answer"),
-    "prompt_tokens": Option(default=320, help="of a prompt, its end"),
+    "requests": Option(default=32, help="number of requests per workload"),
+    "max_tokens": Option(default=64, help="maximum number of output tokens per request"),
+    "prompt_tokens": Option(default=320, help="maximum number of tokens per prompt; only the end is used"),
     "rounds": 3,
-    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="keep what passes cost, for `benchmarks.replay`"),
+    "save_cost": Option(default=None, kind=Path, metavar="FILE", help="file for the measured costs of forward passes"),
     "seed": 0,
 }
 UNDER = (*ENGINE, "cache_builder/evaluation")
@@ -66,7 +67,7 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where an output differed."""
+    """Run the command line; return 1 if drafts changed an output, else 0."""
     unsaid = ("workloads", "save_cost")
     run = Run("evaluate", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=unsaid, under=UNDER)
     args = run.args
@@ -113,23 +114,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_log(path: Path, prompts: Sequence[list[int]], max_tokens: int) -> None:
-    """A record for each request, of token ids; its answer, which only says how long one may be, is not looked at."""
+    """Write a log with one record of token ids per request. Outputs are zeros, because only their length is used."""
     with path.open("w") as file:
         for prompt in prompts:
             file.write(json.dumps({"token_ids": [*prompt, *[0] * max_tokens], "prompt_length": len(prompt)}) + "\n")
 
 
 def merged(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One measurement of what passes cost out of several of one model: the median of every figure, width by width."""
+    """Combine several measured cost curves of one model into one: the median of each figure for each pass width."""
     columns = {key: [each[key] for each in measured] for key in ("ms", "costs", "step_ms", "overhead", "recycling")}
     medians = {key: np.round(np.median(values, axis=0), 4).tolist() for key, values in columns.items()}
     return {**measured[0], "requests": sum(each["requests"] for each in measured), **medians}
 
 
 def evaluate(log: Path, model: str, max_tokens: int, save_cost: Path) -> dict[str, Any]:
-    """``ssd-cache evaluate LOG --measure MODEL`` of all requests, greedy. Raises SystemExit where it fails.
+    """Run ``ssd-cache evaluate LOG --measure MODEL`` on all requests with greedy decoding, and return its JSON result.
 
-    ``save_cost`` : file for what it measured that passes cost.
+    The measured costs of forward passes are written to ``save_cost``. Raises SystemExit if the command fails.
     """
     arguments = [sys.executable, "-m", "cache_builder", "evaluate", str(log), "--measure", model, "--temperature", "0"]
     limits = ["--measure-requests", "1000000", "--measure-tokens", str(max_tokens), "--measure-minutes", "600"]

@@ -1,13 +1,15 @@
-"""Is the output unchanged, to the bit, and what does that cost?
+"""Check that outputs with drafts are bit-identical to plain decoding, and measure how much that slows forward passes.
 
 ``python -m benchmarks.exact [MODEL] [--shape 8b] [--dtype float32 ...] [--drafters NAME...] [--out FILE]``
 
-In each type tokens and log-probabilities are the same bits as without speculation and one request at a time, of every
-pair of drafter, draft limit and batch size in float32, of two settings in the others, the widest passes of the most
-rows among them; greedy and sampled; greedy in float32 against ``generate`` too. Then forward passes of one row,
-of eight rows and a prefill are timed alternately with bit-identical outputs and with ``--batch-invariant off``. The
-table has medians over rounds, with the least and the most.
-Prints a table; the last line of stdout is one JSON object. Status 1 where an output differs.
+For each dtype, tokens and log-probabilities are compared, bit by bit, with those of one request at a time without
+speculation, both greedy and sampled. In float32, every pair of values of drafter, draft limit and batch size occurs in
+a setting, and greedy outputs are also compared with transformers' ``generate``. For other dtypes, two settings are
+tested, one of them with the longest drafts and the largest batch.
+
+Then decoding passes of one row and of eight rows and a prefill are timed alternately with bit-identical outputs and
+with ``--batch-invariant off``; the table shows the median, minimum and maximum of the speed ratio over rounds. Prints a
+table; the last line of stdout is one JSON object. The exit status is 1 if an output differs.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ _PREFILL = 448
 _PLANS: tuple[BatchInvariant, ...] = ("off", "on")
 _PASSES = 4
 _DEVICE_PASSES = 24
-"""Of one measurement, which on a device begins and ends with waiting for it."""
+"""The number of passes per timing on a GPU, larger because each timing includes two synchronizations."""
 
 OPTIONS: dict[str, Any] = {
     "dtype": Option(default=["float32", "bfloat16"], choices=sorted(DTYPES)),
     "drafters": Option(default=["ssd", "random", "oracle"], metavar="NAME"),
-    "draft": Option(default=[1, 4, 16], metavar="K", help="most drafted tokens"),
-    "batch": Option(default=[1, 4, 16], metavar="B", help="requests at a time"),
+    "draft": Option(default=[1, 4, 16], metavar="K", help="maximum numbers of draft tokens to test"),
+    "batch": Option(default=[1, 4, 16], metavar="B", help="batch sizes to test: numbers of concurrent requests"),
     "prompts": 32,
     "max_tokens": 48,
-    "rounds": Option(default=15, help="of the times"),
+    "rounds": Option(default=15, help="number of rounds of the timing"),
     "seed": 1,
 }
 COLUMNS = (
@@ -71,7 +73,7 @@ RUN = "threads: {threads}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Every type in turn. Returns the exit status."""
+    """Run the command line; return 1 if an output differs, else 0."""
     under = ("benchmarks/exactness.py", "ssd/engine", "ssd/model")
     this = Run("exact", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True, under=under)
     args = this.args
@@ -113,7 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compared(
     target: Target, prompts: Sequence[list[int]], args: Namespace, drafters: Sequence[str], codec: TextCodec
 ) -> Report:
-    """``drafters`` : of which every setting is tried; none for two settings, and without ``generate``."""
+    """Compare the outputs of several settings with plain decoding, greedy and sampled.
+
+    With ``drafters``, the settings cover all pairs of drafter, draft limit and batch size, and greedy outputs are also
+    compared with transformers' ``generate``. Without, only two settings are compared.
+    """
     report, eos, max_tokens = Report(), codec.eos_token_ids, args.max_tokens
     settings = [Setting("ssd", args.draft[-1], args.batch[-1]), Setting("random", max(args.draft), max(args.batch))]
     if drafters:
@@ -133,7 +139,6 @@ def _compared(
 
 
 def _rates(target: Target, rounds: int) -> Iterator[tuple[str, list[float]]]:
-    """With the plan over those without, round by round."""
     held = _PREFILL // 2
     passes = _PASSES if target.device.type == "cpu" else _DEVICE_PASSES
 
@@ -159,7 +164,10 @@ def _rates(target: Target, rounds: int) -> Iterator[tuple[str, list[float]]]:
 
 
 def _ratios(target: Target, begin: Callable[[], None], passes: Callable[[], None], rounds: int) -> list[float]:
-    """``begin`` : fills slots, which are empty where plans change."""
+    """Return median, minimum and maximum over rounds of the speed with bit-identical outputs over the speed without.
+
+    ``begin`` fills the slots with tokens before each timing, because all slots are cleared when the setting changes.
+    """
     found = []
     for number in range(rounds):
         seconds: dict[BatchInvariant, float] = {}

@@ -1,8 +1,8 @@
-"""Engines compared with plain decoding: tokens and log-probabilities, by ``==``.
+"""Compare the outputs of engines with the outputs of plain decoding: tokens and log-probabilities must be equal.
 
-Near-ties are let pass in one place, `is_near_tie`, and only where the arithmetic is not ours or not exact: against
-``generate`` of transformers, and with targets that are not batch-invariant. There two passes over the same tokens
-round differently, and where the two best scores, noise included, are within ``TIE_MARGIN`` another token may be chosen.
+Near-ties are tolerated only against transformers' ``generate`` and for targets that are not batch-invariant. In both
+cases, two computations for the same tokens round differently, so another token may be chosen if the two best scores,
+including sampling noise, differ by less than ``TIE_MARGIN``. `is_near_tie` decides this.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from ssd.retrieval.cache_manager import CacheManager
 
 TIE_MARGIN = 1e-4
 NUM_TOP = 2
-"""Of the most probable tokens whose log-probabilities are compared."""
+"""The number of most probable tokens per position whose log-probabilities are compared."""
 
 _COUPLED = EngineConfig(coupled_streams=1, coupled_window=2)
-"""Requests without a seed share one stream; the window is short, so that what a key depends on comes again."""
+"""Coupled sampling for requests without a seed: one noise stream, and noise that depends on the last two tokens only,
+so that the same noise recurs often."""
 _ROOT = b"of all comparisons"
 
 Makers = Mapping[str, Callable[[], Drafter]]
-"""Drafters that a setting may name beside the project's own: each run gets a fresh one."""
+"""Functions that create further drafters, by the drafter name in a `Setting`. Each run creates a new drafter."""
 
 
 class RandomDrafter(NoDrafter):
-    """Adversarial: drafts of random tokens, always as long as allowed."""
+    """A worst-case drafter: drafts random tokens, always as many as allowed."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Random tokens for every request."""
+        """Draft random tokens for every request."""
         return [
             Draft(self._random.integers(0, self._vocab_size, max(0, r.limit), np.int32), source="random")
             for r in requests
@@ -55,7 +56,7 @@ class RandomDrafter(NoDrafter):
 
 
 class OracleDrafter(RandomDrafter):
-    """Knows each prompt's answer and drafts it; every third draft has its last token spoilt."""
+    """A drafter that drafts the known answer to each prompt. The last token of every third draft is made wrong."""
 
     def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]], vocab_size: int) -> None:
         super().__init__(vocab_size)
@@ -63,7 +64,7 @@ class OracleDrafter(RandomDrafter):
         self._calls = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """The rest of the answer where the context agrees with it."""
+        """Draft the next tokens of the known answer, assuming that the output so far equals it."""
         drafts = []
         for request in requests:
             self._calls += 1
@@ -77,7 +78,7 @@ class OracleDrafter(RandomDrafter):
 
 
 class Said(NamedTuple):
-    """One output; ``logprobs`` are None where none were asked for."""
+    """The output of one request. ``logprobs`` is None if the request did not ask for log-probabilities."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
@@ -85,7 +86,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to run the engine."""
+    """A combination of drafter, draft limit and batch size to test."""
 
     drafter: str
     num_speculative_tokens: int
@@ -98,7 +99,7 @@ class Setting:
 def covering_settings(
     drafters: Sequence[str], draft_limits: Sequence[int], batch_sizes: Sequence[int]
 ) -> list[Setting]:
-    """Few settings in which every pair of values of two dimensions occurs together at least once (greedily chosen)."""
+    """Choose few settings in which every pair of values of two parameters occurs (greedy pairwise testing)."""
     candidates = [Setting(*values) for values in itertools.product(drafters, draft_limits, batch_sizes)]
 
     def pairs(s: Setting) -> set[tuple[object, ...]]:
@@ -119,23 +120,23 @@ def covering_settings(
 
 @dataclass(slots=True)
 class Report:
-    """Outcome of a comparison."""
+    """The result of comparing outputs with those of plain decoding."""
 
     num_distinct: int = 0
-    """Tokens of the outputs that others are compared with; who makes them counts them."""
+    """The number of tokens in the expected outputs; the caller counts them."""
     num_tokens: int = 0
-    """Compared, a text in every setting."""
+    """The number of token comparisons. A token that several settings generate counts once for each setting."""
     num_logprobs: int = 0
-    """Of these tokens, those whose log-probabilities were compared too."""
+    """The number of positions at which log-probabilities were compared too."""
     num_ties: int = 0
-    """Near-ties, each of which ended the comparison of its output."""
+    """The number of outputs that differ at a near-tie. Their remaining tokens are not compared."""
     mismatches: list[str] = field(default_factory=list)
     acceptance: dict[str, float] = field(default_factory=dict)
-    """Mean acceptance length by setting."""
+    """The mean acceptance length of each setting."""
 
     @property
     def passed(self) -> bool:
-        """No mismatch, and at most one tie per 10,000 tokens (rounded up)."""
+        """Whether there is no mismatch and at most one near-tie per 10,000 tokens (rounded up)."""
         return not self.mismatches and self.num_ties <= -(-self.num_tokens // 10_000)
 
     def __str__(self) -> str:
@@ -156,10 +157,11 @@ def run(
     answers: Mapping[tuple[int, ...], Sequence[int]] | None = None,
     makers: Makers | None = None,
 ) -> tuple[list[Said], float]:
-    """Outputs of a fresh engine over ``target``, ``batch_size`` requests at a time, and the mean acceptance length.
+    """Generate all outputs with a new engine over ``target``; return them and the mean acceptance length.
 
-    ``setting`` None is the engine without speculation, one request at a time, all of which ask for log-probabilities;
-    else every second one does. What is sampled without a seed is coupled, with a secret that is always the same.
+    With a ``setting``, the engine drafts, ``batch_size`` requests run at a time, and every second one asks for
+    log-probabilities. Without, speculation is off, one request runs at a time, and all ask for them. Requests without a
+    seed use coupled sampling with a fixed secret, so that all runs have the same noise.
     """
     batch_size = setting.batch_size if setting else 1
     draft = DraftConfig(num_speculative_tokens=setting.num_speculative_tokens if setting else 0)
@@ -212,8 +214,8 @@ def compare(
 ) -> None:
     """Run ``setting`` and add to ``report`` how its outputs differ from ``expected``.
 
-    ``expected`` : of `run`, tokens and log-probabilities; or of `reference_greedy`, tokens up to the first near-tie, as
-    with targets that are not exact.
+    If ``expected`` comes from `run` and the target is batch-invariant, tokens and log-probabilities must be equal.
+    Otherwise, as with `reference_greedy`, tokens are compared up to the first near-tie.
     """
     answers = {tuple(p): e.token_ids for p, e in zip(prompts, expected, strict=True)}
     outputs, acceptance = run(
@@ -237,7 +239,7 @@ def compare(
 
 
 def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
-    """Where two outputs part, the end of the shorter included; None where they are equal."""
+    """Return the index of the first different token, None for equal outputs; a shorter output differs at its end."""
     if list(got) == list(want):
         return None
     return next((t for t, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), min(len(got), len(want)))
@@ -246,7 +248,10 @@ def first_difference(got: Sequence[int], want: Sequence[int]) -> int | None:
 def differs(
     target: Target, prompt: Sequence[int], params: SamplingParams, got: Sequence[int], want: Sequence[int]
 ) -> bool:
-    """Whether an output is not what plain decoding said: at all; of a target that is not exact, but for a near-tie."""
+    """Return whether an output is wrong: not equal to plain decoding's output ``want``.
+
+    If passes are not batch-invariant, an output that first differs at a near-tie is not wrong.
+    """
     if list(got) == list(want):
         return False
     return target.batch_invariance.is_invariant or not is_near_tie(target, prompt, params, got, want)
@@ -261,9 +266,10 @@ def is_near_tie(
     want: Sequence[int],
     margin: float = TIE_MARGIN,
 ) -> bool:
-    """Whether two outputs that differ, ``want`` of plain decoding, first do so where its best two scores are near.
+    """Return whether two outputs first differ at a near-tie: the two best scores differ by less than ``margin``.
 
-    What has no seed was sampled with the noise of `run`.
+    The scores are recomputed after the prompt and the common tokens. They include the sampling noise; for requests
+    without a seed, it is the noise of `run`.
     """
     place = first_difference(got, want)
     if place is None or place >= min(len(got), len(want)):
@@ -290,7 +296,7 @@ def _noise_of(params: SamplingParams) -> SequenceNoise:
 def reference_greedy(
     target: Target, prompts: Sequence[Sequence[int]], max_tokens: int, eos_token_ids: Iterable[int]
 ) -> list[Said]:
-    """Plain ``model.generate`` of transformers, greedy, one prompt at a time, on the model's own attention."""
+    """Generate greedily with transformers' ``model.generate`` and its own attention, one prompt at a time."""
     model = target.model
     ours = model.config._attn_implementation
     if isinstance(target, SlotRunner):

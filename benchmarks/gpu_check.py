@@ -1,19 +1,20 @@
-"""Everything that only a GPU can show, in two calls of some five minutes; needs none of the web packages.
+"""Run all checks and measurements that need a GPU, in two calls of about five minutes each.
 
 ``python -m benchmarks.gpu_check [--call K | --parts PART...] [--real DIR] [--device cpu] [--out DIR]``
 
-- call 1, is it right, and is it fast: output against ``model.generate`` and against no speculation, in three types, a
-  small model and an 8B shape; the tests that do more on a GPU; steps of the 8B shape beside a copy of memory, repeats,
-  speculation that gains nothing, what exactness costs, and a soak with cancellations and leaks.
-- call 2, why, and what else: steps under the profiler, of a 1B shape and without recording, what drafting for 64 rows
-  takes, the small model's overhead, and a pretrained model (``--real``).
+- Call 1 checks correctness and speed: outputs compared with ``model.generate`` and with speculation off, in three
+  dtypes, for a small model and for an 8B shape with random weights; the tests that do more on a GPU; engine steps of
+  the 8B shape relative to a memory copy; repeated requests; speculation without repetition; the cost of bit-identical
+  outputs; and a soak test with cancelled requests that looks for memory leaks.
+- Call 2 explains and extends these figures: steps under the profiler, of a 1B shape, and without CUDA graphs; drafting
+  for 64 rows; the overhead of speculation for the small model; and a pretrained model (``--real``).
 
-A part is other programs, each in a process of its own, which writes down what it finds row by row: one that fails,
-hangs or has no time left is said and does not stop the next, and what it had found stands. Ends with the marks, met or
-not, and one JSON line; status 1 where a part failed, was cut or skipped. With --out the result is written after every
-part, beside other parts that the file has, and logs of what failed; ``--marks`` reads all results there, of each part
-the newest, and prints their marks. ``--device cpu`` runs the same at small sizes, for a look at the script itself.
-docs/benchmarks.md says more.
+Each part runs other programs in their own processes. If a program fails, hangs or runs out of time, this is reported,
+the rows that it had written are kept, and the next part runs. At the end, all targets are printed, met or not, and one
+JSON line. The exit status is 1 if a part failed, was cut or was skipped. The result file in ``--out`` is updated after
+every part and keeps the parts of earlier runs; logs of failed programs are written next to it. ``--marks`` runs
+nothing: it reads all results there, the newest of each part, and prints the targets. ``--device cpu`` runs everything
+at small sizes, to try the script itself. No web package is needed. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,15 +41,22 @@ from benchmarks.child import ROOT
 from benchmarks.run import head, table
 
 Found = dict[str, Any]
-"""What a part found: whether it "passed", the "results" of its programs, and of programs that ended otherwise than they
-should "failures" and what was "cut"; or why all was "skipped". With "at", "date", "environment", "device", "command".
+"""The result of one part: "passed", the "results" of its programs, and messages of programs that ended in "failures" or
+were "cut" for time, or the reason why the part was "skipped". Also "at", "date", "environment", "device" and "command".
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Of a ``part``. ``value`` : None where it was not measured. ``bound`` : what it must reach, or, with ``at_most``,
-    not exceed. ``interval`` : of 95 %, where one is known."""
+    """A target for a measured value.
+
+    Attributes:
+        part: The part of the GPU check that measures the value.
+        value: The measured value; None if it was not measured.
+        bound: The value to reach.
+        at_most: Whether ``bound`` is a maximum instead of a minimum.
+        interval: The 95 % confidence interval of the value, if known.
+    """
 
     part: str
     name: str
@@ -59,7 +67,7 @@ class Mark:
 
     @property
     def is_met(self) -> bool | None:
-        """None where nothing was measured, or so widely that it cannot be told."""
+        """Whether the target is met; None if nothing was measured or the bound lies within the confidence interval."""
         if self.value is None:
             return None
         if self.interval is not None and self.interval[0] < self.bound <= self.interval[1]:
@@ -67,7 +75,7 @@ class Mark:
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
     def cells(self) -> dict[str, str]:
-        """For people."""
+        """Return the target as text cells for a table."""
         unknown = "not measured" if self.value is None else "uncertain"
         word = {None: unknown, True: "met", False: "not met"}[self.is_met]
         value = "-" if self.value is None else f"{self.value:g}"
@@ -82,7 +90,7 @@ class Mark:
 
 
 def marks(results: Mapping[str, Found]) -> Iterator[Mark]:
-    """All of them, from what the parts found. What was cut counts where a mark is of single rows."""
+    """Yield all targets with their values. Targets for single rows also use the rows of parts that were cut."""
     for part in ("right", "soak", "growth-real"):
         yield Mark(
             part,
@@ -131,13 +139,17 @@ def _passes(found: Found) -> float | None:
 
 
 def is_whole(results: Mapping[str, Found], part: str) -> bool:
-    """Whether it was run and neither it nor one of its programs was cut."""
+    """Return whether a part (a group of checks) ran completely: neither skipped nor cut."""
     found = results.get(part, {"cut": "not run"})
     return not {"skipped", "cut"} & found.keys() and not any(each.get("is_cut") for each in found["results"])
 
 
 def _slowest(results: Mapping[str, Found], part: str, name: str, traffic: str) -> Mark:
-    """Of all batches that were asked for, else of none. What lies counts where any of it was drafted."""
+    """Return the target for the lowest throughput relative to speculation off over all batch sizes.
+
+    Its value is None unless all requested batch sizes were measured. With misleading caches ("adversarial"), it is also
+    None if nothing was drafted, because then nothing was tested.
+    """
     rows = [row for row in rows_of(results, part, "overhead") if row["traffic"] == traffic]
     asked = {batch for each in results.get(part, {}).get("results", ()) for batch in each["parameters"]["batch"]}
     is_measured = is_whole(results, part) and rows and asked == {row["batch"] for row in rows}
@@ -148,9 +160,10 @@ def _slowest(results: Mapping[str, Found], part: str, name: str, traffic: str) -
 
 
 def num_different(results: Mapping[str, Found], part: str) -> int | None:
-    """Outputs that are not plain decoding's, of programs under which none may: with exactness on, or in float32.
+    """Return the number of outputs that differ from plain decoding although they must be equal.
 
-    None where none was found and not all were compared, or none has to be equal: other types without exactness.
+    Only programs that ran in float32 or with batch-invariant passes count. Returns None if no difference was found but
+    the part did not pass, or if no output had to be equal.
     """
     found = results.get(part, {"passed": False, "results": []})
     strict = [
@@ -164,15 +177,14 @@ def num_different(results: Mapping[str, Found], part: str) -> int | None:
 
 
 def read_results(directory: Path) -> Found:
-    """What all calls found whose results lie in ``directory``, `merged`. Empty where none lies there."""
+    """Read all result files in ``directory`` and combine them with `merged`. Returns an empty result without files."""
     return merged(json.loads(path.read_text()) for path in sorted(directory.glob("gpu_check*.json")))
 
 
 def merged(results: Iterable[Found]) -> Found:
-    """One of several: the head of the newest, and each part as it was last run, with a head of its own.
+    """Combine several results: the newest run of each part, and the general fields of the newest result.
 
-    A part that was skipped does not take the place of what was found before; of two of a day of which no more is known,
-    the later one in order counts.
+    A skipped run does not replace an earlier run of the part. For two runs with the same date, the later one is used.
     """
     found: Found = {}
     parts: dict[str, list[Found]] = {}
@@ -190,19 +202,19 @@ def merged(results: Iterable[Found]) -> Found:
 
 
 def rows_of(results: Mapping[str, Found], part: str, program: str) -> list[dict[str, Any]]:
-    """All rows that one program gave in one part."""
+    """Return all result rows that one program wrote in one part of the GPU check."""
     found = results.get(part, {}).get("results", [])
     return [row for result in found if result["benchmark"] == program for row in result.get("rows", [])]
 
 
 def device_of(results: Mapping[str, Found], part: str) -> str:
-    """Where a part ran, in a word."""
+    """Return the short name of the GPU that a part of the check ran on, such as "H100"; empty if unknown."""
     said = (str(each["device"]) for each in (results[part], *results[part]["results"]) if "device" in each)
     return next((each.removeprefix("NVIDIA ").split()[0] for each in said), "")
 
 
 def section(results: Found) -> str:
-    """The targets and the steps of the 8B shape, for docs/benchmarks.md. ``results`` : of `read_results`."""
+    """Return the Markdown tables of targets and of the 8B shape's steps for docs/benchmarks.md."""
     columns = (
         ("target", "{mark}"),
         ("GPU, commit", "{on}"),
@@ -248,14 +260,14 @@ def section(results: Found) -> str:
 
 
 _LEAST_SHARE = 0.4
-"""Of its expected time that a part must have left to begin: what it finds first is worth most."""
+"""The share of a part's expected time that must be left to start the part; its first rows are the most useful ones."""
 _MOST_SHARE = 2.0
-"""Of its expected time, and half a minute, that a part may take: one that hangs shall not take the next ones' time."""
+"""The time limit of a part relative to its expected time (plus 30 s), so that a hanging part leaves time for others."""
 _SECONDS = 8.5 * 60
-"""Of one call."""
+"""The default time limit of one call."""
 _KEPT_CHARACTERS = 2000
 _LAST_SECONDS = 15
-"""That tests have to say which failed, once their time is over."""
+"""The time that pytest gets to report failures after it was interrupted at its time limit."""
 
 _STEPS = "benchmarks.decode --no-baselines --context 1024 --rounds 16 --copy-mb 2048"
 _GROWTH = "benchmarks.growth --streams mixed --sampling greedy --requests 40 --repeated 12 --max-tokens 64"
@@ -306,11 +318,11 @@ PARTS: dict[str, tuple[int, tuple[str, ...]]] = {
         (f"{_STEPS} --shape 8b --batch 1 --draft 0 3 15 --enforce-eager",),
     ),
 }
-"""By name, in the order of their worth: the seconds that it should take on a GPU with 4 TB/s, and programs of ours with
-their arguments, or pytest."""
+"""The parts by name, the most important first: the expected seconds on a GPU with 4 TB/s of memory bandwidth, and the
+command lines of the programs (or of pytest)."""
 
 AT_ONCE: Final = ("right",)
-"""Parts whose programs run side by side: nothing is timed that anybody reads."""
+"""The parts whose programs run concurrently, because they check outputs and do not measure time."""
 
 CALLS: Final[tuple[tuple[str, ...], ...]] = (
     ("kernels", "right", "speed-large", "repeats", "overhead-large", "exact-cost", "soak"),
@@ -324,19 +336,19 @@ SMALL: Final = {
     "contenders": "--batch 1 --rounds 1 --max-tokens 4",
     "reliability": "--requests 16 --reopened 2",
 }
-"""Said last for a look on a CPU, by program."""
+"""Options by program that are appended with ``--device cpu`` to make the run small; they override earlier options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 where a part failed."""
+    """Run the command line; return 1 if a part of the check did not pass, else 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").split("\n")[0])
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of one call")
-    which.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
-    which.add_argument("--marks", action="store_true", help="run nothing: print the marks of the results in --out")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a look at the script (default: %(default)s)")
-    parser.add_argument("--real", metavar="DIR", help="a pretrained model, for the part growth-real")
-    parser.add_argument("--seconds", type=float, default=_SECONDS, help="of a call (default: %(default)g)")
+    which.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="run the parts of this call")
+    which.add_argument("--parts", nargs="+", choices=tuple(PARTS), metavar="PART", help=f"run: {', '.join(PARTS)}")
+    which.add_argument("--marks", action="store_true", help="run nothing, print the targets for the results in --out")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script (default: %(default)s)")
+    parser.add_argument("--real", metavar="DIR", help="directory of a pretrained model, for the part growth-real")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="time limit (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=Path(), help="directory for results and traces (default: here)")
     args = parser.parse_args(argv)
     names = () if args.marks else args.parts or (CALLS[args.call - 1] if args.call else tuple(PARTS))
@@ -370,7 +382,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _played(name: str, args: argparse.Namespace, left: float) -> Found:
-    """What a part's programs found within the time that is left."""
     (seconds, commands), found = PARTS[name], Found(passed=False, results=[])
     if left < _LEAST_SHARE * seconds:
         return found | {"skipped": f"{left:.0f} s were left, it takes some {seconds}"}
@@ -403,9 +414,10 @@ def _played(name: str, args: argparse.Namespace, left: float) -> Found:
 
 
 def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str, str] | None:
-    """A program to its end, or until its time is over; of one that ended otherwise than it should how, and why.
+    """Run a program until it exits or the time ``ends`` is over.
 
-    It leads a group: what it starts ends with it, and a fault on the device too.
+    Returns None if it succeeded, else "cut" or "failures" with a message. The program runs in its own process group, so
+    that its child processes are killed with it.
     """
     # Where there is a device, kernels are compiled, whatever tells the tests so; tests take a core each.
     environment = os.environ | ({} if device == "cpu" else {"TRITON_INTERPRET": "0"})
@@ -444,7 +456,7 @@ def _run(words: Sequence[str], log: Path, device: str, ends: float) -> tuple[str
 
 
 def _heed_interrupts() -> None:
-    """Undo that a shell lets programs in the background ignore SIGINT, by which tests are told to end and report."""
+    # Shells let background programs ignore SIGINT, with which pytest is told to stop and report its failures.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,14 +1,16 @@
-"""Does the service get faster with use? A stream of requests on a fresh engine, speculation on and off in turn.
+"""Measure whether the engine gets faster with use: a stream of requests on a new engine, compared with speculation off.
 
 ``python -m benchmarks.growth [MODEL] [--streams NAME...] [--requests N] [--max-tokens N] [--out FILE] [--json]``
 
-First the same 50 greedy requests twice: verify steps of both runs, and the second's tokens/s against speculation off.
-Then two runs of every stream, greedy and sampled (temperature 0.7, top-p 0.9, a seed per request). Streams: "mixed", in
-which some requests recur, some are near-variants and some are new; "new", with no repeats; and the prompts of recorded
-requests by the name of their trace, cut to 320 tokens. Requests go in windows; every window runs once with speculation
-and once without, the order alternating, so that a machine that slows down slows both. The last fifth is then asked of a
-new engine too: the difference is what use has brought, whatever these requests gain by themselves. Every output is
-compared token by token. Prints a table and ends stdout with one JSON line.
+First, the same 50 greedy requests run twice. The verification passes of both runs are counted, and the throughput of
+the second run is compared with speculation off. Then every stream runs greedily and sampled (temperature 0.7, top-p
+0.9, one seed per request). The streams are "mixed" (some requests repeat, some are variants, some are new), "new"
+(no repeats), and the prompts of recorded requests by the name of their trace, cut to 320 tokens.
+
+Requests are grouped in windows. In each window, engines with and without speculation run the same requests alternately.
+The last fifth of the stream also runs on a new engine with an empty cache: the difference is the effect of the cached
+earlier requests. Every output is compared with the output of speculation off. Prints a table; the last line of stdout
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from ssd.retrieval.cache_manager import CacheManager
 from ssd.text.codec import TextCodec
 
 _LENGTH = 1024
-"""Most tokens of a prompt and its answer."""
+"""The maximum number of tokens of a prompt with its output."""
 
 OPTIONS: dict[str, Any] = {
     "streams": Option(default=["mixed", "new"], several=True, metavar="NAME"),
     "sampling": Option(default=["greedy", "sampled"], choices=("greedy", "sampled")),
-    "requests": Option(default=160, help="of each stream"),
-    "repeated": Option(default=50, help="requests asked twice"),
+    "requests": Option(default=160, help="number of requests per stream"),
+    "repeated": Option(default=50, help="number of requests that are sent twice"),
     "max_tokens": 64,
-    "window": Option(default=4, help="requests per measured window"),
+    "window": Option(default=4, help="number of requests per measured window"),
     "seed": 0,
 }
 COLUMNS = (
@@ -69,11 +71,11 @@ RUN = (
 )
 
 Window = tuple[int, Mapping[str, Tally]]
-"""Tokens cached before a group of requests, and what it took with speculation, "on", and without, "off"."""
+"""The number of cached tokens before a window of requests, and its measurements with speculation "on" and "off"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run and print; return the exit status."""
+    """Run the command line; return 1 if drafts changed an output, else 0."""
     run = Run("growth", __doc__, argv, OPTIONS, COLUMNS, has_model=True, has_shapes=True)
     args = run.args
     codec, model = run.load(speaks=True)
@@ -95,7 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def repeat(
     model: PreTrainedModel, codec: TextCodec, num_requests: int, max_tokens: int, *, seed: int = 0
 ) -> dict[str, Any]:
-    """The same greedy requests on an empty cache and again, one at a time; the second run against speculation off."""
+    """Run the same greedy requests twice, one at a time, on a cache that is empty at first.
+
+    Returns the number of verification passes of both runs and the second run's speed-up over speculation off.
+    """
     length = max(512, 256 + max_tokens + 8)
     prompts = [cut(codec, text, 256) for text in snippets(seed + 1)[:num_requests]]
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
@@ -129,7 +134,10 @@ def repeat(
 def run_stream(
     model: PreTrainedModel, codec: TextCodec, stream: Stream, sampling: str, args: Namespace
 ) -> tuple[list[Window], list[Window], Comparison]:
-    """One stream, window by window, with speculation and without; then its last fifth on new engines."""
+    """Run one stream with and without speculation, and then its last fifth again on new engines.
+
+    Returns the windows of the stream, the windows on the new engines, and the comparison of all outputs.
+    """
     comparison = Comparison()
     temperature, top_p = (0.0, 1.0) if sampling == "greedy" else (0.7, 0.9)
     # A seed of its own for each request: who asks the same again gets another sample, as on any service.
@@ -155,7 +163,6 @@ def _fifth(windows: Sequence[object]) -> int:
 
 
 def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheManager, length: int) -> list[Engine]:
-    """With speculation and without."""
     config = EngineConfig(max_num_seqs=1)
     return [
         open_engine(model, name, slots=1, length=length, config=config, codec=codec, caches=known)
@@ -166,7 +173,11 @@ def _pair(model: PreTrainedModel, codec: TextCodec, caches: CacheManager, length
 def summary(
     stream: Stream, sampling: str, windows: Sequence[Window], anew: Sequence[Window], comparison: Comparison
 ) -> dict[str, Any]:
-    """Of the last fifth, after all others and ``anew``; ratios are on / off within a window, medians over windows."""
+    """Return the result row of a stream: figures of its last fifth with a warmed cache and with an empty one.
+
+    ``anew`` are the windows with an empty cache. Ratios compare speculation on and off within a window; the row
+    contains their medians over windows.
+    """
     fifth = _fifth(windows)
     over_off, over_off_anew = (ratios([tallies for _, tallies in some], "on", "off") for some in (windows, anew))
     widths, widths_anew = ([tallies["on"].tokens_per_pass for _, tallies in some] for some in (windows, anew))

@@ -1,15 +1,15 @@
-"""What of a step is the engine's own work?
+"""Measure the time that the engine itself spends on the host in each decoding step, without a model and a GPU.
 
 ``python -m benchmarks.host [--batch B...] [--traffic off new again sampled] [--steps N] [--rounds R]``
 
-All is real but the model: its passes compute nothing and take, by a clock, what those of Llama-3.1-8B take on an H100.
-Inputs are put into place as for passes that are recorded there, chosen tokens and the most probable ones come
-back with them. Each row says a text of code. "off" is speculation off; "new": on, where nothing of
-the text is stored; "again": all of it is; "sampled": the same at temperature 1.
+Everything is real except the model: its forward passes compute nothing, but by the clock they take as long as those of
+Llama-3.1-8B on an H100. Inputs and outputs are copied as for CUDA graphs. Each row generates a given text of code. The
+kinds of traffic are "off" (speculation off), "new" (speculation on, empty cache), "again" (the cache contains the
+texts) and "sampled" (as "again", at temperature 1).
 
-Microseconds a step, medians over all steps of all rounds: of the host in all; that a device has nothing to do, as the
-next pass has not begun; and by part. Every row must have said its text. Prints a
-table; the last line of stdout is one JSON object.
+The table shows microseconds per step, as medians over all steps of all rounds: the total host time, the time that a
+device would be idle because the next pass has not been launched ("exposed"), and the time of each part. Every row must
+have generated its text. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -48,18 +48,22 @@ from ssd.text.codec import TextCodec
 Texts = npt.NDArray[np.int64]
 
 _CERTAIN = 1e9
-"""Of token 0, while passes are recorded: it is the choice under any noise."""
+"""The logit of token 0 while passes are recorded: so large that token 0 is sampled with any noise."""
 _TOP = torch.arange(TOP_K, 0, -1, dtype=torch.float32).view(torch.int32)
-"""Logits of what is held most probable at every position, as bits."""
+"""The logits that are reported for the top-k tokens of every position, as the bits of float32 numbers."""
 
 
 class RecitingTarget(SlotRunner):
-    """Says of every slot the text that it was given, token by token, and behind a token that is not of it no more.
+    """A target without a model: each slot generates a given text, and a forward pass only takes time.
 
-    Lengths, recorded shapes, buffers and their one copy are those of a GPU's target; what is recorded does nothing. A
-    pass begins once the one before it has ended, and who verifies it waits for its end; who begins it, until
-    ``is_engines``: passes are timed before. What it takes to say the text is nobody's time. ``idle_s`` : seconds that
-    the device had nothing to do.
+    After a draft token that differs from the text, another token than the text's is sampled, as in a real verification.
+    Buffers, recorded shapes and copies are those of the target for GPUs, but the recorded graphs do nothing. A pass
+    starts when the previous one has ended, and reading its output waits for its end. Until ``is_engines`` is set,
+    launching a pass waits too, because the engine times passes at its start. The time spent on producing the text is
+    not counted.
+
+    Attributes:
+        idle_s: The seconds during which a device would have had nothing to do.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class RecitingTarget(SlotRunner):
         max_width: int,
         pass_seconds: Callable[[int], float],
     ) -> None:
-        """``model`` : for its configuration. ``pass_seconds`` : of a pass over so many positions."""
+        """Create slots. Only ``model``'s configuration is used. ``pass_seconds`` maps positions to a pass's time."""
         super().__init__(model, num_slots, max_length, max_width)
         self.is_asynchronous = True
         self.can_verify_trees = True
@@ -91,12 +95,11 @@ class RecitingTarget(SlotRunner):
         self.rollback(0, 0)
 
     def recite(self, slot: int, text: npt.NDArray[np.int32]) -> None:
-        """What ``slot`` says from now on at every position, of the prompt too: int32[n], n at most what it has room
-        for."""
+        """Set the text of a slot, prompt included: int32[n], with n up to the slot's capacity."""
         self._texts[slot, : len(text)] = text
 
     def score(self, tokens: torch.Tensor, rows: SlotRows, **kwargs: Any) -> torch.Tensor:
-        """Logits of token 0, [B, T, V]; keys and values of one number a position."""
+        """Return logits [B, T, V] that select token 0, and store a KV cache of one number per position."""
         places = torch.zeros(len(tokens), 1, tokens.shape[1], 1)
         rows.kv_cache.store(0, rows, places, places)
         logits = torch.zeros(1, 1, self.vocab_size)
@@ -104,14 +107,17 @@ class RecitingTarget(SlotRunner):
         return logits.expand(*tokens.shape, -1)
 
     def _recorded(self, step: PassFunction) -> PassFunction:
-        """It runs once, when it is compared with what was recorded, and computes nothing afterwards."""
+        """Return a stand-in for a recorded graph. Only its first call, which checks the recording, runs ``step``."""
         left = [step]
         return lambda: left.pop()() if left else None
 
     def _said(
         self, slots: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], tokens: TokenMatrix, trees: TreeShape | None
     ) -> TokenMatrix:
-        """What follows each token, int64[B, T]: the text's next; behind what the text does not say, anything else."""
+        """Return the token sampled after each input token, int64[B, T].
+
+        It is the next token of the text, or another token if an input token differs from the text.
+        """
         ahead = np.arange(tokens.shape[1]) if trees is None else trees.depths
         at = slots[:, None], starts[:, None] + ahead
         differs = self._texts[at] != tokens
@@ -136,7 +142,6 @@ class RecitingTarget(SlotRunner):
         return self._say(super()._append(slots, tokens, counts, trees, noise, **kwargs), slots, starts, tokens, trees)
 
     def run_ahead(self, slots: Integers, noise: Noise | None = None) -> PassOutput:
-        """As `Target.run_ahead`."""
         rows = np.asarray(slots, np.int64)
         starts = self.kv_cache.lengths[rows].copy()
         return self._say(super().run_ahead(slots, noise), rows, starts, self._sampled, None)
@@ -161,11 +166,11 @@ class RecitingTarget(SlotRunner):
         return replace(output, copied=end)
 
     def host_s(self) -> float:
-        """A clock that stands while the host waits for a pass."""
+        """Return a clock's time in seconds; the clock stops while the host waits for a forward pass."""
         return time.perf_counter() - self._saying_s - self._waited_s
 
     def wait_until(self, end: float) -> None:
-        """Of a pass."""
+        """Wait until the clock reaches ``end``, the end of a pass."""
         began = time.perf_counter()
         while time.perf_counter() - self._saying_s < end:
             pass
@@ -173,38 +178,43 @@ class RecitingTarget(SlotRunner):
 
 
 class _End(NamedTuple):
-    """Of a pass, as an event of torch's."""
+    """The end of a pass, with the interface of ``torch.cuda.Event``."""
 
     target: RecitingTarget
     at_s: float
 
     def synchronize(self) -> None:
-        """Wait for it."""
         self.target.wait_until(self.at_s)
 
 
 TRAFFIC: Final = ("off", "new", "again", "sampled")
-"""Speculation off; on where nothing of the text is stored; where all is; the same at temperature 1."""
+"""Speculation off; on with an empty cache; on with the texts in the cache; the same at temperature 1."""
 
 PARTS: Final = ("prepare", "propose", "launch", "verify", "commit", "count", "spell", "ahead", "rest")
 PROMPT_TOKENS: Final = 96
 _FIRST_STEPS: Final = 8
-"""Not timed: prompts, and prices that are not known yet."""
+"""The number of steps that are not timed, because the engine has not yet measured the costs of passes."""
 
 
 def pass_seconds(num_positions: int) -> float:
-    """Of a pass over so many positions of Llama-3.1-8B on an H100.
+    """Return the duration of a pass of Llama-3.1-8B on an H100 over this number of positions, in seconds.
 
-    As fitted by the simulator of "Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580).
+    The linear fit is that of the simulator of "Speculative Decoding: Performance or Illusion?" (arXiv 2601.11580).
     """
     return 7.09274656e-3 + 2.10103129e-5 * num_positions
 
 
 @dataclass(slots=True)
 class Steps:
-    """Timed steps. ``parts`` : seconds of each, of each step. ``exposed`` : seconds of each step that a device has
-    nothing to do. ``drafted``, ``accepted`` : tokens. ``is_right`` : whether
-    every row said its text."""
+    """The timed steps of one run.
+
+    Attributes:
+        parts: The seconds of each part in each step.
+        exposed: The seconds in each step during which a device would have been idle.
+        drafted: The number of drafted tokens.
+        accepted: The number of accepted tokens.
+        is_right: Whether every row generated its text.
+    """
 
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     exposed: list[float] = field(default_factory=list)
@@ -214,14 +224,17 @@ class Steps:
 
     @property
     def host(self) -> list[float]:
-        """Seconds of each step that were the host's."""
+        """The host's seconds in each step."""
         return [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
 
 
 def time_steps(
     model: PreTrainedModel, codec: TextCodec, texts: Sequence[Tokens], traffic: str, num_steps: int, limit: int
 ) -> Steps:
-    """``num_steps`` steps of one request for each of ``texts``, which must be as long as `tokens_said`."""
+    """Time ``num_steps`` engine steps with one request per text.
+
+    Each text must have `PROMPT_TOKENS` tokens for the prompt and as many as `tokens_said` returns for the output.
+    """
     batch, length = len(texts), PROMPT_TOKENS + tokens_said(num_steps, limit)
     target = RecitingTarget(model, batch, length, limit + 1, pass_seconds)
     draft = DraftConfig(num_speculative_tokens=limit)
@@ -245,7 +258,7 @@ def time_steps(
 
 
 def tokens_said(num_steps: int, limit: int) -> int:
-    """Most tokens that a row says in ``num_steps`` timed steps and those before."""
+    """Return the maximum number of tokens that a row generates in ``num_steps`` timed steps and the untimed ones."""
     return (num_steps + _FIRST_STEPS) * (limit + 1)
 
 
@@ -279,11 +292,11 @@ def _timed(
 
 
 OPTIONS = {
-    "batch": Option(default=[1, 8, 32, 64], metavar="B", help="rows"),
+    "batch": Option(default=[1, 8, 32, 64], metavar="B", help="batch sizes to measure"),
     "traffic": Option(default=list(TRAFFIC), choices=TRAFFIC),
-    "steps": Option(default=60, help="timed in each round"),
-    "rounds": Option(default=3, help="of all traffic in turn"),
-    "limit": Option(default=7, help="most tokens drafted for a row"),
+    "steps": Option(default=60, help="number of timed steps per round"),
+    "rounds": Option(default=3, help="number of rounds, each with all kinds of traffic"),
+    "limit": Option(default=7, help="maximum number of draft tokens per row"),
 }
 COLUMNS = (
     ("traffic", "{traffic}"),
@@ -297,7 +310,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a row did not say its text."""
+    """Run the command line; return 1 if a row did not generate its text, else 0."""
     run = Run("host", __doc__, argv, OPTIONS, COLUMNS)
     args = run.args
     codec = TextCodec.load(str(MODEL_PATH))
@@ -318,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pieces_of(text: Tokens, count: int, length: int) -> list[Tokens]:
-    """So many pieces of a text, each of another beginning; those that are many overlap."""
+    """Return ``count`` pieces of a text with evenly spaced beginnings; they overlap if the text is short."""
     begins = np.linspace(0, len(text) - length, count).astype(int)
     return [text[begin : begin + length] for begin in begins]
 

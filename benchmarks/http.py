@@ -1,16 +1,15 @@
-"""What does HTTP cost? The service against the engine called directly, the same requests in one run.
+"""Measure the overhead of HTTP: the same requests to ``ssd-serve`` and to an engine that is called directly.
 
 ``python -m benchmarks.http [MODEL] [--rounds N] [--json]``
 
-Two processes with the same model and the same options: this one has an engine of its own and steps it in a loop, the
-other is ``ssd-serve``, asked over keep-alive connections from here. Rounds alternate, each begins with the other side.
+There are two processes with the same model and options. This process steps its own engine in a loop, and sends requests
+to ``ssd-serve`` over keep-alive connections. Rounds alternate between both, and each round begins with the other side.
 
-1. one: one client, one token an answer; milliseconds a request, the medians of the rounds;
-2. plain, plain-stream: 32 clients, whole answers and streams; tokens/s.
+1. one: one client, one token per answer; the median milliseconds per request;
+2. plain and plain-stream: 32 clients, whole and streamed answers; tokens per second.
 
-Speculation is off: with drafts each side prices passes by what it measured itself, and so drafts differently.
-
-Every answer's text is compared with the engine's. Prints a table; the last line of stdout is one JSON object.
+Speculation is off, because with drafts each side would choose draft lengths by its own cost measurements. The texts of
+both sides must be equal. Prints a table of medians over rounds; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PROMPT_TOKENS = 96
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of traffic."""
+    """A kind of traffic, with the number of clients and whether answers are streamed."""
 
     name: str
     num_clients: int
@@ -59,13 +58,13 @@ KINDS = (
     Kind("plain-stream", CLIENTS, OUTPUT_TOKENS, streams=True),
 )
 Said = tuple[float, list[str]]
-"""The figure of a round, and what was said to each request: for one client the median milliseconds of a request, for
-many tokens a second."""
+"""The figure of one round and the text of each answer. The figure is the median milliseconds per request for one
+client, and the tokens per second for several clients."""
 _numbers = count()
 
 
 def direct(engine: Engine, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Said:
-    """The engine, stepped here, with as many requests at once as there are clients."""
+    """Run a round on the engine in this process, with as many concurrent requests as there are clients."""
     waiting = list(enumerate(prompts))[::-1]
     sampling = SamplingParams(max_tokens=kind.output_tokens, temperature=0.0, ignore_eos=True)
     texts, each_s = [""] * len(prompts), [0.0] * len(prompts)
@@ -89,7 +88,7 @@ def direct(engine: Engine, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Sa
 
 
 def over_http(port: int, prompts: Sequence[tuple[int, ...]], kind: Kind) -> Said:
-    """The same over HTTP, each client a thread with one connection. Raises HTTPException for what is no success."""
+    """Run a round over HTTP; each client is a thread with one connection. Raises HTTPException for a failed request."""
     own = threading.local()
     opened = []
 
@@ -124,7 +123,7 @@ def _figure(seconds: float, each_s: Sequence[float], kind: Kind) -> float:
 
 
 def measure(engine: Engine, port: int, kind: Kind, pool: list[list[tuple[int, ...]]]) -> dict[str, Any]:
-    """One kind over all rounds of prompts. Raises ValueError where a text differs."""
+    """Run all rounds of one kind of traffic on both sides. Raises ValueError if their texts differ."""
     ours, theirs = list[float](), list[float]()
     for number, prompts in enumerate(pool):
         if number % 2:
@@ -150,8 +149,8 @@ def measure(engine: Engine, port: int, kind: Kind, pool: list[list[tuple[int, ..
 
 
 OPTIONS = {
-    "rounds": Option(default=9, help="of each side"),
-    "requests": Option(default=64, help="a round"),
+    "rounds": Option(default=9, help="number of rounds, each with the server and the engine"),
+    "requests": Option(default=64, help="number of requests per round"),
     "kind": Option(default=[kind.name for kind in KINDS], choices=[kind.name for kind in KINDS]),
 }
 COLUMNS = (
@@ -178,7 +177,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
     under = ("benchmarks/workloads.py", "ssd", "server")
     run = Run("http", __doc__, argv, OPTIONS, COLUMNS, has_model=True, unsaid=("kind",), under=under)
     args = run.args

@@ -1,11 +1,12 @@
-"""How much faster does decoding get as the cache fills? Recorded traffic of real models, replayed in order; no model.
+"""Measure how decoding gets faster as the cache fills, by replaying recorded traffic of real models, without a model.
 
 ``python -m benchmarks.learning [TRACE...] [--tokenizer DIR] [--max-output-tokens N] [--out FILE] [--picture FILE]``
 
-The recorded outputs are replayed twice: with a cache to which each finished request is added, and with the context of
-the request only (prompt lookup). A verification pass emits the accepted draft tokens and one more token, so plain
-decoding emits one token per pass. The requests are divided into windows of equally many output tokens. Prints the
-tokens per pass of the first and the last window; ends with one JSON line. ``--picture FILE`` draws some of the traces.
+The recorded outputs are replayed twice: with a cache to which each finished request is added, and, as the baseline,
+with the context of the request only (prompt lookup). A verification pass emits the accepted draft tokens and one more
+token, so plain decoding emits one token per pass. The requests are divided into windows of equally many output tokens.
+Prints the tokens per pass of the first and the last window; the last line of stdout is one JSON object. ``--picture
+FILE`` draws some of the traces.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _PANELS = {
 """The traces in the picture and their titles."""
 
 OPTIONS: dict[str, Any] = {
-    "traces": Option(default=[], positional=True, help="names in $SSD_TRACES, or files (default: all)"),
-    "tokenizer": Option(default="llama3-128k", help="a directory with tokenizer.json, or a name in $SSD_TOKENIZERS"),
-    "max_output_tokens": Option(default=150_000, metavar="N", help="of each trace"),
-    "windows": Option(default=12, least=3, help="windows of each trace"),
-    "picture": Option(default=None, kind=Path, metavar="FILE", help="draw the curves of some traces to this file"),
+    "traces": Option(default=[], positional=True, help="a .jsonl.gz file, or a name in $SSD_TRACES (default: all)"),
+    "tokenizer": Option(default="llama3-128k", help="directory with a tokenizer.json, or a name in $SSD_TOKENIZERS"),
+    "max_output_tokens": Option(default=150_000, metavar="N", help="maximum number of output tokens per trace"),
+    "windows": Option(default=12, least=3, help="number of windows per trace"),
+    "picture": Option(default=None, kind=Path, metavar="FILE", help="draw the curves of some traces into this file"),
 }
 COLUMNS = (
     ("recorded traffic", "{trace}"),
@@ -59,7 +60,6 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print, plot; return the exit status."""
     under = (
         "benchmarks/traces.py",
         "cache_builder/evaluation",
@@ -83,16 +83,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def windows_of(num_tokens: Sequence[int], num_windows: int) -> list[int]:
-    """Return the window of each request, so that the windows have about equally many output tokens."""
+    """Return the window of each request, such that all windows have about equally many output tokens."""
     ends = np.cumsum(num_tokens)
     return [min(num_windows - 1, int(num_windows * (end - 1) // ends[-1])) for end in ends]
 
 
 def replay(rows: Sequence[RecordedOutput], windows: Sequence[int]) -> dict[str, Any]:
-    """Return for each window the tokens in the cache at its start and the tokens per pass, with and without the cache.
+    """Replay the requests with and without the cache.
+
+    Returns for each window the number of cached tokens at its start and the tokens per pass.
 
     Raises:
-        AssertionError: The passes of a request emitted other than its recorded number of tokens.
+        AssertionError: The passes of a request did not emit exactly its output.
     """
     curve, draft = flat_curve(_FREE_WIDTH), DraftConfig()
     decoders = {name: OutputDecoder(curve, draft=draft, sure=0.0) for name in ("cache", "context")}

@@ -1,5 +1,7 @@
-"""Which model a benchmark runs on: the arguments that say so, where the real one of ``make real-model`` lies, and
-shapes of large models with random weights, for the time of steps only."""
+"""The models that benchmarks run on: options that choose one, the model of ``make real-model``, and random weights.
+
+Models of large shapes with random weights serve to time steps; their output is meaningless.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ REAL = "real"
 
 VARIABLE = "SSD_REAL_MODEL"
 MARKER = "real-model.json"
-"""Lies in the directory once it is whole, and names the model."""
+"""The file with the model's name. It is written last, so that it marks a complete directory."""
 
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
@@ -57,35 +59,38 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "max_position_embeddings": 131_072,
     },
 }
-"""The larger ones are cut as Llama 3.2 1B and Llama 3.1 8B: steps take what theirs take; what they say means nothing.
-The tiny one is for a look at the scripts. All have the ids of the bundled tokenizer."""
+"""The shapes of models with random weights. "1b" and "8b" are those of Llama 3.2 1B and Llama 3.1 8B, so steps take as
+long as theirs, but the output is meaningless. "tiny" is for trying the scripts. All contain the token ids of the
+bundled tokenizer."""
 
 _LOUD = 1000.0
-"""Times that the embedding of a model that speaks is larger: a standard deviation of 20, beside some 8 that 32 layers
-of random weights add.
-"""
+"""The factor by which embeddings are scaled in a model whose next token is certain (``speaks``). It gives them a
+standard deviation of 20, which outweighs the 8 or so that 32 layers of random weights add."""
 
 
 def add_model(parser: argparse.ArgumentParser, others: Collection[str] = ()) -> None:
-    """Let ``parser`` take the model as its first argument or as ``--model``: a directory, an id, or "real".
+    """Add options to ``parser`` for the model: its first argument or ``--model``, each a directory, an id, or "real".
 
-    Also ``--shape``, ``--dtype`` and ``--device``, but for those among ``others``, which the program adds itself.
+    Also adds ``--shape``, ``--dtype`` and ``--device``, except those in ``others``, which the program adds itself.
     """
-    text = f"Hugging Face directory or id, or {REAL!r} for what `make real-model` made (default: bundled)"
+    text = f"Hugging Face directory or id, or {REAL!r} for the model of `make real-model` (default: bundled model)"
     # The positional one has no default of its own, which would take the place of what --model said.
     parser.add_argument("model", nargs="?", type=find_model, default=argparse.SUPPRESS, help=text)
-    parser.add_argument("--model", dest="model", type=find_model, default=MODEL_PATH, help="the same, named")
+    parser.add_argument("--model", dest="model", type=find_model, default=MODEL_PATH, help="the model as an option")
     for name, more in (
-        ("shape", {"choices": tuple(SHAPES), "help": "random weights of a Llama of this shape, no model"}),
-        ("dtype", {"default": "auto", "help": "auto, float32, bfloat16 or float16 (default: auto)"}),
-        ("device", {"default": "auto", "help": "auto, cpu or cuda (default: auto)"}),
+        ("shape", {"choices": tuple(SHAPES), "help": "use a Llama model of this shape with random weights"}),
+        (
+            "dtype",
+            {"default": "auto", "help": "dtype of the weights: auto, float32, bfloat16 or float16 (default: auto)"},
+        ),
+        ("device", {"default": "auto", "help": "device to run on: auto, cpu or cuda (default: auto)"}),
     ):
         if name not in others:
             parser.add_argument(f"--{name}", **more)
 
 
 def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:
-    """The codec and the model that `add_model`'s arguments name; beside random weights the bundled codec."""
+    """Load the model of `add_model`'s options and its tokenizer, for random weights the bundled tokenizer."""
     from ssd.model.loading.load_target import load_model
     from ssd.text.codec import TextCodec
 
@@ -96,7 +101,7 @@ def load(args: argparse.Namespace, *, speaks: bool = False) -> tuple[TextCodec, 
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Have this thread's passes use as many threads as the product would: once a process, before engines are opened."""
+    """Set the number of threads for forward passes as the product does. Call once, before opening engines."""
     from ssd.model.loading.load_target import open_target
     from ssd.model.loading.threads import is_small, tune_threads
 
@@ -105,12 +110,17 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def random_model(shape: str, *, dtype: str, device: str, seed: int = 0, speaks: bool = False) -> PreTrainedModel:
-    """A model of ``SHAPES[shape]`` whose weights are normal, made where they stay.
+    """Create a model of ``SHAPES[shape]`` with normally distributed random weights, directly on its device.
 
-    speaks : whether each token clearly says which comes next. Scores of random weights lie so near to each other that
-    passes of different width choose differently in bfloat16, and drafts of what was said before are rejected. Every
-    token is followed by another one, so that text does not repeat itself; where input and output share their embedding
-    it is followed by itself.
+    Args:
+        shape: The name of the shape.
+        dtype: The name of the dtype; "auto" is bfloat16 on a GPU and float32 on a CPU.
+        device: The name of the device, or "auto".
+        seed: The seed of the weights.
+        speaks: Whether each token clearly determines the next one. The scores of random weights are so similar that
+            passes of different width would choose different tokens in bfloat16, and correct drafts would be rejected.
+            Each token is followed by another token, so that text does not repeat; with tied embeddings, it is followed
+            by itself.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -147,7 +157,7 @@ def _speak(model: PreTrainedModel) -> None:
 
 
 def model_name(asked: argparse.Namespace | str | Path) -> str:
-    """What a model is called in results; no path."""
+    """Return the name of a model in results, without its path."""
     if isinstance(asked, argparse.Namespace):
         shape = getattr(asked, "shape", None)
         return f"random weights, shape {shape}" if shape else model_name(asked.model)
@@ -155,14 +165,14 @@ def model_name(asked: argparse.Namespace | str | Path) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called in results."""
+    """Return the name of a device in results."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def find_model(name: str) -> str | Path:
-    """What ``name`` stands for. Raises ArgumentTypeError where "real" was asked for and is not there."""
+    """Return the directory or id that ``name`` stands for. Raises ArgumentTypeError if there is no model for "real"."""
     if name == "bundled":
         return MODEL_PATH
     if name != REAL:
@@ -176,12 +186,12 @@ def find_model(name: str) -> str | Path:
 
 
 def default_directory() -> Path:
-    """``$SSD_REAL_MODEL``, or ``.real-model`` in the checkout."""
+    """Return the directory of the real model: ``$SSD_REAL_MODEL``, or ``.real-model`` in the checkout."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else ROOT / ".real-model"
 
 
 def name_of(directory: Path) -> str | None:
-    """What results call the real model in ``directory``; None where another model lies there."""
+    """Return the name of the real model in ``directory``; None if the directory holds another model."""
     marker = directory / MARKER
     return str(json.loads(marker.read_text())["name"]) if marker.is_file() else None

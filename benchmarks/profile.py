@@ -1,4 +1,4 @@
-"""Steps of an engine under torch's profiler: where their time goes, and what waits for what."""
+"""Profile engine steps with the PyTorch profiler: the time of kernels by groups, and the waits of device and host."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _GROUPS: Final = (
 _WAITS: Final = re.compile(r"Synchronize|^cudaMemcpy$|cudaStreamWait|cudaMemcpyAsync")
 _NAMED: Final = 12
 _ANNOTATED: Final = (STEP, *PARTS, DRAFTING)
-"""Names of ours, which the profiler says of a device too: from the first kernel launched under one to the last."""
+"""The names that this program gives to ranges of a step. The profiler also reports each of them as a device event,
+which is not a kernel: it lasts from the first to the last kernel launched in the range."""
 
 
 def profiled(step: Callable[[], object], number: int, device: torch.device, trace: Path | None) -> dict[str, Any]:
-    """What the profiler saw of so many steps. ``trace`` : where their trace goes, compressed where the name ends so."""
+    """Profile ``number`` calls of ``step`` and return the `summary`; write a trace to the file ``trace`` if given."""
     synchronize(device)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiler:
@@ -52,12 +53,16 @@ def profiled(step: Callable[[], object], number: int, device: torch.device, trac
 
 
 def summary(averages: Iterable[Any], busy: Iterable[tuple[float, float]], number: int) -> dict[str, Any]:
-    """Milliseconds a step: the device's work by groups, the host's parts, its operators and its waits.
+    """Return milliseconds per step: device time by groups of kernels, the parts of a step, its operators and its waits.
 
-    averages : what the profiler says of each name over ``number`` steps. busy : when each of the device's kernels began
-    and ended, microseconds. A kernel that is launched while the one before it ends waits in its own time, so that those
-    of groups may be more together than the device was busy. Without a device the groups are of operators, and what is
-    left of a step is Python and compiled loops that are no operators.
+    On a CPU, the groups contain operators, and the rest of a step is Python and compiled loops that are not operators.
+    On a GPU, the groups may sum to more than the busy time, because a kernel launched before the previous one ended
+    counts its waiting time.
+
+    Args:
+        averages: The profiler's averages by name.
+        busy: Start and end of each kernel on the device, in microseconds.
+        number: The number of profiled steps.
     """
     annotated: dict[str, float] = dict.fromkeys(_ANNOTATED, 0.0)
     operators: dict[str, float] = {}
@@ -97,7 +102,6 @@ def summary(averages: Iterable[Any], busy: Iterable[tuple[float, float]], number
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """What they cover together, each moment once."""
     covered, until = 0.0, float("-inf")
     for began, ended in sorted(intervals):
         covered += max(0.0, ended - max(began, until))

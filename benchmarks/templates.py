@@ -1,16 +1,18 @@
-"""Chat templates of other projects: which parts of conversations are lost, here and by transformers.
+"""Check that chat templates of other models keep all parts of a conversation, here and in transformers.
 
 ``python -m benchmarks.templates DIR... [--out FILE] [--json]``
 
-Every ``*.jinja`` file of the directories is rendered with the tokenizer of the bundled model in all message shapes, by
-the path of a request and by transformers' ``apply_chat_template``. All contents and arguments are marks, so it is known
-which of them are in a prompt. A shape is "equal" if both prompts are the same, "rewritten" if only other messages keep
-all marks (or are accepted by the template), and "refused" if the request is answered with 400. "lost" counts marks that
-are missing in a prompt of ours, "lost by transformers" those missing in its prompts. "read back" says whether the
-parser that was detected finds the call that the template itself writes, whole and in pieces of three characters.
+Renders every ``*.jinja`` file of the directories with the bundled tokenizer for many kinds of conversations, once as
+the server does for a request and once with transformers' ``apply_chat_template``. Each content and each argument is a
+unique mark, so that marks missing in a prompt can be counted. The table shows for each template the number of
+conversations that are "equal" (both prompts are the same), "rewritten" (the server changed the messages so that all
+marks are kept or the template accepts them) and "refused" (the server answers the request with 400). "lost" counts
+marks missing in the server's prompts, and "lost by transformers" those missing in its prompts. "read back" tells
+whether the detected tool parser finds the call that the template itself writes, in whole text and in chunks of three
+characters.
 
 A run is wrong if a mark is lost, if a request is refused although transformers keeps all marks, or if a call of a known
-format is not read back.
+format is not read back. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -66,11 +68,12 @@ SHAPES: Mapping[str, str] = {
     "thinking": "uruau",
     "thinking, call": "uRtau",
 }
-"""Messages, one a letter. Of an assistant: c a call, T text beside it, C two calls, B text beside both, x arguments
-that were cut, l a list as arguments, r and R text and a call with reasoning before it."""
+"""The conversations by name, one letter per message. s, d, u and t are system, developer, user and tool messages, a an
+assistant message with text. Assistant messages with tool calls: c one call, C two calls, T text and a call, B text and
+two calls, x truncated arguments, l a list as arguments. With reasoning: r text, R a call."""
 _ROLES = {"s": "system", "d": "developer", "u": "user", "t": "tool"}
 
-OPTIONS: dict[str, Any] = {"directories": Option(default=[], positional=True, help="with files *.jinja")}
+OPTIONS: dict[str, Any] = {"directories": Option(default=[], positional=True, help="directory with *.jinja files")}
 COLUMNS = (
     ("template", "{template}"),
     ("calls", "{calls}"),
@@ -85,7 +88,7 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 if something is lost."""
+    """Run the command line; return 1 if the run is wrong, else 0."""
     run = Run("templates", __doc__, argv, OPTIONS, COLUMNS, under=("server/tools", "server/running", "ssd/text"))
     paths = [path for directory in run.args.directories for path in sorted(Path(directory).glob("*.jinja"))]
     if not paths:
@@ -101,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_codec() -> tuple[TextCodec, Any]:
-    """The bundled tokenizer, with the tokens that templates of other models write by name."""
+    """Open the bundled tokenizer, with added special tokens that templates of other models use."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(MODEL_PATH))
@@ -110,7 +113,7 @@ def open_codec() -> tuple[TextCodec, Any]:
 
 
 def row_of(path: Path, codec: TextCodec, tokenizer: Any) -> dict[str, Any]:
-    """What becomes of all shapes in one template."""
+    """Render all conversations with one template, and return the result row."""
     source = path.read_text()
     template = ChatTemplate(source, tokenizer.apply_chat_template)
     form = message_format(template, AUTO, AUTO)
@@ -136,7 +139,7 @@ def row_of(path: Path, codec: TextCodec, tokenizer: Any) -> dict[str, Any]:
 
 
 def messages_of(letters: str) -> list[dict[str, Any]]:
-    """A conversation as clients send it, with a mark of eight letters and digits for each part."""
+    """Create a conversation from letters of `SHAPES`; each content and argument is a unique mark ("mark0001")."""
     numbers = iter(range(1, 1000))
     messages: list[dict[str, Any]] = []
     open_ids: list[str] = []
@@ -171,7 +174,11 @@ def compare(
     messages: list[dict[str, Any]],
     tools: Mapping[str, Any],
 ) -> tuple[str, int, int]:
-    """What became of a conversation, and how many marks are missing in our prompt and in that of transformers."""
+    """Render a conversation on both sides; return the outcome and the number of marks that each prompt lacks.
+
+    The outcome is "equal", "rewritten", "refused" or "refused_alone" (refused although transformers keeps all marks).
+    The numbers are those of the server's prompt and of transformers' prompt.
+    """
     marks = _marks_in(str(messages))
     named = {"mistral": with_short_call_ids, "kimi_k2": with_numbered_call_ids}.get(str(form.tool_call), list)
     try:
@@ -203,12 +210,15 @@ def _marks_in(text: str) -> set[str]:
 
 
 def _as_transformers(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as the product normalizes them, which is what model cards tell users of transformers to do."""
+    """Normalize the messages as the server does; model cards tell users of transformers to do the same."""
     return normalize_messages(messages)
 
 
 def read_back(template: ChatTemplate) -> str:
-    """Whether the detected parser reads the call that the template writes: "yes", "no", or "-" without either."""
+    """Return whether the detected parser reads the tool call that the template writes.
+
+    The result is "yes", "no", or "-" if the template writes no call or no parser was detected.
+    """
     sample = template.sample_call()
     tool_call, _ = detect(template.source, sample)
     if sample is None or tool_call is None:
@@ -218,7 +228,6 @@ def read_back(template: ChatTemplate) -> str:
 
 
 def _calls_of(tool_call: str, text: str) -> list[list[tuple[str, Any]]]:
-    """The calls of a text that comes whole, and in pieces."""
     found = []
     for pieces in ([text], list(_pieces(text))):
         messages = Messages(lambda: make_parser(tool_call, None, functions={SAMPLE_NAME: SAMPLE_SCHEMA}))

@@ -1,4 +1,4 @@
-"""Recorded outputs of real models: rows of a trace as token ids."""
+"""Read traces, which are files of recorded requests and outputs of real models, as token ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _END_OF_TEXT = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_
 
 
 def find_trace(name: str) -> Path:
-    """The file of a trace: a path, or a name in the folder $SSD_TRACES. Raises ConfigError when there is none."""
+    """Return the file of a trace, given as a path or as a name in $SSD_TRACES. Raises ConfigError if it is missing."""
     return _find(name, "SSD_TRACES", f"{name}{_SUFFIX}", "trace")
 
 
 def all_traces() -> list[str]:
-    """Names of the traces in $SSD_TRACES, sorted. Raises ConfigError when it is not set or holds none."""
+    """Return the sorted names of the traces in $SSD_TRACES. Raises ConfigError if it is not set or contains none."""
     folder = os.environ.get("SSD_TRACES")
     names = sorted(path.name.removesuffix(_SUFFIX) for path in Path(folder).glob(f"*{_SUFFIX}")) if folder else []
     if not names:
@@ -35,12 +35,12 @@ def all_traces() -> list[str]:
 
 
 def trace_name(path: Path) -> str:
-    """What a trace is called in results; no path."""
+    """Return the name of a trace in results, without its path."""
     return path.name.removesuffix(_SUFFIX)
 
 
 def find_tokenizer(name: str) -> Path:
-    """The tokenizer.json of a tokenizer: a directory, or a name in the folder $SSD_TOKENIZERS. Raises ConfigError."""
+    """Return the tokenizer.json of a directory, a path or a name in $SSD_TOKENIZERS. Raises ConfigError if missing."""
     return _find(name, "SSD_TOKENIZERS", name, "tokenizer directory") / "tokenizer.json"
 
 
@@ -55,14 +55,14 @@ def _find(name: str, variable: str, relative: str, what: str) -> Path:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a trace, in file order."""
+    """Yield the JSON objects of a trace in file order."""
     with gzip.open(path, "rt", encoding="utf-8", newline="\n") as lines:
         for line in lines:
             yield json.loads(line)
 
 
 def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> list[RecordedOutput]:
-    """The rows of a trace before the first that would make more than ``max_output_tokens``; None: all."""
+    """Tokenize the first requests of a trace, with at most ``max_output_tokens`` output tokens in total (None: all)."""
     num_tokens, kept = 0, list[RecordedOutput]()
     for row in _rows(trace, tokenizer):
         num_tokens += len(row.output)
@@ -73,10 +73,11 @@ def read_rows(trace: Path, tokenizer: Path, max_output_tokens: int | None) -> li
 
 
 def _rows(trace: Path, tokenizer: Path) -> Iterator[RecordedOutput]:
-    """Tokenized lazily, a session at a time; prompt and output separately, as they are met while serving.
+    """Yield the tokenized requests of a trace; prompt and output are tokenized separately, as in serving.
 
-    The rows of a conversation are views of one text, so a session takes the memory of its tokens once. Without special
-    tokens but for end-of-text behind every output, with an id past the vocabulary where there is none.
+    A session is read at a time, and its requests are views of one array, so its tokens are in memory only once. The
+    only special token is end-of-text after every output; without one in the tokenizer, an id above the vocabulary is
+    used.
     """
     from tokenizers import Tokenizer
 

@@ -1,7 +1,7 @@
-"""Decoding a recorded text with drafts: what a verify step accepts, and whole outputs step by step.
+"""Replay of a recorded text with drafts: the number of accepted tokens of one draft, and all steps of an output.
 
-The recorded text is what the target says, so no model is needed. Other people's drafters are
-walked by this code, in their own process: nothing here imports ``ssd``.
+The recorded text takes the place of the target's output, so no model is needed. Processes of other projects' drafters
+run this code too; therefore it does not import ``ssd``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int32]
 
 Setting = dict[str, float | str]
-"""Names and values of somebody else's own knobs; a boolean counts as a number."""
+"""The parameters of another project's drafter by name; a boolean is a number."""
 
 
 class Proposal(NamedTuple):
-    """One draft. ``parents`` : of each token the index of the one before it, below its own, or -1; None: a chain."""
+    """A draft. ``parents`` holds the index of each token's parent, which precedes it, or -1; None for a chain."""
 
     token_ids: Sequence[int]
     parents: Sequence[int] | None = None
 
 
 Asker = Callable[[int], Proposal]
-"""One drafter under one setting, for one output: a draft of what stands at a position and after it."""
+"""A function that drafts the tokens from a given position of the output on, for one drafter with one setting."""
 
 
 class Steps(NamedTuple):
-    """The verify steps of one output, in order: int32[s] tokens each; accepted leaves out the target's own token."""
+    """The drafted and the accepted tokens of each verification step of an output, int32[s] each.
+
+    The token that the target itself adds in each step is not counted as accepted.
+    """
 
     drafted: npt.NDArray[np.int32]
     accepted: npt.NDArray[np.int32]
 
 
 def agreeing(token_ids: Sequence[int], parents: Sequence[int] | None, text: Sequence[int], position: int) -> int:
-    """Length of the longest branch, from the root on, that the text agrees with from ``position`` on. O(tokens)."""
+    """Return the length of the longest branch, from the root, that equals the text from ``position`` on. O(tokens)."""
     num_left = len(text) - position
     agreed: list[int] = []  # length of the agreeing branch that ends with each token, -1 where one of it is wrong
     for index, token_id in enumerate(token_ids):
@@ -49,11 +52,11 @@ def agreeing(token_ids: Sequence[int], parents: Sequence[int] | None, text: Sequ
 
 
 def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> list[Steps]:
-    """Decode ``text`` from ``prompt_length`` on, once for each asker; returns their steps, in their order.
+    """Replay ``text`` from ``prompt_length`` on, once for each asker; return the steps of each asker.
 
-    A step emits the accepted part of the draft and one token more, which is the target's own and which no draft gave:
-    so the text's last token is never counted as accepted. The askers go through the text side by side: nobody is asked
-    about a position before all were asked about those before it.
+    A step emits the accepted draft tokens and one more token from the target. So the last token of the text never
+    counts as accepted. The askers advance together: no asker is called for a position before all others have passed the
+    earlier positions.
     """
     logs: list[list[tuple[int, int]]] = [[] for _ in askers]
     positions = [prompt_length] * len(askers)
@@ -70,14 +73,16 @@ def walk(text: Sequence[int], prompt_length: int, askers: Sequence[Asker]) -> li
 
 
 class LocalPeer(Protocol):
-    """One drafter. Token ids are contiguous, writable int32[n]; the caller may not change them later."""
+    """The interface of another project's drafter. Token ids are contiguous int32[n] that the caller does not change."""
 
     distributions: tuple[str, ...]
-    """What it is made of: the installed packages whose versions identify it."""
+    """The installed packages whose versions identify the drafter."""
 
     def apart(self, max_tokens: int, setting: Setting) -> Self:
-        """Who drafts under a setting: itself where what it knows depends on texts alone, else a new peer that knows
-        nothing."""
+        """Return the drafter to use for a setting.
+
+        This is the same drafter if its state depends on the texts alone, else a new one without any text.
+        """
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
         """Begin a request."""
@@ -86,14 +91,14 @@ class LocalPeer(Protocol):
         """Draft for a running request whose prompt and output so far are ``context``."""
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
-        """Tell a running request what was accepted."""
+        """Append the emitted tokens to a running request."""
 
     def stop(self, request_id: str) -> None:
-        """End a request, whose output stays for later ones where the peer keeps any."""
+        """End a request. If the drafter stores texts, later requests can draft from its output."""
 
 
 def together(outputs: Sequence[Steps]) -> Steps:
-    """The steps of outputs, one after another."""
+    """Concatenate the steps of several outputs."""
     if not outputs:
         return Steps(*np.empty((2, 0), np.int32))
     return Steps(*(np.concatenate(columns) for columns in zip(*outputs, strict=True)))

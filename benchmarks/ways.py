@@ -1,4 +1,4 @@
-"""Engines that answer the same requests in different ways: opened alike, asked in turn, compared token by token."""
+"""Run the same requests on several engines alternately, measure the engines, and compare their outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,16 @@ def open_engine(
     head: Path | None = None,
     **more: Any,
 ) -> Engine:
-    """An engine with a target of its own over ``model``, ready. ``drafter`` : "none" is speculation off.
+    """Open an engine with its own target over ``model``, and warm it up.
 
-    ``head`` : a draft head of the model, asked too. ``more`` : of the engine. Without ``config`` nothing is kept of
-    prompts, which would help who is asked next.
+    Args:
+        drafter: A drafter or its name; "none" turns speculation off.
+        slots: The number of slots in the KV cache.
+        length: The maximum number of tokens per sequence.
+        config: The engine's settings. By default, prefix caching is off, so that earlier requests do not speed up later
+            ones.
+        head: The directory of a draft head that proposes drafts too.
+        more: Further arguments of `Engine`.
     """
     draft = draft or DraftConfig()
     loaded = None if head is None else load_head(head, model)
@@ -61,43 +67,43 @@ def open_engine(
 
 @dataclass(slots=True)
 class Tally:
-    """What requests took of one engine. Passes are those that decode."""
+    """The time, tokens and passes that requests took on one engine. ``passes`` counts decoding passes, not prefills."""
 
     seconds: float = 0.0
     cpu_s: float = 0.0
-    """Of all threads, those that keep the cache too; a device's work is not in it."""
+    """The CPU time of all threads of the process, including those that maintain the cache. GPU time is not included."""
     tokens: int = 0
     passes: int = 0
     drafted: int = 0
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompts included."""
+        """The output tokens per second, including the prefill of prompts."""
         return self.tokens / self.seconds
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """What other programs on the machine change less."""
+        """The output tokens per CPU second, which other programs on the machine affect less than tokens per second."""
         return self.tokens / self.cpu_s
 
     @property
     def tokens_per_pass(self) -> float:
-        """Those of all rows."""
+        """The output tokens of all rows per decoding pass."""
         return self.tokens / self.passes
 
 
 _TURN_STEPS = 8
-"""Of one engine, before the next one goes on: what slows the machine for a moment slows all."""
+"""The number of steps that an engine runs in turn; small, so that a brief slowdown of the machine affects all engines.
+"""
 
 
 class _Asked:
-    """Requests that an engine answers; ``outputs`` : tokens so far, in order.
+    """The requests that run on one engine, and their outputs so far.
 
-    What they take is counted while all rows are busy: a service would fill those that the last requests leave.
+    Only steps in which all rows are busy are measured, because a server would refill the rows of finished requests.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request], tally: Tally) -> None:
-        """``tally`` : what they take is added to that."""
         self._engine, self._tally = engine, tally
         self._num_left, self._num_rows = len(requests), min(len(requests), engine.target.num_slots)
         self._said: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -108,7 +114,7 @@ class _Asked:
         return list(self._said.values())
 
     def go_on(self) -> bool:
-        """A few steps; whether there is more to do."""
+        """Run the next `_TURN_STEPS` steps, and return whether the engine has more work."""
         engine, tally = self._engine, self._tally if self._num_left >= self._num_rows else Tally()
         passes, drafted = engine.metrics.num_verify_steps, engine.metrics.num_draft_tokens
         began, cpu = time.perf_counter(), time.process_time()
@@ -128,7 +134,7 @@ class _Asked:
 
 
 def ask(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """What ``engine`` answers, as many requests at a time as it has slots."""
+    """Run the requests on ``engine``, as many at a time as it has slots, and return their output tokens."""
     asked = _Asked(engine, requests, Tally())
     while asked.go_on():
         pass
@@ -137,22 +143,22 @@ def ask(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
 
 @dataclass(slots=True)
 class Comparison:
-    """How outputs compare with those of speculation off."""
+    """The result of comparing outputs with those of speculation off."""
 
     num_tokens: int = 0
     num_mismatches: int = 0
     is_exact: bool = False
-    """Whether passes promise the same bits: then, as in float32, a mismatch is a fault and no rounding."""
+    """Whether passes are batch-invariant. If so, or in float32, a mismatch is an error and not due to rounding."""
 
     def add(self, off: Engine, request: Request, got: Sequence[int], want: Sequence[int]) -> None:
-        """One output and what ``off`` said."""
+        """Compare one output with ``want``, the output of the engine ``off``, whose speculation is off."""
         self.num_tokens += len(got)
         self.is_exact = off.target.batch_invariance.is_invariant
         self.num_mismatches += differs(off.target, request.prompt_token_ids, request.sampling, got, want)
 
 
 def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], first: int = 0) -> list[Request]:
-    """A request for each prompt, named by its number from ``first`` on."""
+    """Create a request for each prompt; the request ids are numbers that start at ``first``."""
     return [
         Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=each)
         for number, (prompt, each) in enumerate(zip(prompts, params, strict=True), first)
@@ -166,10 +172,10 @@ def contest(
     comparison: Comparison,
     tallies: Mapping[str, Tally] | None = None,
 ) -> Mapping[str, Tally]:
-    """What the same requests take of each engine, a few steps in turn; adds to ``tallies`` if given.
+    """Run the same requests on all engines, a few steps of each alternately; return the measurements by engine.
 
-    Another engine leads each ``number``. The last of ``engines`` is speculation off: all outputs are compared with what
-    it says.
+    The last of ``engines`` must have speculation off; all other outputs are compared with its outputs. ``number``
+    rotates the order of the engines. The measurements are added to ``tallies`` if given.
     """
     tallies = {name: Tally() for name in engines} if tallies is None else tallies
     asked = {name: _Asked(engines[name], requests, tallies[name]) for name in in_turn(list(engines), number)}
@@ -184,5 +190,5 @@ def contest(
 
 
 def ratios(groups: Sequence[Mapping[str, Tally]], name: str, other: str, rate: str = "tokens_per_s") -> list[float]:
-    """Of one way's rate over another's within each group of requests."""
+    """Return, for each group of requests, the ratio of one variant's throughput to that of another variant."""
     return [getattr(group[name], rate) / getattr(group[other], rate) for group in groups]

@@ -1,10 +1,9 @@
-"""Streams of real requests: pieces of numpy's Python code to be continued.
+"""Workloads for benchmarks: pieces of numpy's Python code that the model is asked to continue, or recorded requests.
 
-It is installed wherever we are, so anyone can repeat a run, and the bundled model has not seen it: that was trained on
-the standard library. A stream is what a service sees: some requests come again and again from a fixed pool, some are
-near-variants of these (the most frequent identifier renamed), and the rest is new. The first time a request of the pool
-comes it is new too, so the share of what is known grows with use. Recorded requests, by the name of their trace, are
-asked one after another.
+The code of numpy is installed with this project, so anyone can repeat a run. The bundled model has not been trained on
+it, only on the standard library. As in a real service, some prompts of a stream are repeated from a fixed pool, some
+are variants of these (with the most frequent identifier renamed), and the rest are new. The first use of a prompt from
+the pool counts as new. The requests of a recorded trace are used in their recorded order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.traces import find_trace, read_records
 from ssd.text.codec import TextCodec
 
 _SKIPPED = frozenset({"tests", "polynomial"})
-"""Folders: the modules of the second are near-copies of each other, and "new" would not be."""
+"""Folders of numpy that are not used; in "polynomial", modules are near-copies of each other and would not be new."""
 _IDENTIFIER = re.compile(r"\b[A-Za-z_][A-Za-z_0-9]{3,}\b")
 
 
@@ -38,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """Chance that a request comes from the pool, or is a variant of one that does; the rest is new."""
+    """The probabilities that a prompt is repeated from the pool or is a variant of one of the pool; others are new."""
 
     name: str
     recurring: float
@@ -54,11 +53,11 @@ MADE = {
     "often": Mix(name="often", recurring=0.9, variant=0.05, pool_size=8),
     "variants": Mix(name="variants", recurring=0.0, variant=0.9, pool_size=6),
 }
-"""By the names that programs take."""
+"""The workloads made from numpy's code, by the names that the command lines accept."""
 
 
 def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]:
-    """Distinct pieces of code in random order, each cut before the start of a line without trailing spaces."""
+    """Return distinct pieces of numpy's code in random order. Each ends at a line end, without trailing blank lines."""
     random = np.random.default_rng(seed)
     root = Path(np.__file__).parent
     pieces = []
@@ -77,7 +76,7 @@ def snippets(seed: int, *, min_lines: int = 6, max_lines: int = 24) -> list[str]
 
 
 def stream(mix: Mix, num_requests: int, seed: int = 0) -> list[Request]:
-    """``num_requests`` requests in the order they come; the same for the same arguments."""
+    """Create ``num_requests`` requests in order. The same arguments give the same requests."""
     random = np.random.default_rng([seed, 1])
     texts = snippets(seed)
     pool, fresh = texts[: mix.pool_size], iter(texts[mix.pool_size :])
@@ -96,14 +95,14 @@ def stream(mix: Mix, num_requests: int, seed: int = 0) -> list[Request]:
 
 
 def shares(requests: Sequence[Request]) -> str:
-    """What a stream consists of, for people."""
+    """Describe the shares of new, repeated and variant prompts in a stream, as text."""
     counts = Counter(request.kind for request in requests)
     new, repeat, variant = (counts[kind] / len(requests) for kind in ("new", "repeat", "variant"))
     return f"{new:.0%} new, {repeat:.0%} repeated, {variant:.0%} variants"
 
 
 def renamed(text: str, random: np.random.Generator) -> str:
-    """``text`` with its most frequent identifier replaced by another plausible name."""
+    """Return ``text`` with its most frequent identifier replaced by another plausible name."""
     names = Counter(name for name in _IDENTIFIER.findall(text) if not keyword.iskeyword(name) and name != "self")
     if not names:
         return text
@@ -113,21 +112,21 @@ def renamed(text: str, random: np.random.Generator) -> str:
 
 
 def checksum(requests: list[Request]) -> str:
-    """Names the stream: two runs with the same checksum asked the same."""
+    """Return a hash of all prompts. Two runs with the same checksum used the same prompts."""
     joined = "\0".join(request.text for request in requests)
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 PROMPT_TOKENS = 320
-"""Of recorded prompts the last so many are asked: agents' are longer than a small model on a CPU can be asked."""
+"""The maximum length of a recorded prompt, of which the end is used: agents' prompts are too long for a small model."""
 
 _CHARACTERS = 16 * PROMPT_TOKENS
-"""Of a recorded text, from its end; what is before is cut off anyway."""
+"""The number of characters from the end of a recorded text that are tokenized, enough for `PROMPT_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """``prompts`` in the order they come. ``shares`` : what they are, for people. ``checksum`` : names the text."""
+    """The tokenized prompts of a workload in order, its shares as text for people, and a checksum of its text."""
 
     name: str
     shares: str
@@ -136,16 +135,16 @@ class Stream:
 
 
 def made_stream(mix: Mix, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """Pieces of code, repeated as ``mix`` says."""
+    """Create a stream of numpy's code in which prompts are repeated as ``mix`` says; tokenize it."""
     requests = stream(mix, num_requests, seed)
     prompts = [cut(codec, request.text, most_tokens) for request in requests]
     return Stream(mix.name, shares(requests), checksum(requests), prompts)
 
 
 def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_tokens: int) -> Stream:
-    """One that is made, or the first prompts of the trace of this name, which may go on from one another.
+    """Return the workload with this name: one of `MADE`, or the first prompts of a recorded trace.
 
-    Raises ConfigError where there is no such trace.
+    The prompts of a trace may continue each other. Raises ConfigError if there is no such trace.
     """
     if name in MADE:
         return made_stream(MADE[name], codec, num_requests, seed, most_tokens)
@@ -156,7 +155,7 @@ def open_stream(name: str, codec: TextCodec, num_requests: int, seed: int, most_
 
 
 def cut(codec: TextCodec, text: str, most_tokens: int) -> list[int]:
-    """The last tokens of a text, behind the mark of a beginning where its model writes one: some need it."""
+    """Tokenize a text and keep only its last ``most_tokens`` tokens, with the BOS token first if the model has one."""
     prompt = codec.encode_prompt(text)
     if len(prompt) <= most_tokens:
         return prompt
@@ -166,7 +165,7 @@ def cut(codec: TextCodec, text: str, most_tokens: int) -> list[int]:
 
 
 def _contexts(trace: str) -> Iterator[str]:
-    """What the model had been given at each record, from its end: earlier turns where a record only adds to them."""
+    """Yield the prompt text of each record, with its session's earlier turns if the record has only the new turn."""
     session, history = None, ""
     for record in read_records(find_trace(trace)):
         if record["session"] != session or not record["prompt_is_delta"]:

@@ -1,1 +1,1 @@
-"""Other people's clients, as they are published, against a server of ours: what each did, and what it got."""
+"""Tests of published OpenAI-compatible clients against a running ``ssd-serve``."""

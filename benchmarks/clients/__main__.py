@@ -1,7 +1,9 @@
-"""Every client against one server with the bundled model: ``python -m benchmarks.clients``
+"""Test published OpenAI-compatible clients against a server: ``python -m benchmarks.clients``
 
-The clients run in processes and an environment of their own (``make bench-clients``), without a network. Prints what
-each was made to do, and ends stdout with one JSON line; exits with an error when a claim does not hold.
+Starts ``ssd-serve`` with the bundled model and an API key. Each client library (LangChain, LiteLLM and others) then
+sends requests to this server from its own process, without other network access. The libraries are installed in the
+environment that ``make bench-clients`` creates. Prints the number of passed checks for each client; the last line of
+stdout is one JSON object. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _LONGEST_S = 600.0
 
 
 def use(name: str, url: str) -> dict[str, Any]:
-    """Run one client; what it found, or why it could not run."""
+    """Run all checks of one client in a process, and return its result row; a crash counts as one failed check."""
     print(name, file=sys.stderr)
     python = Path(os.environ.get("SSD_CLIENTS") or ROOT / ".venv-clients").absolute() / "bin" / "python"
     offline = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1"}
@@ -57,7 +59,7 @@ OPTIONS = {"names": Option(default=list(CLIENTS), choices=list(CLIENTS), metavar
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status: 1 where a claim does not hold."""
+    """Run the command line; return 1 if a check failed, else 0."""
     run = Run("clients", __doc__, argv, OPTIONS, COLUMNS, unsaid=("names",), under=("ssd", "server"))
     with tempfile.TemporaryDirectory() as directory:
         server = Server(Path(directory, "log"), "--served-model-name", MODEL, "--api-key", KEY)

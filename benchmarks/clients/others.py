@@ -1,6 +1,7 @@
-"""Other clients than OpenAI's own, a function each: ``python -m benchmarks.clients.others NAME URL MODEL``.
+"""Checks of each client library, one function per library: ``python -m benchmarks.clients.others NAME URL MODEL``.
 
-Run by the clients' own interpreter; each imports its library itself. Ends with one JSON line, see `Checks.finish`.
+The interpreter of the clients' virtual environment runs this file, so each function imports its library itself. The
+last line of stdout is one JSON object, see `Checks.finish`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 MODEL = "bundled"
-"""What the server calls its model."""
+"""The model name under which the server serves the bundled model."""
 KEY = "a key"
-"""What the server wants of everybody."""
+"""The API key that the server requires."""
 QUESTION = "What is the weather in Paris?"
 MESSAGES: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
 SCHEMA = {
@@ -37,7 +38,7 @@ TOOLS: list[Any] = [
 
 
 class Checks:
-    """Claims about one client, in the order they were looked at. ``packages`` : what it is made of."""
+    """The passed and failed checks of one client. ``packages`` are the Python packages whose versions are reported."""
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages
@@ -45,14 +46,14 @@ class Checks:
         self.num_held = 0
 
     def see(self, claim: str, holds: bool, got: Any) -> None:
-        """Note whether a claim holds; ``got`` is shown where it does not."""
+        """Record whether a check passed. ``got``, the observed value, is reported if it failed."""
         print(f"  {'yes' if holds else 'NO '}  {claim}", file=sys.stderr)
         self.num_held += holds
         if not holds:
             self.failed[claim] = f"{got!r:.300}"
 
     def finish(self) -> int:
-        """Print one JSON line; returns the exit status."""
+        """Print the results as one JSON line; return 1 if a check failed, else 0."""
         versions = ", ".join(f"{package} {version(package)}" for package in self._packages)
         claims, failed = self.num_held + len(self.failed), "; ".join(self.failed)
         row = {"versions": versions, "held": self.num_held, "claims": claims, "failed": failed, "got": self.failed}
@@ -61,14 +62,13 @@ class Checks:
 
 
 def agents(url: str, model: str) -> Checks:
-    """OpenAI's agents: the loop of a model and its tools, over chat completions and over responses."""
+    """Check the OpenAI Agents SDK: an agent that calls a tool, over chat completions and over the Responses API."""
     checks = Checks("openai-agents", "openai")
     asyncio.run(_agents(url, checks))
     return checks
 
 
 async def _agents(url: str, checks: Checks) -> None:
-    """Both models, whole and as streams. The first call is required, since the bundled model makes none by itself."""
     from agents import (
         Agent,
         ModelSettings,
@@ -88,6 +88,7 @@ async def _agents(url: str, checks: Checks) -> None:
         return f"Sunny in {city}."
 
     set_tracing_disabled(True)
+    # The first call is forced, because the bundled model calls no tool on its own.
     settings = ModelSettings(tool_choice="required", temperature=0, parallel_tool_calls=False)
     async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
@@ -112,7 +113,7 @@ async def _agents(url: str, checks: Checks) -> None:
 
 
 def guidellm(url: str, model: str) -> Checks:
-    """guidellm: a benchmark of synthetic prompts, two streams at once."""
+    """Check guidellm: its load test with synthetic prompts and two concurrent requests."""
     checks, num_requests, output_tokens = Checks("guidellm"), 10, 16
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
@@ -143,7 +144,7 @@ def guidellm(url: str, model: str) -> Checks:
 
 
 def langchain(url: str, model: str) -> Checks:
-    """LangChain: messages, streams, bound tools and structured output, over chat completions and over responses."""
+    """Check LangChain: chat, streams, tools and structured output, over chat completions and over the Responses API."""
     from langchain_core.messages import HumanMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -183,7 +184,7 @@ def langchain(url: str, model: str) -> Checks:
 
 
 def litellm(url: str, model: str) -> Checks:
-    """LiteLLM: completions, streams and tools through its one interface."""
+    """Check LiteLLM: completions, streams, tool calls and responses."""
     import litellm as library
 
     checks = Checks("litellm", "openai")
@@ -225,11 +226,11 @@ GENERATED: list[tuple[str, dict[str, Any]]] = [
     ("class Point:\n", {"until": ["class"], "max_gen_toks": 40}),
 ]
 MOST_APART = 1e-3
-"""Sums of log-probabilities in float32, computed in passes of another shape."""
+"""The tolerance for sums of float32 log-probabilities that were computed with different batch shapes."""
 
 
 def lm_eval(url: str, model: str) -> Checks:
-    """lm-eval's local-completions, against its own backend with the same weights: scores and texts."""
+    """Check that lm-eval gets the same scores and texts from the server as from transformers with the same weights."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI

@@ -1,1 +1,1 @@
-"""Which engine is faster, SSD's or vLLM's? See `benchmarks.engines.__main__`."""
+"""Comparison of the throughput of SSD and vLLM. See `benchmarks.engines.__main__`."""

@@ -1,13 +1,14 @@
-"""Which engine is faster, SSD's or vLLM's, on the same model and requests? ``python -m benchmarks.engines [MODEL]``
+"""Compare the throughput of SSD and vLLM on the same model and requests: ``python -m benchmarks.engines [MODEL]``
 
-vLLM runs compiled, in the environment that ``make bench-vllm`` creates. Every round has prompts of code that no round
-before had. The engines complete them in turn, the order rotating: without speculation, then with drafts (vLLM's suffix
-decoding, SSD's default drafter), the first time and again, when a drafter remembers the answers. A round also has a
-prompt of 512 tokens, of which one token is generated. An engine that waits uses no processor.
+vLLM runs with compilation, in the environment that ``make bench-vllm`` creates. Every round uses new prompts of code.
+Both engines complete them, alternating which engine is first: without speculation, with drafts (vLLM's suffix decoding,
+SSD's default drafter), and with drafts again, when the drafters have stored the answers. Each run also times the
+prefill of 512-token prompts, after which one token is generated. An idle engine uses no CPU time.
 
-Ratios are those of one round. SSD's outputs with drafts must be those without; vLLM's are compared with SSD's, where a
-different token must be a near-tie: in bfloat16 two scores that round to neighbouring numbers. Prints a table and ends
-stdout with one JSON line; status 1 where outputs differ.
+Ratios compare the two engines within one round. SSD's outputs with drafts must equal those without. vLLM's outputs are
+compared with SSD's: a different token must be a near-tie, which means that the two best scores differ by less than
+rounding errors can explain. Prints a table; the last line of stdout is one JSON object. The exit status is 1 if outputs
+differ.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ Complete = Callable[[Prompts, int], tuple[list[list[int]], float]]
 
 OPTIONS: dict[str, Any] = {
     "dtypes": Option(default=["float32", "bfloat16"], choices=list(_TIES)),
-    "batch": Option(default=[1, 4, 8, 16], metavar="B", help="requests at a time"),
+    "batch": Option(default=[1, 4, 8, 16], metavar="B", help="batch sizes: numbers of concurrent requests"),
     "rounds": 5,
     "max_tokens": 96,
-    "prompt_tokens": Option(default=128, help="the most of a prompt"),
+    "prompt_tokens": Option(default=128, help="maximum number of tokens per prompt"),
     "seed": 0,
 }
 COLUMNS = (
@@ -72,7 +73,7 @@ _DRAFTING = {"vllm": "suffix", "ssd": "ssd"}
 
 @dataclass(slots=True)
 class Measured:
-    """What both engines took for one kind of work: tokens/s of each round, and their outputs."""
+    """The tokens per second of each round and the outputs, for each engine, for one kind of work."""
 
     rates: dict[str, list[float]] = field(default_factory=lambda: {"vllm": [], "ssd": []})
     outputs: dict[str, list[list[int]]] = field(default_factory=lambda: {"vllm": [], "ssd": []})
@@ -90,7 +91,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, compare, print; return the exit status: 1 where an engine's output was wrong."""
+    """Run the command line; return 1 if an output of either engine was wrong, else 0."""
     under = (*ENGINE, "benchmarks/vllm")
     this = Run("engines", __doc__, argv, OPTIONS, COLUMNS, has_model=True, under=under, unsaid=("dtypes",))
     args, reading = this.args, {}
@@ -119,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def engines(args: Any, model: PreTrainedModel) -> Iterator[tuple[dict[tuple[str, str], Complete], Target]]:
-    """Open both engines without speculation and with drafts, warm them up, and yield them and a target of SSD's."""
+    """Open and warm up both engines, each with and without drafts.
+
+    Yields a function for each (engine, method) that completes prompts, and SSD's target, which is used to check
+    near-ties.
+    """
     most, length = max(args.batch), max(args.prompt_tokens, _PREFILL) + args.max_tokens + 32
     with ExitStack() as stack:
         found: dict[tuple[str, str], Complete] = {}
@@ -203,7 +208,7 @@ def _long_prompt(codec: TextCodec, texts: Iterator[str]) -> list[int]:
 
 
 def _read_seconds(model: PreTrainedModel) -> float:
-    """Return how long one pass over all weights takes that does nothing but read them; the least of five."""
+    """Return the time of one read of all weights from memory, in seconds: the minimum of five."""
     weights = list({each.data_ptr(): each for each in model.parameters()}.values())
     seconds = []
     for _ in range(5):

@@ -1,1 +1,1 @@
-"""The retrieval index measured: memory, latency, freshness, upkeep, reopening."""
+"""Measurements of the retrieval index: memory, lookup time, time until new text is searchable, and indexing cost."""

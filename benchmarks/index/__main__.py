@@ -1,12 +1,12 @@
-"""How large, how fast, how fresh is the retrieval index, and what does its upkeep cost?
+"""Measure memory and speed of the retrieval index, the time until new text is searchable, and the cost of indexing.
 
 ``python -m benchmarks.index --tokens N [--static M] [--json]``
 
-A real cache (its threads, files in a temporary directory) is filled with N tokens in completions
-of 200 to 2,000, and measured as ingest leaves it: segments of all sizes, the tail not empty. Half the contexts asked
-for are present in full; of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens a second arrive, and
-fresh processes open the directory again, the static one too, and must draft what is stored. The
-last line of stdout is one JSON object.
+A cache with its background threads and files is filled with N tokens of synthetic completions (200 to 2,000 tokens
+each), so that it contains segments of all sizes and a memtable. Lookups are timed: half of the contexts occur
+completely, of the other half only the last 1 to 10 tokens occur. Then 10,000 tokens per second are appended. Last,
+new processes open the cache directory (and the prebuilt cache of ``--static`` tokens) and must draft the stored text.
+The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEAST_TOKENS: Final = 50_000
 
 
 def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """What belongs into the JSON object."""
+    """Run all measurements, and return their figures for the result."""
     stream, random = completions(options.vocab, options.seed), np.random.default_rng(options.seed + 10)
     next(stream)  # which has all its memory then: it is none of the cache's
     index, idle = IndexConfig(capacity_tokens=options.tokens), warm_up()
@@ -89,7 +89,7 @@ def measure_index(options: argparse.Namespace, say: Callable[[str], None]) -> di
 
 
 def _reopened(asked: Sequence[str]) -> float:
-    """What `reopen` returns in a fresh process. Raises AssertionError with what it said when it fails."""
+    """Run `reopen` in a new process, and return its result. Raises AssertionError with the output if it fails."""
     command = [sys.executable, "-m", "benchmarks.index", "reopen", *asked]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
@@ -98,10 +98,11 @@ def _reopened(asked: Sequence[str]) -> float:
 
 
 def reopen(directory: str, static: str, capacity: str, stored: str) -> float:
-    """Seconds from opening a cache directory, and a static one where there is one, until the first proposal, everything
-    imported. Kernels come from numba's cache on disk.
+    """Open a cache directory and return the seconds until the first draft.
 
-    ``stored`` : JSON, contexts and what follows each. Raises AssertionError where that is not what is drafted.
+    Imports are not included, and compiled kernels come from numba's cache on disk. ``static`` is the directory of a
+    prebuilt cache, or empty. ``stored`` is JSON: stored contexts, each with the tokens that follow it. Raises
+    AssertionError if these tokens are not drafted.
     """
     contexts = [
         Context(np.array(tokens, np.int32), len(tokens), np.array(following, np.int32))
@@ -143,16 +144,15 @@ NOTE = (
     "`python -m benchmarks.index`, with one thread. Measured on {measured}."
 )
 OPTIONS: dict[str, Any] = {
-    "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring, filled"),
-    "vocab": Option(default=32_000, least=16, help="token ids are below this"),
-    "static": Option(default=0, least=0, help="tokens in static segments beside the ring"),
-    "seconds": Option(default=20.0, least=LONGEST / TOKENS_PER_S, help="how long it is watched under traffic"),
+    "tokens": Option(default=1_000_000, least=_LEAST_TOKENS, help="size of the ring buffer in tokens, which is filled"),
+    "vocab": Option(default=32_000, least=16, help="number of different token ids"),
+    "static": Option(default=0, least=0, help="number of tokens in prebuilt segments in addition"),
+    "seconds": Option(default=20.0, least=LONGEST / TOKENS_PER_S, help="duration of the measurement under traffic"),
     "seed": 0,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
     if argv is None and sys.argv[1:2] == ["reopen"]:
         print(reopen(*sys.argv[2:]))
         return 0

@@ -1,4 +1,4 @@
-"""The longest match of a context anywhere in a snapshot, for measurements and tests."""
+"""Search of a snapshot for the longest match of a context, as a reference for measurements and tests."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def _longest_match(
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest suffix of a context that occurs.
+    """The longest suffix of a context that occurs in a snapshot of the cache.
 
     Attributes:
-        length: Its length in tokens.
-        support: The number of occurrences.
+        length: The length of the suffix in tokens.
+        support: The number of its occurrences.
     """
 
     length: int

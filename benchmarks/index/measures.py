@@ -1,4 +1,4 @@
-"""Made text, a cache filled with it as a busy server would, what it holds, what is asked of it, and its traffic."""
+"""Synthetic text, a cache that is filled with it, and measurements of lookups and of traffic on this cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Tokens = npt.NDArray[np.int32]
 
 SHORTEST, LONGEST = 200, 2000
 EDITED = 0.02
-"""Share of the tokens that are replaced in a near-copy."""
+"""The share of tokens that are replaced in a near-copy of a completion."""
 
 _ZIPF_EXPONENT = 1.1
 
@@ -43,12 +43,13 @@ _DOCUMENTS_AT_ONCE = 128
 
 
 def completions(vocabulary: int, seed: int) -> Iterator[Tokens]:
-    """Endless completions of 200 to 2,000 tokens, the same for one seed: int32 ids below ``vocabulary``, without
-    separators. All memory that a stream keeps is taken before its first one: what grows later is not its own.
+    """Yield synthetic completions of 200 to 2,000 tokens: int32 ids below ``vocabulary``, without separators.
 
-    20,000 phrases of 2 to 12 Zipf-distributed tokens; each is followed by one of 12 others, the first ones mostly; a
-    quarter of the documents are near-copies of one of 512 earlier ones. In a million tokens a stretch of 4, 8, 16
-    tokens stands in 6, 3, 1 places (median) and new text matches 11 tokens.
+    The stream never ends, and the same seed gives the same completions. They consist of 20,000 phrases of 2 to 12
+    Zipf-distributed tokens; each phrase is followed by one of 12 phrases, mostly by the first ones. A quarter of the
+    completions are near-copies of one of 512 earlier ones. In a million tokens, a sequence of 4, 8 or 16 tokens occurs
+    6, 3 or 1 times (median), and new text matches 11 tokens. All memory is allocated before the first completion, so
+    that it does not count as growth of the cache.
     """
     random = np.random.default_rng(seed)
     kept = np.zeros((_KEPT_DOCUMENTS, LONGEST), np.int32)
@@ -72,7 +73,7 @@ def completions(vocabulary: int, seed: int) -> Iterator[Tokens]:
 
 
 def _new_documents(vocabulary: int, random: np.random.Generator) -> Iterator[Tokens]:
-    """Walks from phrase to phrase, many at once so that numpy does the stepping."""
+    """Yield completions that are random walks over the phrases. Many walks are computed together, for speed."""
     cumulative = np.cumsum(1.0 / np.arange(1, vocabulary + 1) ** _ZIPF_EXPONENT)
     places = random.random(_PHRASES * _LONGEST_PHRASE) * cumulative[-1]
     drawn = np.searchsorted(cumulative, places).astype(np.int32)
@@ -96,17 +97,19 @@ def _new_documents(vocabulary: int, random: np.random.Generator) -> Iterator[Tok
 CONTEXT_TOKENS = 64
 DRAFT_TOKENS = 10
 MOST_KNOWN = 10
-"""Of a broken context so many of the last tokens occur, or fewer."""
+"""The maximum length of the suffix that occurs in the cache, for contexts in which one token was replaced."""
 
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A context and what is known of it.
+    """A context to search for, with the expected result.
 
-    ``tokens`` : int32[CONTEXT_TOKENS]. ``known`` : how many of the last ones occur, one after the other; no longer tail
-    does. ``following`` : int32[DRAFT_TOKENS], what stands next at the place it was taken from.
+    Attributes:
+        tokens: The context, int32[CONTEXT_TOKENS].
+        known: The length of the longest suffix that occurs in the cache.
+        following: The tokens that follow the context in the text, int32[DRAFT_TOKENS].
     """
 
     tokens: Tokens
@@ -115,21 +118,21 @@ class Context:
 
     @property
     def is_present(self) -> bool:
-        """All of it occurs."""
+        """Whether the complete context occurs in the cache."""
         return self.known == CONTEXT_TOKENS
 
     def goes_on(self, draft: Tokens) -> bool:
-        """Whether there is a draft, of what stands next."""
+        """Return whether ``draft`` is not empty and equals the tokens that follow the context in the text."""
         return len(draft) > 0 and np.array_equal(draft, self.following[: len(draft)])
 
 
 def sample_contexts(
     snapshot: Snapshot, count: int, random: np.random.Generator, segments: Sequence[Segment] | None = None
 ) -> list[Context]:
-    """``count`` contexts from random places of ``segments``, None for all, in turn present and broken.
+    """Take ``count`` contexts from random places of ``segments`` (all if None), alternately complete and broken.
 
-    A broken one has the token before its last 1 to MOST_KNOWN replaced, so that no longer tail occurs anywhere. Raises
-    AssertionError when the text offers none.
+    In a broken context, the token before the last 1 to MOST_KNOWN tokens is replaced, so that no longer suffix occurs
+    in the cache. Raises AssertionError if the text does not contain enough such contexts.
     """
     segments = snapshot.segments if segments is None else segments
     bounds = np.cumsum([len(segment) for segment in segments])
@@ -156,7 +159,6 @@ def sample_contexts(
 
 
 def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Tokens | None:
-    """``length`` tokens from a random place; None when a separator is among them."""
     if len(segment) <= length:
         return None
     start = int(random.integers(0, len(segment) - length))
@@ -165,7 +167,7 @@ def _stretch(segment: Segment, length: int, random: np.random.Generator) -> Toke
 
 
 def _largest_id(snapshot: Snapshot, random: np.random.Generator) -> int:
-    """About the largest token id there is: of a few thousand tokens of each segment."""
+    """Estimate the largest token id in the cache from a few thousand tokens of each segment."""
     found = 0
     for segment in snapshot.segments:
         start = int(random.integers(max(1, len(segment) - 4096)))
@@ -188,7 +190,7 @@ _TRIED = 8  # contexts for each that is wanted
 
 
 class Prober:
-    """Asks a drafter and takes the time."""
+    """A drafter whose calls are timed."""
 
     def __init__(self) -> None:
         self.drafter = SuffixDrafter()
@@ -198,7 +200,7 @@ class Prober:
         self.drafter.warm_up()
 
     def one(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """Microseconds of one proposal by a new request, and its draft."""
+        """Time a draft for a new request; return microseconds and the draft."""
         request = self._request(tokens, snapshot)
         began = time.perf_counter_ns()
         drafts = self.drafter.propose([request])
@@ -207,7 +209,7 @@ class Prober:
         return took / 1e3, drafts[0].token_ids
 
     def row(self, tokens: Tokens, snapshot: Snapshot) -> tuple[float, Tokens]:
-        """The same of a row that an engine keeps, whose tokens are where the kernels look for them."""
+        """Time a draft for a running request, whose tokens the kernels hold already; return microseconds and draft."""
         request, row, groups = (
             self._request(tokens, snapshot),
             self._memory[0],
@@ -230,9 +232,10 @@ class Prober:
 
 
 def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3, count: int = 2000) -> dict[str, Any]:
-    """Microseconds of a call from Python: percentiles of a pass of ``count`` new contexts, the median over passes.
+    """Time drafting for new and running requests, and return the percentiles in microseconds.
 
-    Raises AssertionError when drafts are not what was stored.
+    Each of ``passes`` repetitions uses ``count`` new contexts; the result is the median over the repetitions. Raises
+    AssertionError if more than a tenth of the drafts for contexts with one occurrence differ from the stored text.
     """
     prober = Prober()
     ways = {"propose_us": prober.one, "row_us": prober.row}
@@ -262,8 +265,10 @@ def measure(snapshot: Snapshot, random: np.random.Generator, *, passes: int = 3,
 
 
 def drafted_contexts(snapshot: Snapshot, count: int, random: np.random.Generator) -> list[Context]:
-    """Up to ``count`` stored contexts after which just what follows them is drafted, in turn of the static segments, if
-    there are any, and of the ring's. Raises AssertionError where one of them has none."""
+    """Return up to ``count`` stored contexts, and as many of prebuilt segments, for which the stored text is drafted.
+
+    The contexts alternate between prebuilt and other segments. Raises AssertionError if there are none of one kind.
+    """
     prober, found = Prober(), list[list[Context]]()
     for is_static in (True, False):
         some = [segment for segment in snapshot.segments if (segment.start is None) == is_static]
@@ -278,9 +283,9 @@ def drafted_contexts(snapshot: Snapshot, count: int, random: np.random.Generator
 
 
 FINGERPRINT: Final = "0" * 32
-"""Of the tokenizer that nobody has: ids are made."""
+"""The fingerprint of a tokenizer that does not exist, because the token ids are synthetic."""
 LAST_COMPLETIONS: Final = 2
-"""Appended at the very end and together less than a seal, so that the tail is not empty."""
+"""The number of completions that are appended last. They are too short for a flush, so the memtable is not empty."""
 TOKENS_PER_S: Final = 10_000
 _SLOW_TOKENS: Final = 1 << 21
 _SETTLED_S: Final = 1.5  # longer than the interval in which the cache looks for something to do
@@ -290,9 +295,9 @@ _MARK_TOKENS: Final = 3
 
 
 def resident_bytes() -> int:
-    """Proportional resident size: anonymous pages, and mapped ones divided by the processes that share them.
+    """Return the proportional resident memory (PSS) of this process, after freed memory was returned to the kernel.
 
-    With freed memory given back to the kernel, so that what is resident is in use.
+    It counts anonymous pages fully; mapped pages are divided by the number of processes that share them.
     """
     gc.collect()
     release = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others give pages back themselves
@@ -303,7 +308,7 @@ def resident_bytes() -> int:
 
 
 def _task_stat(thread: int) -> list[str]:
-    """Fields of a thread's stat file from the state on; none when it is gone."""
+    """Return the fields of a thread's ``/proc`` stat file, beginning with the state; an empty list if it ended."""
     try:
         return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -316,17 +321,20 @@ def _threads(prefix: str) -> list[list[str]]:
 
 
 def _is_merging() -> bool:
-    """Whether the thread that sorts runs, is ready to run, or waits for a disk: all but sleeping for its next job."""
+    """Return whether the cache's merge thread is working: running, ready to run or waiting for a disk."""
     return any(fields[0] in "RD" for fields in _threads("ssd-merge"))
 
 
 def _upkeep_s() -> float:
-    """Processor time used so far by the cache's threads."""
+    """Return the CPU time that the cache's background threads have used so far, in seconds."""
     return sum(int(fields[11]) + int(fields[12]) for fields in _threads("ssd-")) / os.sysconf("SC_CLK_TCK")
 
 
 def warm_up() -> int:
-    """Load and compile what a cache needs, as that is the same for any number of tokens; bytes that are held then."""
+    """Load and compile everything that a cache needs; return the memory in bytes that the process holds then.
+
+    This memory does not depend on the number of tokens, so it is subtracted from later measurements.
+    """
     with tempfile.TemporaryDirectory(prefix="ssd-bench-") as directory:
         config = CacheConfig(index=IndexConfig(capacity_tokens=1 << 20), directory=Path(directory))
         with CacheManager(config, FINGERPRINT) as caches:
@@ -341,11 +349,12 @@ def warm_up() -> int:
 def fill(
     cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, index: IndexConfig, idle: int
 ) -> tuple[Snapshot, dict[str, Any]]:
-    """Append completions until ``num_tokens`` are stored, let merging come to rest, append LAST_COMPLETIONS.
+    """Fill the cache with ``num_tokens`` tokens, wait until merging has ended, and append LAST_COMPLETIONS.
 
-    Most go in as fast as they are sealed, the last ones seal by seal as under traffic, so that small segments are there
-    too. ``idle`` : of `warm_up`. Returns what is stored, and how much memory a token takes at rest, every page of every
-    segment touched. Raises AssertionError when text was lost.
+    Most tokens are appended as fast as they can be flushed. The last ones are appended one flush at a time as under
+    traffic, so that there are small segments too. ``idle`` is the memory before, from `warm_up`. Returns the snapshot,
+    and figures such as the bytes of memory per token after every page of the segments was read. Raises AssertionError
+    if text was lost or the memtable is empty.
     """
     began = time.perf_counter()
     stored = _append(cache, stream, num_tokens - min(num_tokens // 8, _SLOW_TOKENS), 8 * index.flush_tokens)
@@ -375,9 +384,9 @@ def fill(
 
 
 def _append(cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, most_unsealed: int) -> int:
-    """Append whole completions until at least ``num_tokens`` are stored, separators counted; returns how many.
+    """Append completions until ``num_tokens`` tokens are stored, with separators; return the exact number stored.
 
-    Waits while the tail holds ``most_unsealed`` or more, so that nothing is dropped.
+    Waits while the memtable holds ``most_unsealed`` tokens or more, so that nothing is dropped.
     """
     stored = 0
     while stored < num_tokens:
@@ -390,7 +399,7 @@ def _append(cache: NamespaceCache, stream: Iterator[Tokens], num_tokens: int, mo
 
 
 def _settle(cache: NamespaceCache) -> None:
-    """Wait until nothing is left to seal and nothing has been merged for a while."""
+    """Wait until the memtable is empty and no merge has run for a while."""
     generation, since = -1, time.monotonic()
     while time.monotonic() - since < _SETTLED_S:
         time.sleep(0.05)
@@ -400,10 +409,10 @@ def _settle(cache: NamespaceCache) -> None:
 
 
 def watch_traffic(cache: NamespaceCache, stream: Iterator[Tokens], seconds: float, vocabulary: int) -> dict[str, Any]:
-    """`TOKENS_PER_S` for ``seconds``: until when new text is drafted, what upkeep takes of a core.
+    """Append `TOKENS_PER_S` for ``seconds``; measure the delay until new text is drafted, and the CPU time of indexing.
 
-    Every completion holds three ids beyond ``vocabulary`` that no other has: what follows them can come from nowhere
-    else. Raises AssertionError where new text is not drafted.
+    Every completion contains three token ids that occur nowhere else (``vocabulary`` and above), so a draft of the
+    token after them can only come from this completion. Raises AssertionError if new text is not drafted within 10 s.
     """
     prober = Prober()
     fresh_ms = list[float]()

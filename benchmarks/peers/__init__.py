@@ -1,5 +1,5 @@
-"""Other people's drafters, each in a process and an environment of its own, timed where they run.
+"""Drafters of other projects ("peers"), each run in its own process and virtual environment.
 
-``make bench-peers`` creates the environment. `client.Peer` starts one peer and asks it; `process` is the other end, run
-by the peers' own interpreter. Nothing here imports ``ssd``.
+``make bench-peers`` creates the environment. `client.Peer` starts one peer and sends it requests; `process` answers
+them in the peers' own interpreter. No module of this package imports ``ssd``.
 """

@@ -1,4 +1,4 @@
-"""arctic-inference's suffix trees: one over finished responses, one per running request."""
+"""The suffix-tree drafter of arctic-inference: one tree over all finished responses, and one per running request."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 
 
 class Arctic:
-    """`SuffixDecodingCache` as a server uses it.
+    """The `SuffixDecodingCache` of arctic-inference, called as a server calls it.
 
-    Three of its ways matter to who compares figures. By its own design the tree that all requests share holds responses
-    (`start_request` puts a prompt into the request's own tree alone), so prompts draft for nobody else. Only the last
-    ``depth`` tokens of a context are matched, and a match together with its draft is at most ``depth`` long. The match
-    is always shorter than the context given, so a context of one token never drafts.
+    Three properties matter for comparisons. The shared tree contains only responses, because `start_request` adds a
+    prompt only to the request's own tree; so prompts never help other requests. Only the last ``depth`` tokens of a
+    context are matched, and a match together with its draft has at most ``depth`` tokens. A match is always shorter
+    than the context, so nothing is drafted after a context of one token.
     """
 
     distributions: tuple[str, ...] = ("arctic-inference", "numpy")
 
     def __init__(self, depth: int = 64) -> None:
-        """``depth`` 64 is the library's default, 24 what vLLM sets; no limit on cached requests."""
+        """Create a cache without a limit on requests. ``depth`` is 64 in the library and 24 in vLLM by default."""
         library = import_module("arctic_inference.suffix_decoding")
         self._cache = library.SuffixDecodingCache(depth, -1)
         self._depth = depth
         self._of_depth: dict[int, Arctic] = {depth: self}
 
     def apart(self, max_tokens: int, setting: Setting) -> Arctic:
-        """One for each depth: how many tokens are asked for changes no tree."""
+        """Return the drafter for a setting: one per ``depth``, because no other part of a setting changes the trees."""
         depth = int(setting.get("depth", self._depth))
         if depth not in self._of_depth:
             self._of_depth[depth] = Arctic(depth)
@@ -38,8 +38,11 @@ class Arctic:
         self._cache.start_request(request_id, prompt)
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
-        """``setting``: max_spec_factor, max_spec_offset, min_token_prob, use_tree_spec; the library's where absent.
-        ``depth`` is what `apart` heeds."""
+        """Draft after ``context``.
+
+        ``setting`` may contain max_spec_factor, max_spec_offset, min_token_prob and use_tree_spec; the library's
+        defaults apply otherwise. Its ``depth`` is used by `apart` only.
+        """
         options = {name: value for name, value in setting.items() if name != "depth"}
         options["use_tree_spec"] = bool(setting.get("use_tree_spec", False))
         pattern = np.ascontiguousarray(context[-self._depth :])

@@ -1,8 +1,8 @@
-"""Compile a peer's own C++, and load it: ``python -m benchmarks.peers.build {sglang-ngram | llama-cpp SDIST}``.
+"""Compile the C++ code of a peer: ``python -m benchmarks.peers.build {sglang-ngram | llama-cpp SDIST}``.
 
-Run by the peers' own interpreter, in an environment that has a C++ compiler. sglang-ngram is built of the installed
-wheel's sources with the flags of its own loader; llama-cpp of a few files of the source distribution of
-llama-cpp-python, which holds llama.cpp whole.
+The interpreter of the peers' environment runs this program; it needs a C++ compiler. sglang-ngram is compiled from the
+sources in the installed wheel, with the flags of SGLang's own loader. llama-cpp is compiled from a few files of the
+source distribution of llama-cpp-python (SDIST), which contains all of llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(sys.prefix) / "peers"
-"""Of the interpreter that runs this, the peers' own."""
+"""The directory for compiled libraries, in the environment of the running interpreter."""
 SGLANG_LIBRARY = FOLDER / "sglang-ngram.so"
 LLAMA_CPP_LIBRARY = FOLDER / "llama-cpp-drafting.so"
 
@@ -34,19 +34,19 @@ CPP_FILES = tuple(
     f"ngram_corpus/{name}.cpp" for name in ("result", "trie", "suffix_automaton", "ngram", "ngram_corpus_ffi")
 )
 FLAGS = ("-std=c++20", "-O3")
-"""Of its own loader (kernels/jit/utils/compile/paths.py)."""
+"""The compiler flags of SGLang's own loader (kernels/jit/utils/compile/paths.py)."""
 _BARE = ("", ".kernels", ".kernels.ops", ".kernels.ops.speculative", ".kernels.jit", ".srt", ".srt.speculative")
 
 
 def require(library: Path) -> Path:
-    """The library, if it was built. Raises ImportError."""
+    """Return the path of a compiled library. Raises ImportError if it was not built."""
     if not library.is_file():
         raise ImportError(f"{library.name} was not built")
     return library
 
 
 def package_folder() -> Path:
-    """Where the wheel's package lies; nothing of it is run. Raises ImportError."""
+    """Return the directory of the installed sglang package, without importing it. Raises ImportError without one."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("sglang is not installed")
@@ -55,10 +55,10 @@ def package_folder() -> Path:
 
 @functools.cache
 def load_corpus_class() -> Any:
-    """`NgramCorpus` of sglang/srt/speculative/cpp_ngram/ngram_corpus.py, over the library that was built before.
+    """Import `NgramCorpus` of sglang/srt/speculative/cpp_ngram/ngram_corpus.py, using the compiled library.
 
-    The packages around it are entered without their ``__init__``, and its loader, which would compile at first use, is
-    stood in for by one that loads. Raises ImportError.
+    The parent packages are replaced by empty modules, so that their ``__init__`` is not run. SGLang's loader, which
+    would compile at first use, is replaced by one that only loads. Raises ImportError.
     """
     folder = package_folder()
     library = str(require(SGLANG_LIBRARY))
@@ -74,7 +74,7 @@ def load_corpus_class() -> Any:
 
 
 def build_sglang() -> None:
-    """The trie of SGLang's n-gram speculation."""
+    """Compile the trie of SGLang's n-gram speculation."""
     sources = package_folder() / "kernels" / "jit"
     import_module("tvm_ffi.cpp").build(
         "sglang_ngram",
@@ -87,7 +87,7 @@ def build_sglang() -> None:
 
 
 def build_llama_cpp(distribution: Path) -> None:
-    """llama.cpp's drafters that need no model. ``distribution`` : the .tar.gz of llama-cpp-python."""
+    """Compile the drafters of llama.cpp that need no model. ``distribution`` is the .tar.gz of llama-cpp-python."""
     root = _unpack(distribution) / "vendor" / "llama.cpp"
     headers = [f"-I{root / name}" for name in _LLAMA_CPP_HEADERS]
     sources = [*(root / "common" / f"{name}.cpp" for name in _LLAMA_CPP_FILES), _OURS]
@@ -104,7 +104,7 @@ def build_llama_cpp(distribution: Path) -> None:
 
 
 def _unpack(distribution: Path) -> Path:
-    """Headers and drafters alone; its metadata where `importlib.metadata` finds them. Returns the folder."""
+    """Unpack llama.cpp's headers and drafters, with metadata for `importlib.metadata`; return the directory."""
     with tarfile.open(distribution) as archive:
         wanted = [
             member
@@ -125,7 +125,7 @@ def _unpack(distribution: Path) -> Path:
 
 
 def _missing(objects: Sequence[Path]) -> list[str]:
-    """Functions of llama.cpp that no object defines."""
+    """Return the functions of llama.cpp that are called but not defined in the compiled objects."""
     listing = _run(["nm", "--format=posix", *objects])
     found = {tuple(line.split()[:2]) for line in listing.splitlines() if len(line.split()) >= 2}
     defined = {name for name, kind in found if kind not in "Uw"}
@@ -137,12 +137,10 @@ def _compiler() -> str:
 
 
 def _run(command: Sequence[str | Path]) -> str:
-    """Its output. Raises CalledProcessError; what it complains of goes to stderr."""
     return subprocess.run([str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def main(arguments: list[str]) -> int:
-    """Command line; returns the exit status."""
     FOLDER.mkdir(exist_ok=True)
     if arguments == ["sglang-ngram"]:
         build_sglang()

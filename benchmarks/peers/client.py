@@ -1,4 +1,4 @@
-"""Our end: one peer, started in its own environment."""
+"""Start a peer (a drafter of another project) in its own environment, and send requests to it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from benchmarks.walk import Setting, Steps, TokenIds
 
 
 class PeerUnavailable(ChildEnded):
-    """The peer is not installed. The message says what to do."""
+    """A peer (a drafter of another project) is not installed. The message tells how to install it."""
 
 
 class Peer(Child):
-    """A peer's process, from construction to `close`.
+    """A running process with a peer, which is a drafter of another project. `close` ends it.
 
-    ``options`` are the peer's own:
+    ``options`` configure the peer (defaults in parentheses):
 
     - arctic: ``depth`` (64)
     - vllm-ngram: ``max_context_tokens`` (65,536), ``max_draft`` (256), ``least`` (2), ``most`` (5)
     - sglang: ``capacity`` (10,000,000), ``match_type`` (BFS), ``max_bfs_breadth`` (10), ``draft_tokens`` (12),
       ``padded`` (0), ``prompts`` (0)
-    - llama-cpp: ``type`` (ngram-mod), and ``first``, ``second``, ``third``, its three sizes
+    - llama-cpp: ``type`` (ngram-mod), and its three sizes ``first``, ``second``, ``third``
 
-    A setting of arctic holds ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob``, ``use_tree_spec`` and
-    ``depth``; one of prompt-lookup-hf ``ngram``; one of vllm-ngram its last two options; one of sglang or llama-cpp
-    options, and has a peer of its own.
+    A setting, passed to `replay`, may contain:
+
+    - arctic: ``max_spec_factor``, ``max_spec_offset``, ``min_token_prob``, ``use_tree_spec`` and ``depth``
+    - prompt-lookup-hf: ``ngram``
+    - vllm-ngram: ``least`` and ``most``
+    - sglang and llama-cpp: the options above; each setting then has its own peer
     """
 
     versions: dict[str, str]
-    """Versions of the packages that the peer is made of."""
+    """The versions of the Python packages that implement the drafter."""
 
     def __init__(self, name: str, **options: int | str) -> None:
-        """Start the peer and wait until it is warm. Raises PeerUnavailable, or ChildError where an option is wrong."""
+        """Start the drafter's process and wait for it. Raises PeerUnavailable, or ChildError for invalid options."""
         if name not in PEERS:
             raise ValueError(f"no peer is called {name!r}, only {', '.join(PEERS)}")
         python = environment() / "bin" / "python"
@@ -54,21 +57,27 @@ class Peer(Child):
     def replay(
         self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, Setting]]
     ) -> list[Steps]:
-        """Decode a recorded request in the peer's process, once under each setting, and let the peer keep the output.
+        """Replay a recorded request in the drafter's process once per setting; the drafter then stores the output.
 
-        ``text`` : int32[n], prompt and output. ``settings`` : most tokens of a draft, and the peer's own knobs. No
-        setting's drafts depend on the others.
+        Args:
+            request_id: The name of the request.
+            text: The prompt and the output, int32[n].
+            prompt_length: The number of prompt tokens.
+            settings: For each setting the maximum number of draft tokens and the drafter's parameters.
+
+        Returns:
+            The verification steps of each setting. The drafts of a setting do not depend on the other settings.
         """
         found: list[Steps] = self.ask("replay", request_id, text, prompt_length, list(settings))
         return found
 
 
 def environment() -> Path:
-    """The peers' virtual environment: ``.venv-peers`` in the checkout, or what ``SSD_PEERS`` names."""
+    """Return the path of the peers' virtual environment: ``$SSD_PEERS``, or ``.venv-peers`` in the checkout."""
     return Path(os.environ.get("SSD_PEERS") or ROOT / ".venv-peers").absolute()
 
 
 def _environment_variables() -> dict[str, str]:
-    """Ours, with one thread a library, as our own figures are taken, and nothing that calls out."""
+    """Return this process's environment variables, with one thread per library and without network access."""
     theirs = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | theirs

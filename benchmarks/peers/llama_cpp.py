@@ -1,4 +1,4 @@
-"""llama.cpp's drafters that need no model: those of llama-server's ``--spec-type`` and the program llama-lookup."""
+"""The drafters of llama.cpp that need no model: those of llama-server's ``--spec-type`` and of llama-lookup."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _LONGEST = 1024  # what its options allow
 
 
 class LlamaCpp:
-    """One drafter of llama.cpp with one slot: a request must end before the next begins.
+    """A drafter of llama.cpp with one slot: a request must end before the next one begins.
 
-    ``type`` is what ``--spec-type`` takes, or ``lookup``:
+    ``type`` is a value of ``--spec-type``, or ``lookup``:
 
-    - ngram-mod: a pool of hashed n-grams and what followed, shared by all requests of a server; what ``--spec-default``
-      turns on. A prompt enters when its request begins, output in pieces of 32 tokens while it runs, the last never.
-    - ngram-simple, ngram-map-k, ngram-map-k4v: the text of the request alone. Each gets a new state here: what a slot
-      keeps of another text could only mislead it.
-    - ngram-cache: counted n-grams of 1 to 4 tokens of the request alone, 8 tokens a draft; a new state too.
-    - lookup: the same counts as the program llama-lookup keeps them: those of a request, prompt included, are merged
-      into a dynamic cache when it has ended, and all later requests draft from it.
+    - ngram-mod: a pool of hashed n-grams and the tokens after them, shared by all requests; ``--spec-default`` selects
+      it. A prompt is added when its request begins, and output in chunks of 32 tokens; an incomplete chunk never is.
+    - ngram-simple, ngram-map-k, ngram-map-k4v: drafts from the request's own context. Each request gets a new state,
+      because n-grams of an earlier request in the slot could only mislead.
+    - ngram-cache: counts of n-grams of 1 to 4 tokens in the request's own context, with 8 tokens per draft. Each
+      request gets a new state.
+    - lookup: the same counts as in llama-lookup. When a request ends, its counts, prompt included, are merged into a
+      dynamic cache that all later requests draft from.
     """
 
     distributions: tuple[str, ...] = ("llama-cpp-python", "numpy")
@@ -44,10 +45,10 @@ class LlamaCpp:
     def __init__(
         self, type: str = _POOL, first: int | None = None, second: int | None = None, third: int | None = None
     ) -> None:
-        """A new state. Raises ValueError, and ImportError where the library was not built.
+        """Create a new state. Raises ValueError for invalid arguments and ImportError if the library was not built.
 
-        ``first``, ``second``, ``third`` : n_match, n_min, n_max of ngram-mod; size_n, size_m, min_hits of ngram-simple
-        and ngram-map-*; llama-server's defaults where absent.
+        ``first``, ``second`` and ``third`` are n_match, n_min and n_max of ngram-mod, and size_n, size_m and min_hits
+        of ngram-simple and ngram-map-*. Their defaults are those of llama-server.
         """
         if type not in _DEFAULTS:
             raise ValueError(f"llama-cpp has no type {type!r}, only {', '.join(_DEFAULTS)}")
@@ -97,7 +98,7 @@ class LlamaCpp:
         return Proposal(self._draft[: self._num_drafted].tolist())
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
-        """What a step put out; all but its last token were drafted."""
+        """Report the tokens of a step; all but the last one were accepted draft tokens."""
         if self._type == _LOOKUP:
             tokens = np.ascontiguousarray(token_ids)
             self._library.lookup_add(ctypes.c_void_p(self._state), *_sized(tokens))
@@ -129,5 +130,5 @@ def _pointer(array: TokenIds) -> ctypes.c_void_p:
 
 
 def _sized(array: TokenIds) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-    """``array`` must outlive the call."""
+    """Return an array's pointer and length for a C function. The array must not be freed before the call returns."""
     return _pointer(array), ctypes.c_size_t(len(array))

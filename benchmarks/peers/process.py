@@ -1,5 +1,7 @@
-"""The peer's end: ``python -m benchmarks.peers.process``, started by `client.Peer`; or, to see whether an installed
-peer drafts, ``python -m benchmarks.peers.process check NAME``, with which ``make bench-peers`` ends.
+"""The process of one peer: ``python -m benchmarks.peers.process``, started by `client.Peer`.
+
+``python -m benchmarks.peers.process check NAME`` checks that an installed peer drafts; ``make bench-peers`` runs this
+at its end.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ PEERS: Final[dict[str, Callable[..., LocalPeer]]] = {
     "sglang": SglangNgram,
     "llama-cpp": LlamaCpp,
 }
-"""By the names that results have; nothing of a library is loaded before one is made."""
+"""The drafters of other projects by name. A drafter's library is imported only when the drafter is created."""
 
 
 class Server:
-    """One peer and what is asked of it."""
+    """Runs one drafter of another project and answers the calls of `client.Peer`."""
 
     def __init__(self, peer: LocalPeer) -> None:
         self._peer = peer
@@ -39,16 +41,16 @@ class Server:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what the peer is made of."""
+        """The versions of the Python packages that implement the drafter."""
         return {name: _version(name) for name in self._peer.distributions}
 
     def replay(
         self, request_id: str, text: TokenIds, prompt_length: int, settings: Sequence[tuple[int, Setting]]
     ) -> list[Steps]:
-        """Start the request, draft for all of its output under each setting, stop it and keep what it put out.
+        """Replay a recorded request: start it, draft for its output under each setting, and end it, storing the output.
 
-        Settings that share a state share a peer, because what is drafted depends on the text alone and not on earlier
-        drafts.
+        Settings with the same state share a drafter. This is possible because drafts then depend on the text only, not
+        on earlier drafts.
         """
         peers = [self._of_setting(*setting) for setting in settings]
         known = {id(peer): prompt_length for peer in peers}
@@ -73,7 +75,6 @@ class Server:
         return steps
 
     def _of_setting(self, max_tokens: int, setting: Setting) -> LocalPeer:
-        """The same as in earlier calls."""
         name = json.dumps([max_tokens, setting])
         if name not in self._apart:
             self._apart[name] = self._peer.apart(max_tokens, setting)
@@ -81,7 +82,7 @@ class Server:
 
 
 def open_peer(name: str, options: dict[str, Any]) -> Server:
-    """A peer by its name and own options."""
+    """Create a drafter of another project by its name, with its options."""
     return Server(PEERS[name](**options))
 
 
@@ -101,12 +102,12 @@ WAYS: Final[dict[str, list[dict[str, Any]]]] = {
         *({"type": f"ngram-{name}", "first": 4, "second": 8, "third": 1} for name in ("simple", "map-k", "map-k4v")),
     ],
 }
-"""Options under which a peer drafts from a short text that repeats itself, where its defaults do not."""
+"""Options for `check` of drafters that would not draft from a short repetitive text with their defaults."""
 TEXT: Final = np.tile(np.arange(10, dtype=np.int32), 5)
 
 
 def check(name: str) -> str:
-    """Draft from a text that repeats itself; returns a line with versions. Raises ValueError if the draft is wrong."""
+    """Check that a drafter drafts from repetitive text; return a line with its versions. Raises ValueError if not."""
     for options in WAYS.get(name, [{}]):
         server = open_peer(name, options)
         (steps,) = server.replay("check", TEXT, 35, [(5, {})])

@@ -1,4 +1,4 @@
-"""SGLang's n-gram speculation: one trie of what all requests have just said, drafted from as trees."""
+"""The n-gram speculation of SGLang: one trie of the recent tokens of all requests, from which draft trees are taken."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from benchmarks.walk import Proposal, Setting, TokenIds
 
 _DRAFT_TOKENS = 12
 DEPTH, CAPACITY = 18, 10_000_000
-"""Of the trie, tokens and nodes: its server's defaults."""
+"""The depth of the trie in tokens and its number of nodes: the defaults of SGLang's server."""
 _SHIFT = 1  # of token ids, so that no real one is the 0 that it fills drafts with
 
 
 @dataclass(slots=True)
 class _Request:
     text: list[int]
-    """All of it, token ids shifted."""
+    """The prompt and output so far, with shifted token ids."""
     asked_length: int = 0
-    """Of the text that was drafted from last and has not entered the trie; 0: none."""
+    """The context length of the last draft, if that context has not been added to the trie yet; else 0."""
 
 
 class SglangNgram:
-    """`NgramCorpus` as `NGRAMWorker` uses it (sglang/srt/speculative/ngram_worker.py).
+    """SGLang's `NgramCorpus`, called as its `NGRAMWorker` calls it (sglang/srt/speculative/ngram_worker.py).
 
-    After each step the last ``max_trie_depth`` tokens that the step drafted from enter the trie, each suffix of them as
-    a path: so a token is counted many times, and of a prompt only that tail is ever known. The last tail of a request
-    enters when it ends, as it does where the scheduler overlaps passes. A draft is a tree of ``draft_tokens - 1``
-    nodes, filled up with token 0 where the trie knows no more.
+    After each step, the last ``max_trie_depth`` tokens of the context that was drafted from are added to the trie, with
+    each suffix as a path. So a token is counted many times, and of a prompt only the last tokens are ever added. The
+    last tokens of a request are added when it ends, as with SGLang's overlap scheduler. A draft is a tree of
+    ``draft_tokens - 1`` nodes, padded with token 0 if the trie has fewer.
 
-    The trie depends on what was drafted, because what enters it follows the steps: so every setting needs a peer of its
-    own, and `apart` makes it. A setting names the options of the constructor.
+    The content of the trie depends on the drafts, because tokens are added after each step. Therefore, `apart` creates
+    a new drafter for every setting. A setting contains options of the constructor.
     """
 
     distributions: tuple[str, ...] = ("sglang", "apache-tvm-ffi", "torch", "numpy")
@@ -50,12 +50,15 @@ class SglangNgram:
         padded: int = 0,
         prompts: int = 0,
     ) -> None:
-        """The first four are the server's options and have its defaults, as the others of the trie have.
+        """Create a drafter; the defaults are those of SGLang's server.
 
-        ``capacity`` : nodes of the trie, allocated at once. ``match_type`` : BFS drafts what is recent, PROB what is
-        frequent. ``draft_tokens`` : nodes of a draft and the token it follows. ``padded`` : 1 counts what fills a draft
-        up as drafted, as the server's passes compute it. ``prompts`` : 1 lets whole prompts enter the trie, which the
-        worker's code considers and leaves out.
+        Args:
+            capacity: The number of nodes of the trie, allocated at once.
+            match_type: "BFS" drafts the most recent continuations, "PROB" the most frequent ones.
+            max_bfs_breadth: The maximum breadth of the draft tree.
+            draft_tokens: The number of nodes of a draft, plus one for the token before it.
+            padded: 1 counts padding as draft tokens, because the server's passes compute it.
+            prompts: 1 adds whole prompts to the trie, which SGLang's worker has code for but does not do.
         """
         import_module("torch").set_num_threads(1)
         load_corpus_class()  # here, so that what is missing is known at once
@@ -72,7 +75,7 @@ class SglangNgram:
 
     @cached_property
     def _corpus(self) -> Any:
-        """Made when it is first needed: where `apart` is asked, that is never."""
+        """The trie, created at the first use: an instance that only creates others by `apart` never needs it."""
         options = {name: value for name, value in self._options.items() if name not in ("padded", "prompts")}
         options["draft_token_num"] = options.pop("draft_tokens")
         return load_corpus_class()(**options, min_bfs_breadth=1, max_trie_depth=DEPTH)
@@ -88,7 +91,7 @@ class SglangNgram:
             self._put(request.text)
 
     def speculate(self, request_id: str, context: TokenIds, max_tokens: int, setting: Setting) -> Proposal:
-        """``max_tokens`` cuts the tree, whose nodes come level by level."""
+        """Draft a tree after ``context``. ``max_tokens`` cuts the tree, whose nodes are ordered by level."""
         request = self._requests[request_id]
         if not len(context):
             return Proposal([])
@@ -102,7 +105,7 @@ class SglangNgram:
         return Proposal(kept, parents[:num_tokens])
 
     def add(self, request_id: str, token_ids: TokenIds) -> None:
-        """The step has ended: what it drafted from enters the trie."""
+        """End a step: add the last tokens of the drafted context to the trie, and store the new tokens."""
         request = self._requests[request_id]
         if request.asked_length:
             self._put_tail(request, request.asked_length)
@@ -129,9 +132,10 @@ def _shifted(token_ids: TokenIds) -> list[int]:
 
 
 def _tree(tokens: Sequence[int], mask: Any) -> tuple[list[int], list[int]]:
-    """Nodes and their parents, without the first, which is the text's last token.
+    """Return the nodes of a draft tree and the index of each node's parent, without the root.
 
-    ``mask`` : [n * n], row i marks the ancestors of node i and itself; the nearest stands last, for they come by level.
+    The root is the last token of the context. In ``mask``, [n * n], row i marks node i and its ancestors. The nearest
+    ancestor has the largest index, because nodes are ordered by level.
     """
     size = len(tokens)
     ancestors = np.tril(np.asarray(mask).reshape(size, size), -1) != 0
@@ -140,5 +144,4 @@ def _tree(tokens: Sequence[int], mask: Any) -> tuple[list[int], list[int]]:
 
 
 def _without_filling(token_ids: Sequence[int]) -> int:
-    """How many nodes are before those that fill up."""
     return next((index for index, token_id in enumerate(token_ids) if token_id == 0), len(token_ids))

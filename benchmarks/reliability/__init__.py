@@ -1,1 +1,1 @@
-"""Does the system stay right, whole and small under load, faults and crashes? ``python -m benchmarks.reliability``."""
+"""Tests of answers, stored text and memory under load, faults and crashes: ``python -m benchmarks.reliability``."""

@@ -1,7 +1,7 @@
 """Clients of a real server that compare every answer, and send *notes*, texts whose presence on disk is checked later.
 
-A note is a text with a unique number. A `History` records for one cache directory which notes were sent, and which of
-them must be there: those that were on disk before a fault, and those that were answered before a regular shutdown.
+A note is a text with a unique number. A `History` records the notes sent to the server of one cache directory, and
+which of them must still be there: those that were on disk before a fault, and those answered before a regular shutdown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.text.codec import TextCodec
 
 SERVER_OPTIONS: Final = ("--device", "cpu", "--dtype", "float32", "--batch-invariant", "on")
-"""Options with which an answer depends on its request only."""
+"""The server options with which an answer depends only on its request, not on other requests or on drafts."""
 
 _PROMPT_CHARACTERS = 160
 _REGEX = r"[a-z]{3,8}\([a-z]{1,4}, [0-9]{1,3}\)"
@@ -47,7 +47,11 @@ _MARGIN = 24  # tokens and characters at the beginning of a sequence that contai
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check: numbers of notes that are missing, were found twice, or in a wrong namespace."""
+    """The result of comparing the notes (numbered test texts) on disk with the expected ones.
+
+    It holds the number of notes that had to be there, and the numbers of those that are missing, stored twice, or
+    stored in a wrong namespace.
+    """
 
     num_promised: int
     lost: tuple[int, ...]
@@ -57,12 +61,12 @@ class Verdict:
 
 @dataclass(slots=True)
 class History:
-    """The notes of one cache directory. Several threads may use it.
+    """The notes (numbered test texts) that were sent to the server of one cache directory. Thread-safe.
 
     Attributes:
-        sent: The namespace of each note that was sent. Servers that share text have this dictionary in common.
-        acknowledged: The notes that were answered since the server started.
-        promised: The notes that must be found.
+        sent: The namespace of each note that was sent. Servers that share text share this dictionary.
+        acknowledged: The notes whose requests were answered since the server started.
+        promised: The notes that must be found on disk.
     """
 
     sent: dict[int, str] = field(default_factory=dict)
@@ -72,7 +76,7 @@ class History:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, namespace: str) -> int:
-        """Return the number of a new note that is about to be sent."""
+        """Reserve and return the number of a new note that is about to be sent to ``namespace``."""
         with self._lock:
             number = len(self.sent) + 1
             self.sent[number] = namespace
@@ -88,7 +92,7 @@ class History:
             self.promised.update(numbers)
 
     def end_life(self, *, in_order: bool) -> None:
-        """Record that the server ended. After a regular shutdown, all notes that it answered must be found."""
+        """Record that the server ended. After a regular shutdown (``in_order``), all answered notes must be on disk."""
         with self._lock:
             if in_order:
                 self.promised |= self.acknowledged
@@ -96,7 +100,10 @@ class History:
             self._newest_before_start = len(self.sent)
 
     def check(self, found: Iterable[tuple[str, int]]) -> Verdict:
-        """Compare the history with the (namespace, number) of each note on disk; all promises end with that."""
+        """Compare the expected notes with those on disk, given as (namespace, number), and return the result.
+
+        Afterwards, no notes are expected any more.
+        """
         counts = Counter(found)
         right = {number for namespace, number in counts if self.sent.get(number) == namespace}
         verdict = Verdict(
@@ -111,7 +118,7 @@ class History:
 
 
 def family(size: int) -> list[History]:
-    """Create the histories of ``size`` servers that share text."""
+    """Create the histories of ``size`` servers that share text, and therefore share the dictionary of sent notes."""
     sent, lock = dict[int, str](), threading.Lock()
     return [History(sent, _lock=lock) for _ in range(size)]
 
@@ -121,20 +128,20 @@ def note(number: int) -> str:
 
 
 def number_of(text: str) -> int | None:
-    """Return the number of the note that ``text`` begins with; None for other text."""
+    """Return the number of the note (numbered test text) at the beginning of ``text``; None for other text."""
     words = text[:_MARGIN].split(" ", 4)
     is_note = len(words) > 3 and words[:2] == ["#", "note"] and words[3].startswith("of") and words[2].isdecimal()
     return int(words[2]) if is_note else None
 
 
 def sequences(segments: Sequence[Segment]) -> Iterator[Tokens]:
-    """Yield the sequences of segments without their separators, int32[n]; the last one may be empty."""
+    """Yield the token sequences stored in segments, int32[n] without separators; the last one may be empty."""
     text = np.concatenate([np.empty(0, np.int32), *(segment.tokens for segment in segments)])
     return (part[part != SEPARATOR] for part in np.split(text, np.flatnonzero(text == SEPARATOR) + 1))
 
 
 def notes_on_disk(directory: Path, codec: TextCodec) -> list[tuple[str, int]]:
-    """Return (namespace, number) of every note in a cache directory, whether a server is writing to it or not."""
+    """Return (namespace, number) of every note (numbered test text) in a cache directory; a server may be writing."""
     found: list[tuple[str, int]] = []
     for path in sorted(path.parent for path in directory.glob(f"*/{MANIFEST_NAME}")):
         for sequence in sequences(open_cache(path, codec).segments):
@@ -146,7 +153,7 @@ def notes_on_disk(directory: Path, codec: TextCodec) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The expected output of one choice."""
+    """The expected output of one choice of a request."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -164,7 +171,7 @@ class Question:
 
 
 def questions(server: Server, number: int, max_tokens: int, key: str | None = None) -> list[Question]:
-    """Create requests of all kinds, answered one after the other without drafts. Raises HTTPException."""
+    """Create requests of all kinds with their expected outputs, the server's answers without drafts."""
     found = []
     for kind, path, body in islice(_requests(max_tokens), number):
         body["return_token_ids"] = True
@@ -179,7 +186,6 @@ def questions(server: Server, number: int, max_tokens: int, key: str | None = No
 
 
 def _requests(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield kind, path and body of requests; the kinds alternate."""
     schema = {"type": "json_schema", "json_schema": {"name": "call", "schema": _SCHEMA}}
     for number, text in enumerate(snippets(seed=13)):
         greedy: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
@@ -203,14 +209,12 @@ def _requests(max_tokens: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 class _Received:
-    """The output received so far for each choice of a request."""
-
     def __init__(self, n: int) -> None:
         self._ids: list[list[int]] = [[] for _ in range(n)]
         self._texts, self._reasons = [""] * n, [""] * n
 
     def add(self, body: dict[str, Any]) -> None:
-        """Add a whole answer or a chunk of a stream. Raises ValueError if it reports an error."""
+        """Add a whole response or one chunk of a stream. Raises ValueError if it contains an error."""
         if "error" in body:
             raise ValueError(str(body["error"]))
         for choice in body["choices"]:
@@ -226,14 +230,14 @@ class _Received:
 
 @dataclass(slots=True)
 class Load:
-    """Clients of one server. They request answers whole and streamed, cancel some of them, and send notes.
+    """The clients of one server. They send requests, streamed or not, cancel some of them, and compare all answers.
 
     Attributes:
-        keys: The API keys, one of which each request uses; None sends no key.
+        keys: The API keys; each request uses one of them. None sends no key.
         salts: Every fifth request has one of these values of ``cache_salt``.
-        history: The history that records the notes, which are sent to ``namespace``. None: no notes are sent.
-        counts: The number of requests by outcome: "right", "changed", "cancelled", "noted", "failed" although the
-            server should have answered, and "interrupted" because the server was being ended.
+        history: Records the notes (numbered test texts), which are sent to ``namespace``. None: no notes are sent.
+        counts: The number of requests by outcome: "right", "changed" (another answer than expected), "cancelled",
+            "noted" (a note was stored), "failed", and "interrupted" (failed because the server was being ended).
         num_tokens: The number of tokens in correct answers.
     """
 
@@ -250,7 +254,7 @@ class Load:
 
     @contextmanager
     def running(self, num_clients: int, seed: int | str) -> Iterator[None]:
-        """Send requests on ``num_clients`` threads meanwhile."""
+        """Send requests from ``num_clients`` threads while the ``with`` block runs."""
         stopping = threading.Event()
         clients = [
             threading.Thread(target=self._send_until, args=(stopping, random.Random(f"{seed}-{number}")))
@@ -284,7 +288,6 @@ class Load:
             history.acknowledge(number)
 
     def _count(self, kind: str, send: Callable[[], str]) -> bool:
-        """Send a request, count its outcome, and return whether it was answered."""
         num_ends = self.server.num_ends
         try:
             outcome, failure = send(), ""

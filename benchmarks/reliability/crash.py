@@ -1,13 +1,13 @@
-"""Is every text that was on disk still there, and whole, after ``kill -9`` at any moment?
+"""Test whether every text that was on disk is still there and intact after ``kill -9`` at any moment.
 
 ``python -m benchmarks.reliability --question crash [--kills N] [--seed S] [--json]``
 
-A child process opens a durable cache and appends sequences, whose tokens are a pure function of (seed, number). Small
-segments and a small capacity keep it flushing, merging, evicting and replacing manifests. It counts what it is about to
-append and what is on disk in memory that it shares with this process. It is killed at a random moment while it opens,
-fills or closes the cache. Then this process opens the same directory and compares it with the expected sequences; the
-next child continues from there, and some children get a new directory. ``tests/test_crash.py`` checks the states
-between any two file operations and after power failures.
+A child process opens a cache with files and appends sequences, whose tokens depend only on the seed and their number.
+Small segments and a small capacity keep it flushing, merging, evicting and replacing manifests. In shared memory, it
+counts the sequences that it appends and those that are on disk. It is killed at a random moment while it opens, fills
+or closes the cache. Then this process opens the directory and compares its content with the expected sequences. The
+next child continues from there; some children get a new directory. Prints the number of problems of each kind.
+``tests/test_crash.py`` tests the states between any two file operations and after power failures.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _WINDOW_S = 1.0
 _FRESH_EVERY = 20  # one kill in so many gets a new directory
 _STARTING, _OPENING, _RUNNING, _CLOSING, _CLOSED = range(5)
 _PHASE, _APPENDED, _DURABLE, _FAILURES = range(4)
-"""The fields of the memory that a writer shares: its phase, the newest number appended and on disk, failures."""
+"""Indices into a writer's shared memory: phase, newest sequence appended, newest on disk, number of failures."""
 _INDEX = IndexConfig(  # merges beyond 16384 tokens are another thread's
     capacity_tokens=1 << 18, flush_tokens=1 << 11, merge_fanout=2, dedup_block_tokens=0, rebuild_interval_s=0.05
 )
 _MAX_UNFLUSHED = _MAX_FLUSHES_DUE * _INDEX.flush_tokens + _LONGEST + 1
-OPTIONS = {"kills": Option(default=200, help="at random moments"), "seed": 0}
+OPTIONS = {"kills": Option(default=200, help="number of times that a writer is killed at a random moment"), "seed": 0}
 
 
 def text_of(seed: int, number: int) -> Tokens:
-    """Return the sequence with this number, int32[n]."""
+    """Return the test sequence with this number, int32[n]."""
     chance = np.random.default_rng((seed, number))
     tokens = chance.integers(0, _ALPHABET, chance.integers(_SHORTEST, _LONGEST)).astype(np.int32)
     tokens[0] = _FIRST_NUMBER + number
@@ -67,13 +67,13 @@ def text_of(seed: int, number: int) -> Tokens:
 
 @dataclass(slots=True)
 class Store:
-    """A cache directory and its expected content.
+    """A cache directory and the numbers of the test sequences that it must or may contain.
 
     Attributes:
         directory: The directory.
         first: The oldest sequence that it may contain.
-        durable: The newest sequence that is known to be on disk.
-        announced: The newest sequence that it may contain.
+        durable: The newest sequence that is known to be on disk, so it must be found.
+        announced: The newest sequence that may be found, because its writing had begun.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class Store:
 
 
 def write(seed: int, directory: Path, first: int, chance: random.Random, progress: Any) -> None:
-    """Open a cache, append sequences from number ``first`` on, close the cache, and wait to be killed."""
+    """Run the process to be killed: open a cache, append sequences from ``first`` on, close the cache, and wait."""
     life_s = chance.uniform(0.0, _WINDOW_S)
     progress[_PHASE] = _OPENING
     caches = CacheManager(CacheConfig(index=_INDEX, directory=directory), FINGERPRINT)
@@ -116,7 +116,7 @@ def write(seed: int, directory: Path, first: int, chance: random.Random, progres
 
 
 def check(seed: int, store: Store, tally: Counter[str]) -> None:
-    """Open the directory of a killed writer, and compare its content with the expected sequences."""
+    """Open the cache of a killed writer, compare it with the expected sequences, and count problems in ``tally``."""
     try:
         caches = CacheManager(CacheConfig(index=_INDEX, directory=store.directory), FINGERPRINT, inline=True)
     except Exception:
@@ -135,7 +135,7 @@ def check(seed: int, store: Store, tally: Counter[str]) -> None:
 
 
 def _check_text(seed: int, store: Store, segments: Sequence[Segment], tally: Counter[str]) -> list[int]:
-    """Return the numbers of the sequences found, oldest first."""
+    """Count missing and wrong sequences in ``tally``, and return the numbers of those found, the oldest first."""
     found = [sequence for sequence in sequences(segments) if len(sequence)]
     num_tokens = sum(map(len, segments))
     numbers = [int(sequence[0]) - _FIRST_NUMBER for sequence in found]
@@ -160,7 +160,7 @@ def _check_text(seed: int, store: Store, segments: Sequence[Segment], tally: Cou
 
 
 def kill_at_random(seed: int, num_kills: int, home: Path, run: Run) -> Counter[str]:
-    """Kill writers of one directory, and of some new ones, at random moments; return the number of each problem."""
+    """Kill writers of one directory, and of some new ones, at random moments; return the number of problems by kind."""
     chance, kept, tally, context = random.Random(seed), Store(home / "kept"), Counter[str](), get_context("fork")
     for number in range(num_kills):
         store = Store(home / f"new-{number}") if number % _FRESH_EVERY == _FRESH_EVERY - 1 else kept

@@ -1,11 +1,12 @@
-"""Does an engine stay correct and small? Thousands of requests, some cancelled; then engines are opened and closed.
+"""Test whether an engine gives correct answers and does not leak memory over thousands of requests and reopenings.
 
 ``python -m benchmarks.reliability --question engine [MODEL] [--requests N] [--reopened N] [--out FILE]``
 
-Every answer must equal the answer without speculation. Every seventh request may be cancelled at each step. The memory
-of the device must not grow after the first quarter of the requests, and a closed engine must return its memory. A
-second load has no drafts, and only requests whose next forward pass may begin before the tokens of the previous one are
-known: on a GPU this must have happened. The last line of stdout is one JSON object.
+Every answer must equal the answer without speculation. Every seventh request may be cancelled at each step. The device
+memory must not grow after the first quarter of the requests, and a closed engine must release its memory. A second load
+runs without drafts and only with requests whose next forward pass can begin before the tokens of the previous one are
+known; on a GPU this must have happened. The last line of stdout is one JSON object. The exit status is 1 if anything
+was wrong.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ _CANCELLED: Final = 7
 _CANCELS: Final = 0.2
 _MOST_GROWTH: Final = 1.01
 _MOST_LEFT: Final = {"allocated": 4 << 20, "in_use": 64 << 20}
-"""The most bytes on the device after the last engine was closed in addition to the first: of tensors, and in total."""
+"""The limits of leaked device memory in bytes, of tensors and in total: how much more may be in use after the last
+reopened engine was closed than after the first one.
+"""
 OPTIONS = {
     "requests": 2000,
-    "reopened": Option(default=4, least=2, help="times that the engine is opened and closed again"),
+    "reopened": Option(default=4, least=2, help="number of times that an engine is opened and closed after the load"),
 }
 _MIXED: Final[tuple[dict[str, Any], ...]] = (
     {"temperature": 0.0},
@@ -52,7 +55,7 @@ _SIMPLE: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0.0}, {"temperatur
 
 Questions = Sequence[tuple[list[int], SamplingParams]]
 Answers = dict[int, set[tuple[int, ...]]]
-"""The distinct answers to each question, by its index."""
+"""The set of different answers to each question, by the question's index."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _counting_run_ahead() -> Iterator[list[None]]:
-    """Yield a list with an item for each pass that began before the tokens of the previous pass were read."""
+    """Yield a list that gets an item for each pass that is launched before the previous pass's tokens are known."""
     run_ahead, counted = SlotRunner.run_ahead, list[None]()
 
     def counting(*args: Any) -> Any:
@@ -107,7 +110,7 @@ def _counting_run_ahead() -> Iterator[list[None]]:
 
 
 def soak(engine: Engine, caches: CacheManager, questions: Questions, number: int) -> tuple[Answers, dict[str, Any]]:
-    """Submit ``number`` random requests, twice as many at a time as there are slots; return answers and counts."""
+    """Run ``number`` random requests, at most twice as many at a time as there are slots; return answers and counts."""
     chance = random.Random(0)
     answers: Answers = defaultdict(set)
     running: dict[str, int] = {}
@@ -157,7 +160,7 @@ def num_changed(plain: Engine, questions: Questions, answers: Answers) -> int:
 
 
 def _questions(codec: TextCodec, kinds: Sequence[dict[str, Any]], *, stops: bool = False) -> Questions:
-    """Return prompts with sampling that always gives the same answer; with ``stops``, many end at a stop token."""
+    """Return prompts with deterministic sampling parameters; with ``stops``, many outputs end at a stop token."""
     prompts = [codec.encode_prompt(text)[-(40 + 5 * index) :] for index, text in enumerate(snippets(5)[:60])]
     often = Counter(token for prompt in prompts for token in prompt).most_common(8)
     ends = (often[-1][0],) if stops else ()
@@ -168,7 +171,7 @@ def _questions(codec: TextCodec, kinds: Sequence[dict[str, Any]], *, stops: bool
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Return the bytes of tensors and all used bytes of a device; zeros for a CPU."""
+    """Return the bytes allocated for tensors and all bytes in use on a GPU; zeros for a CPU."""
     if device.type != "cuda":
         return {"allocated": 0, "in_use": 0}
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Does any fault change an answer, fail a request, lose a stored text or end the sharing of text?
+"""Test whether faults of servers, network or Redis change answers, fail requests, lose text or stop its sharing.
 
 ``python -m benchmarks.reliability --question faults [--servers N] [--rounds N] [--seed S] [--only NAME ...]``
 
@@ -12,9 +12,9 @@ are damaged. Several servers share one Redis, each through a proxy, and serve tw
 fail too, and every fourth round has one fault of each kind at once. After each round, a text from each server must be
 drafted by all others within --patience seconds. A fault that has no effect ends the run.
 
-Prints a table; the last line of stdout is one JSON object. Exit status 1 if an answer was changed, a request failed, a
-note was lost, found twice or in a wrong namespace, a server ended by itself, sharing did not resume, or no note was
-checked.
+Prints a table; the last line of stdout is one JSON object. The exit status is 1 if an answer was changed, a request
+failed, a note was lost, stored twice or stored in a wrong namespace, a server ended by itself, sharing did not resume,
+or no note was checked.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ SERVER, NETWORK, STORE = KINDS = ("server", "network", "store")
 
 
 class Fault(NamedTuple):
-    """A fault.
+    """A fault that can be injected into servers, the network or Redis.
 
     Attributes:
-        kind: SERVER, NETWORK or STORE.
+        kind: SERVER, NETWORK or STORE (Redis).
         title: The name in the documentation.
-        inject: Injects the fault, and returns when it is over.
+        inject: Injects the fault, and returns when the fault is over.
         needs_fleet: Whether the fault only matters to servers that share text.
     """
 
@@ -74,9 +74,9 @@ def _fault(kind: str, title: str, *, needs_fleet: bool = False) -> Callable[[Any
 
 
 def drawn(num_rounds: int, seed: int, only: Sequence[str] | None = None) -> list[tuple[str, ...]]:
-    """Return the names of the faults of each round: mostly one fault, in every fourth round one of each kind.
+    """Choose the faults of each round at random: one fault, and in every fourth round one of each kind.
 
-    All faults are drawn before any is drawn again. With ``only``, each round has one of these faults.
+    Every fault is chosen once before any is chosen again. With ``only``, each round has one of these faults.
     """
     chance = random.Random(seed)
     names = {kind: [name for name, fault in FAULTS.items() if fault.kind == kind] for kind in KINDS}
@@ -137,7 +137,7 @@ def server_restart(fleet: Fleet) -> None:
 
 @_fault(SERVER, "server restarted with an empty cache directory", needs_fleet=True)
 def server_anew(fleet: Fleet) -> None:
-    """Restart a server with an empty directory, while the replies of Redis are late and cut off."""
+    """Restart a server with an empty cache directory, while replies of Redis are delayed and connections reset."""
     member = fleet.one()
     fleet.settle(member)
     with _link_fault([member], LinkFault(jitter_s=0.3)):
@@ -165,7 +165,7 @@ _PATIENCE_S = 20.0
 
 @_fault(SERVER, "cache files damaged")
 def segment_damaged(fleet: Fleet) -> None:
-    """Truncate mapped segment files, or overwrite all but their headers; then restart the server without them."""
+    """Truncate segment files in use, or overwrite all but their headers; then restart the server without them."""
     member = fleet.one()
     fleet.settle(member)
     deadline = time.monotonic() + _PATIENCE_S
@@ -300,7 +300,7 @@ def logs_mixed_up(fleet: Fleet) -> None:
 
 @_fault(STORE, "invalid entries in the streams")
 def log_junk(fleet: Fleet) -> None:
-    """Add invalid entries of many kinds to the streams, some of them with 96 MB."""
+    """Add invalid entries of many kinds to the Redis streams, among them entries of 96 MB."""
     with fleet.client() as client:
         for stream in 10 * fleet.streams:
             for fields in (
@@ -322,19 +322,20 @@ def log_junk(fleet: Fleet) -> None:
 
 OUTCOMES: Final = ("right", "cancelled", "noted", "refused", "interrupted")
 PROBLEMS: Final = ("failed", "changed", "died", "lost", "twice", "elsewhere", "deaf")
-"""A request failed; an answer changed; a server ended by itself; a promised note was lost, found twice, or found in a
-wrong namespace; a text did not reach all servers in time after a fault."""
+"""The kinds of problems, in this order: a request failed; an answer changed; a server ended by itself; a stored test
+text was lost, was found twice, or was found in a wrong namespace; a text did not reach all servers in time after a
+fault."""
 _NUM_QUESTIONS: Final = 27
 _LOG_CHARACTERS: Final = 8000
 OPTIONS: dict[str, Any] = {
     "servers": 1,
-    "rounds": Option(default=18, help="of one fault, or of one of each kind"),
+    "rounds": Option(default=18, help="number of rounds, each with one fault or one of each kind"),
     "seed": 0,
-    "only": Option(default=None, several=True, choices=tuple(FAULTS), metavar="NAME", help="of these faults"),
-    "clients": Option(default=2, help="of each tenant at each server"),
-    "tokens": Option(default=32, help="of each answer"),
-    "calm": Option(default=1.5, help="seconds before and after a fault"),
-    "patience": Option(default=30.0, help="seconds within which sharing must be back"),
+    "only": Option(default=None, several=True, choices=tuple(FAULTS), metavar="NAME", help="inject only these faults"),
+    "clients": Option(default=2, help="number of clients per tenant and server"),
+    "tokens": Option(default=32, help="maximum number of tokens per answer"),
+    "calm": Option(default=1.5, help="seconds without a fault before and after each fault"),
+    "patience": Option(default=30.0, help="seconds within which servers must share text again after a fault"),
 }
 COLUMNS = (
     ("fault", "{faults}{skipped}"),
@@ -356,7 +357,7 @@ NOTE = (
 
 
 def shown_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a result with descriptions of the faults. Rounds with the same faults are added up."""
+    """Return the rows of a result with descriptions of the faults; rounds with the same faults become one row."""
     titles = {name: fault.title for name, fault in FAULTS.items()}
     titles[_CLOSE] = "regular shutdown of all servers at the end"
     merged: dict[str, dict[str, Any]] = {}
@@ -375,9 +376,9 @@ def shown_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def play(fleet: Fleet, faults: Sequence[str], args: argparse.Namespace, seed: str) -> tuple[dict[str, Any], list[str]]:
-    """Inject the faults of one round at once while clients send requests; return its row and what went wrong.
+    """Inject the faults of one round concurrently while clients send requests; return its row and its problems.
 
-    Without faults, shut down all servers and check their notes.
+    Without faults, shut down all servers and check that the expected notes (numbered test texts) are on disk.
     """
     began, before, counts, reasons = time.monotonic(), fleet.counts, Counter[str](), list[str]()
     skipped, sharing_s = "", None

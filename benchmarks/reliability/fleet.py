@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 KEYS: Final[tuple[str, ...]] = ("key-of-the-first-tenant", "key-of-the-second-tenant")
 _ALONE: Final = "faults"
-"""The namespace of a single server."""
 _BASE: Final = "fleet"
 _SECRET: Final = b"the secret of the fleet"
 _PROBE_TOKENS = 16
@@ -46,7 +45,7 @@ _SERVER: Final = (
 
 
 class SkippedError(Exception):
-    """A fault cannot be injected on this machine."""
+    """A fault cannot be injected in this setup, for example without Redis or without the right to mount."""
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class Member:
 
     @property
     def proxy(self) -> FaultProxy:
-        """The proxy between the server and Redis. Raises SkippedError without Redis."""
+        """The proxy between the server and Redis. Raises SkippedError if there is no Redis."""
         if self.link is None:
             raise SkippedError("one server has no Redis")
         return self.link
@@ -71,13 +70,13 @@ class Member:
         self.history.end_life(in_order=False)
 
     def close(self) -> None:
-        """Shut down the server; a failure to do so counts as a death."""
+        """Shut down the server regularly. If it has to be killed, this counts as an unexpected end."""
         is_closed = self.server.terminate()
         self.server.num_deaths += not is_closed
         self.history.end_life(in_order=is_closed)
 
     def begin_anew(self) -> None:
-        """Kill the server and start it with an empty directory. All promises must have been settled."""
+        """Kill the server, empty its cache directory, and start it. No stored text may still be expected there."""
         self.kill()
         assert not self.history.promised
         clear(self.directory)
@@ -89,15 +88,18 @@ class Member:
 
 
 class Fleet:
-    """The servers, their Redis and their clients. A context manager that starts and ends all of them.
+    """The servers with their Redis and their clients. A context manager that starts and ends them.
 
     Attributes:
         has_small_disks: Whether each cache directory is a small file system of its own, which needs the right to mount.
-        verdicts: The results of checks with the names of the directories, until a round takes them.
+        verdicts: The results of checks of stored notes with the names of the directories, since the last round.
     """
 
     def __init__(self, home: Path, codec: TextCodec, size: int, chance: random.Random) -> None:
-        """Prepare ``size`` servers; a single one has neither Redis nor keys. Raises FileNotFoundError without Redis."""
+        """Prepare ``size`` servers. A single server has neither Redis nor API keys.
+
+        Raises FileNotFoundError if redis-server is needed but not installed.
+        """
         self.chance = chance
         self.members: list[Member] = []
         self.has_small_disks = True
@@ -161,46 +163,46 @@ class Fleet:
         return self.chance.sample(self.members, self.chance.randint(1, len(self.members)))
 
     def hold(self, seconds: float) -> None:
-        """Sleep for about ``seconds``."""
+        """Sleep for about ``seconds``, varied at random by up to 30 %."""
         time.sleep(seconds * self.chance.uniform(0.7, 1.3))
 
     @contextmanager
     def client(self) -> Iterator[redis.Redis]:
-        """Yield a client that is connected to Redis directly and may do anything."""
+        """Yield a Redis client that is connected directly, without a proxy."""
         import redis
 
         with closing(redis.Redis.from_url(self.redis.url, socket_timeout=30)) as client:
             yield client
 
     def restart_redis(self, *, is_empty: bool) -> None:
-        """Start Redis after it was killed, with the data that it had written or without any."""
+        """Start Redis after it was killed, with the data on its disk or, if ``is_empty``, without any."""
         if is_empty:
             clear(self.redis.directory)
         self.redis.start()
 
     def kill_server(self, member: Member) -> None:
-        """Kill a server, whatever it is doing, and start it; the notes on its disk before are promised."""
+        """Kill and restart a server. The notes (numbered test texts) that were on its disk must survive."""
         self.promise(member)
         member.kill()
         member.server.start()
 
     def promise(self, member: Member) -> None:
-        """Promise the notes that are on a server's disk now."""
+        """Record that the notes (numbered test texts) now on a server's disk must be found there later."""
         member.history.promise(number for _, number in notes_on_disk(member.directory, self._codec))
 
     def settle(self, member: Member) -> None:
-        """Check a server's promised notes before a fault that no note survives; the server is restarted."""
+        """Restart a server and check its stored notes, before a fault that destroys its cache."""
         self.close(member)
         member.server.start()
 
     def close(self, member: Member) -> None:
-        """Shut down a server regularly, and check its promised notes."""
+        """Shut down a server regularly, and check that the expected notes (numbered test texts) are on its disk."""
         member.close()
         found = notes_on_disk(member.directory, self._codec)
         self.verdicts.append((member.directory.name, member.history.check(found)))
 
     def sharing_returns(self, within_s: float) -> float | None:
-        """Wait until a text from each server is drafted by all other servers, for both tenants.
+        """Wait until a new text from each server is drafted by all other servers, for both tenants.
 
         Returns the longest time in seconds; None if it took longer than ``within_s``.
         """
@@ -218,7 +220,7 @@ class Fleet:
         return longest
 
     def _add_text(self, member: Member, namespace: str, key: str) -> dict[str, object]:
-        """Let a server generate an unpredictable text, and return the request. Raises ValueError if it was drafted."""
+        """Let a server generate an unpredictable text; return the request. Raises ValueError if it was drafted."""
         number = member.history.begin(namespace)
         body = {
             "prompt": f"{note(number)}{self.chance.randbytes(12).hex()}\n",
@@ -242,7 +244,7 @@ class Fleet:
 
 
 def _drafts(server: Server, body: dict[str, object], key: str) -> bool:
-    """Return whether the server drafts most of an answer, which it does not add to its cache."""
+    """Return whether the server drafts most tokens of the answer to a request, without storing this answer."""
     request = {**body, "stream": True, "stream_options": {"include_drafts": True}, "store": False}
     num_accepted = 0
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:

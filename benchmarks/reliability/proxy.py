@@ -1,4 +1,4 @@
-"""A TCP proxy that damages the bytes that pass it, whatever they mean."""
+"""A TCP proxy that delays, damages or drops the bytes that pass it, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFault:
-    """A fault of the connections through a proxy. By default, all bytes pass unchanged and at once.
+    """A fault of the connections through a `FaultProxy`. By default, all bytes pass unchanged and at once.
 
     Attributes:
         delay_s: The delay of each chunk; chunks stay in order.
         jitter_s: The maximum of a random delay in addition.
-        is_silent: Connections are accepted, and nothing passes, also after the fault.
-        is_broken_off: A random part of the next response passes, and nothing after it, also after the fault.
+        is_silent: Connections are accepted, but no bytes pass. Such a connection stays silent after the fault is over.
+        is_broken_off: A random part of the next response passes, then nothing, even after the fault is over.
         refuses: New connections are reset.
         flips: The probability of one flipped bit in each chunk.
         answer: The bytes that replace each response.
         extra: The bytes that precede each response.
-        trickle_s: The pause between two bytes of a response, also after the fault.
-        sip_s: The pause between two bytes of a command, also after the fault.
+        trickle_s: The pause between two bytes of a response. The connection stays slow after the fault is over.
+        sip_s: The pause between two bytes of a command. The connection stays slow after the fault is over.
     """
 
     delay_s: float = 0.0
@@ -49,7 +49,7 @@ NO_FAULT = LinkFault()
 
 
 class FaultProxy:
-    """A proxy from ``port`` to the port ``target`` of this machine, on its own thread. Use it as a context manager.
+    """A TCP proxy on this machine from ``port`` to the port ``target``, on its own thread. A context manager.
 
     ``fault`` and ``target`` may be changed from any thread. A new target applies to new connections.
     """
@@ -69,7 +69,7 @@ class FaultProxy:
             raise TimeoutError("the proxy did not start")
 
     def cut(self, *, reset: bool = True) -> None:
-        """End every connection, by RST or by FIN."""
+        """Close every connection: with a TCP reset, or regularly."""
         self._loop.call_soon_threadsafe(self._cut, reset)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class FaultProxy:
 
 
 class _Link:
-    """The faults of one connection that outlast the fault of the proxy."""
+    """The faults that stay on one connection of a `FaultProxy` after the proxy's own fault is over."""
 
     is_silent = False
     trickle_s = sip_s = 0.0

@@ -1,15 +1,15 @@
-"""Does a server stay correct and small for hours? Many clients send requests of all kinds, and compare every answer.
+"""Test whether a server gives correct answers and does not leak memory for hours under load from many clients.
 
 ``python -m benchmarks.reliability --question soak [--seconds S] [--clients N] [--questions N] [--out FILE]``
 
 A real server (bundled model, float32) has three API keys and a small cache, whose text is replaced again and again.
 Clients request completions and chats, greedy and sampled, with several choices, stop strings, penalties and grammars,
-whole or streamed, some with a ``cache_salt``, and cancel 15 % of them. Every other answer is compared (tokens, text and
+whole or streamed, some with a ``cache_salt``, and cancel 15 % of them. All other answers are compared (tokens, text and
 finish reason) with the answer that the server gave before without drafts. Meanwhile the server's memory is measured. At
-the end, no request may be left, and the server must shut down regularly.
+the end, no request may be left, and the server must shut down regularly. The last line of stdout is one JSON object.
 
-Exit status 1 if an answer was changed, a request failed or was left behind, or the median memory of the last quarter
-was more than ``--most-growth`` times that of the second quarter.
+The exit status is 1 if an answer was changed, a request failed or was left behind, or the median memory of the last
+quarter was more than ``--most-growth`` times that of the second quarter.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _MUST_BE_ZERO = (
 )
 OPTIONS = {
     "seconds": Option(default=1800.0, least=0),
-    "clients": Option(default=32, help="at once"),
-    "questions": Option(default=180, help="different ones"),
-    "max_tokens": Option(default=32, help="of each answer"),
-    "most_growth": Option(default=1.05, metavar="RATIO", help="of memory"),
+    "clients": Option(default=32, help="number of concurrent clients"),
+    "questions": Option(default=180, help="number of different requests"),
+    "max_tokens": Option(default=32, help="maximum number of tokens per answer"),
+    "most_growth": Option(default=1.05, metavar="RATIO", help="maximum memory growth after the second quarter"),
 }
 COLUMNS: tuple[tuple[str, str], ...] = ()
 NOTE = (
@@ -92,14 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _growth(memory: Sequence[float]) -> float:
-    """Return the median memory of the last quarter over that of the second quarter, when all parts have been used."""
+    """Return the server's median memory in the last quarter of the run divided by that in the second quarter.
+
+    The first quarter does not count, because the server has not used all its parts then.
+    """
     quarter = max(1, len(memory) // 4)
     second, last = (median(part) for part in (memory[quarter : 2 * quarter] or memory, memory[-quarter:]))
     return round(last / second, 4) if second else 1.0
 
 
 def _left_behind(server: Server) -> list[str]:
-    """Return the counters that should be 0 without requests, and are not after 10 s, the time of cancelled ones."""
+    """Return the metrics that are not 0 although no request runs, after up to 10 s for cancelled requests to end."""
     found: list[str] = []
     for _ in range(50):
         _, text = server.ask("GET", "/metrics")

@@ -1,1 +1,1 @@
-"""How many tokens does a verify step emit? Drafters replayed on recorded outputs, no model needed."""
+"""Replay of recorded outputs to count the tokens per verification step of different drafters, without a model."""

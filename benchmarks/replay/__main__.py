@@ -1,11 +1,13 @@
-"""How many tokens does a verify step emit? Drafters replayed on recorded outputs, no model needed.
+"""Count the tokens per verification step of drafters by replaying recorded outputs, without a model.
 
 ``python -m benchmarks.replay [TRACE...] --tokenizer DIR... [--drafter NAME...] [--tree] [--out FILE]``
 
-The recorded output is what the target says. Drafting starts at the end of the prompt; a step emits the accepted part
-of the draft and one token more. After a row its tokens enter the index, which does its upkeep at once, so nothing is
-seen ahead and the counts are the same every time. Other people's drafters run in the environment that ``make
-bench-peers`` makes. Prints a table; the last line of stdout is one JSON object.
+The recorded output takes the place of the target's output. Drafting begins at the end of the prompt. Each step emits
+the accepted draft tokens and one more token. After each request, its tokens are added to the index, which is updated at
+once; so no text is known before its time, and the counts do not depend on timing. The baseline "oracle" is the best
+draft in hindsight. Speed-ups over decoding without drafts are computed for two cost curves of forward passes: one
+measured, and one that is flat up to 32 tokens. Drafters of other projects run in the environment that ``make
+bench-peers`` creates. Prints a table; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -37,19 +39,22 @@ _UNDER = (
     "ssd/retrieval",
 )
 _DIGESTED_TOKENS = 20_000
-"""Of each trace, where --max-output-tokens says nothing."""
+"""The number of output tokens of each trace for ``--digest`` if ``--max-output-tokens`` is not given."""
 
 OPTIONS: dict[str, Any] = {
     "traces": Option(default=[], positional=True, help="a .jsonl.gz file, or a name in $SSD_TRACES (default: all)"),
-    "tokenizer": Option(default=[], help="directory with tokenizer.json, or a name in $SSD_TOKENIZERS"),
+    "tokenizer": Option(default=[], help="directory with a tokenizer.json, or a name in $SSD_TOKENIZERS (required)"),
     "drafter": Option(default=[OURS], choices=CONTENDER_NAMES),
-    "max_draft": Option(default=16, metavar="K", help="draft limit in tokens; with --tree, in nodes"),
-    "tree": Option(default=False, help="let drafters give trees"),
+    "max_draft": Option(default=16, metavar="K", help="maximum number of tokens per draft; with --tree, of nodes"),
+    "tree": Option(default=False, help="let drafters draft trees instead of chains"),
     "max_output_tokens": Option(
-        default=None, kind=int, metavar="N", help="of each trace; stop before the row that would exceed it"
+        default=None,
+        kind=int,
+        metavar="N",
+        help="maximum number of output tokens per trace; later requests are not replayed",
     ),
-    "jobs": Option(default=1, metavar="N", help="processes, each with one trace and tokenizer at a time"),
-    "digest": Option(default=False, help="print a digest of every draft, to see whether a change made others"),
+    "jobs": Option(default=1, metavar="N", help="number of processes, each of which replays one trace at a time"),
+    "digest": Option(default=False, help="only print digests of all drafts, to compare versions"),
 }
 COLUMNS = (
     *((name, f"{{{name}}}") for name in ("trace", "tokenizer", "drafter", "setting")),
@@ -64,7 +69,6 @@ COLUMNS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
     this = Run("replay", __doc__, argv, OPTIONS, COLUMNS, unsaid=tuple(OPTIONS), under=_UNDER)
     args = this.args
     try:

@@ -1,9 +1,9 @@
-"""Are all drafts still the same, byte by byte? One digest for each way to draft on each recorded trace.
+"""Compute digests of all drafts on recorded traces, to check that a change of the code does not change any draft.
 
-Run ``python -m benchmarks.replay --digest`` before and after a change that must not change a draft, and compare what it
-prints. A digest is of tokens, parents, estimates, source and match length of every draft, and of what the acceptance
-model has learned in the end. Ways: one request at a time, chains and trees; several requests in one call, with token
-costs and predictions; rows of a matrix, whose steps take made-up times.
+Run ``python -m benchmarks.replay --digest`` before and after the change, and compare the output. A digest covers the
+tokens, parents, acceptance probabilities, source and match length of every draft, and the final acceptance model. There
+is one digest for each way to draft: one request at a time with chains and with trees; several requests per call with
+token costs and predictions; and the rows of `BatchDrafter`, with made-up step times.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _INDEX = IndexConfig(capacity_tokens=1 << 18)
 
 
 class _Digest:
-    """Of drafts, in order."""
-
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self.num_drafts = 0
@@ -53,7 +51,7 @@ class _Digest:
 def _batches(
     rows: Sequence[RecordedOutput], cache: NamespaceCache, at_once: int
 ) -> Iterator[tuple[list[TokenIds], list[int]]]:
-    """Texts and prompts' lengths of some rows at a time; the cache learns them when they are done."""
+    """Yield the texts and prompt lengths of ``at_once`` requests at a time; then add these texts to the cache."""
     for first in range(0, len(rows), at_once):
         some = rows[first : first + at_once]
         texts = [np.concatenate([row.context, row.output]) for row in some]
@@ -64,7 +62,7 @@ def _batches(
 
 
 def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) -> _Digest:
-    """So many requests in one call; of several some with token costs, some with a prediction."""
+    """Draft with `SuffixDrafter`, ``at_once`` requests per call, some of them with token costs or a prediction."""
     digest, drafter = _Digest(), SuffixDrafter()
     with CacheManager(CacheConfig(index=_INDEX), "0" * 32, inline=True) as caches:
         for number, (texts, prompts) in enumerate(_batches(rows, caches.get(), at_once)):
@@ -96,7 +94,7 @@ def _asked(rows: Sequence[RecordedOutput], *, at_once: int, tree: bool = False) 
 
 
 def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
-    """Rows of a matrix, each of which has a text till the batch ends."""
+    """Draft with `BatchDrafter`, whose rows keep their texts until the batch ends."""
     digest, learned = _Digest(), LearnedState()
     width = max((len(row.context) + len(row.output) for row in rows), default=1) + 1
     drafter = BatchDrafter(longest=_LIMIT, max_length=width, vocab_size=1 << 30, end_of_text_ids=(2,), learned=learned)
@@ -127,7 +125,7 @@ def _rows(rows: Sequence[RecordedOutput]) -> _Digest:
 
 
 def digests(max_output_tokens: int, trace: Path, tokenizer: Path) -> list[str]:
-    """One line for each way to draft."""
+    """Return one line with a digest for each way to draft."""
     rows = read_rows(trace, tokenizer, max_output_tokens)
     ways: dict[str, Callable[[], _Digest]] = {
         "chain": lambda: _asked(rows, at_once=1),

@@ -1,4 +1,4 @@
-"""One trace under one tokenizer: every drafter under each of its settings, from frugal to generous."""
+"""Replay one trace with one tokenizer: every drafter with each of its settings."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 OURS = "ssd"
 MEASURED_PATH = ROOT / "benchmarks" / "results" / "verify-cost.json"
-"""The cost curve of passes that `benchmarks.evaluate --save-cost` measured."""
+"""The measured cost curve of forward passes, written by `benchmarks.evaluate --save-cost`."""
 CONTENDER_NAMES = (OURS, *PEERS)
 
 PRICED_BY = "priced by "
 FLAT_WIDTH = 32
-"""Positions of a pass that cost as much as one, by the curve that is not measured."""
+"""The number of tokens up to which a pass costs as much as a pass of one token, in the cost curve not measured."""
 
 # Beyond a pass of 12 tokens, which a draft of 11 needs, the measured curve jumps; beyond one of 32 the flat one.
 _LENGTHS = (2, 4, 6, 8, 11, 16, 31)
@@ -42,7 +42,7 @@ _FACTORS = (1.0, 1.5, 2.0, 3.0, 4.0)
 _LEAST_PROBABILITIES = (0.1, 0.01)
 
 DEFAULT = "default"
-"""What the names of settings begin with that are a drafter's own; arctic's have names that say all."""
+"""The prefix of setting names that are a drafter's defaults. Arctic's settings are named by their values instead."""
 ARCTIC_DEFAULT = "factor 1, p 0.1"
 _ARCTIC_WAYS = (
     (4, 3, 0, 64),
@@ -57,8 +57,8 @@ _ARCTIC_WAYS = (
     (31, 4, 0, 64),
     (31, 4, 4, 64),
 )
-"""Most tokens, factor, offset, depth: the best of 76 tried on eight traces, depth 24, once as vLLM sets it, and those
-for passes that are free up to 32 tokens."""
+"""Settings of Arctic: maximum draft tokens, factor, offset, depth. These are the best of 76 settings tried on eight
+traces, two with depth 24 (one of them as vLLM sets it), and two for passes that cost the same up to 32 tokens."""
 
 _SGLANG_NODES = 11  # its 12 count the token that they follow
 _SGLANG_WAYS = (
@@ -69,7 +69,8 @@ _SGLANG_WAYS = (
     ("PROB", 10, 1, (7, 11)),
     ("BFS", 1, 1, (11,)),
 )
-"""Match type, breadth, whether prompts enter the trie, nodes: the best of 43 tried, on agent_tools and three others."""
+"""Settings of SGLang: match type, breadth, whether prompts are added to the trie, and numbers of nodes. These are the
+best of 43 settings tried on the trace agent_tools and three others."""
 _LLAMA_CPP_LIMITS = {
     "ngram-mod": 64,
     "ngram-simple": 48,
@@ -94,34 +95,37 @@ _LLAMA_CPP_SIZES = (
     ("ngram-map-k", 3, 8, 1),
     ("ngram-map-k4v", 2, 8, 1),
 )
-"""n_match, n_min, n_max of ngram-mod, size_n, size_m, min_hits of the others: the best tried, of 52 on agent_tools and
-of 35 on eight traces."""
+"""Settings of llama.cpp: n_match, n_min and n_max of ngram-mod; size_n, size_m and min_hits of the others. These are
+the best of 52 settings tried on the trace agent_tools and of 35 tried on eight traces."""
 _LOOKUP_LENGTHS = (1, 2, 4, 6, 8, 11, 16, 31)
 
 _NGRAM_SIZES: dict[str, tuple[dict[str, float | str], ...]] = {
     "prompt-lookup-hf": ({"ngram": 1}, {"ngram": 3}),
     "vllm-ngram": ({"least": 1, "most": 5}, {"least": 3, "most": 5}),
 }
-"""Beside 2, and 2 to 5, at some lengths."""
+"""N-gram sizes that are tried at some draft lengths, in addition to the default sizes."""
 _NGRAM_LENGTHS = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to run a drafter. ``limit`` : most tokens of a draft."""
+    """A drafter with its parameters. ``limit`` is the maximum number of draft tokens."""
 
     drafter: str
     name: str
     limit: int
     curve: CostCurve | None = None
-    """That sets the prices of ours."""
+    """The cost curve that this project's drafter uses to limit its drafts; None for other drafters."""
     knobs: dict[str, float | str] = field(default_factory=dict)
-    """Of somebody else's, as `benchmarks.peers` takes them."""
+    """The parameters of another project's drafter, see `benchmarks.peers.client.Peer`."""
 
 
 def settings_of(drafter: str, max_draft: int, *, tree: bool, costs: Sequence[CostCurve]) -> list[Setting]:
-    """The settings to run a drafter with, from frugal to generous: ours at the prices of ``costs``; others by default,
-    and with the best of what was tried on some of the traces that they are scored on."""
+    """Return the settings to replay a drafter with, from short to long drafts.
+
+    This project's drafter has one setting per cost curve. Other drafters have their defaults and the settings that were
+    best on some of the traces.
+    """
 
     def known(name: str, limit: int, **knobs: float | str) -> Setting:
         return Setting(drafter, name, limit, knobs=knobs)
@@ -178,7 +182,7 @@ _SGLANG_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to replay and how; the same for every trace and tokenizer."""
+    """The drafters and settings to replay, the same for every trace and tokenizer."""
 
     drafters: Sequence[str]
     draft: DraftConfig
@@ -189,7 +193,10 @@ class Plan:
 
 
 class OurDrafter(AbstractContextManager["OurDrafter"]):
-    """Ours under several settings over one index, whose upkeep is done at once: nothing depends on time."""
+    """This project's drafter under several settings that share one index.
+
+    The index is updated at once and not in the background, so that the result does not depend on timing.
+    """
 
     def __init__(self, settings: Sequence[Setting], *, draft: DraftConfig, index: IndexConfig, tree: bool) -> None:
         self.settings, self.made_of = settings, dict[str, Any]()
@@ -214,10 +221,10 @@ class OurDrafter(AbstractContextManager["OurDrafter"]):
 
 
 class PeerDrafter(AbstractContextManager["PeerDrafter"]):
-    """Somebody else's drafter under several settings, in its own process and environment."""
+    """A drafter of another project under several settings, in its own process and environment."""
 
     def __init__(self, settings: Sequence[Setting], **options: int | str) -> None:
-        """``options`` : the peer's own, see `Peer`. Raises PeerUnavailable where it is not installed."""
+        """Start the drafter's process with its ``options``, see `Peer`. Raises PeerUnavailable."""
         self.settings = settings
         self._peer = Peer(settings[0].drafter, **options)
         self.made_of: dict[str, Any] = {**self._peer.versions, **options}
@@ -231,7 +238,7 @@ class PeerDrafter(AbstractContextManager["PeerDrafter"]):
 
 
 def replay_stream(rows: Sequence[RecordedOutput], contender: OurDrafter | PeerDrafter) -> list[Steps]:
-    """The steps of each setting on rows in their order. Raises AssertionError where an output is not its steps'."""
+    """Replay all requests; return the steps by setting. Raises AssertionError if steps do not emit the output."""
     of_settings: list[list[Steps]] = [[] for _ in contender.settings]
     for number, row in enumerate(rows):
         for found, steps in zip(of_settings, contender.replay(str(number), row), strict=True):
@@ -242,7 +249,7 @@ def replay_stream(rows: Sequence[RecordedOutput], contender: OurDrafter | PeerDr
 
 
 def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
-    """All drafters under all settings on one trace, which is tokenized once."""
+    """Replay all drafters with all settings on one trace; return a result row for each setting."""
     rows = read_rows(trace, tokenizer, plan.max_output_tokens)
     results: dict[str, list[Result]] = {}
     # As long as drafts of ours where they are free.
@@ -270,7 +277,7 @@ def run(plan: Plan, trace: Path, tokenizer: Path) -> list[Result]:
 def run_all(
     work: Callable[[Path, Path], T], traces: Sequence[Path], tokenizers: Sequence[Path], num_jobs: int
 ) -> Iterator[T]:
-    """``work`` for every trace and tokenizer, in order, in ``num_jobs`` processes; the results do not depend on it."""
+    """Call ``work`` for every trace and tokenizer in ``num_jobs`` processes, and yield the results in order."""
     every = [trace for _ in tokenizers for trace in traces], [each for each in tokenizers for _ in traces]
     if num_jobs == 1:
         yield from map(work, *every)
@@ -281,14 +288,14 @@ def run_all(
 
 
 def oracle_of(rows: Sequence[RecordedOutput], limit: int) -> float | None:
-    """Tokens a step of the best drafts in hindsight, see `oracle_steps`; None for more text than it takes."""
+    """Return the tokens per step of the best drafts in hindsight (`hindsight_steps`); None if the text is too long."""
     texts = [row.text() for row in rows]
     steps = hindsight_steps(texts, np.array([len(row.context) for row in rows], np.int64), limit)
     return None if steps is None else sum(len(row.output) for row in rows) / max(1, int(steps.sum()))
 
 
 def _contenders(plan: Plan, rows: Sequence[RecordedOutput]) -> Iterator[OurDrafter | PeerDrafter]:
-    """One after another, so that no two hold their memories at once."""
+    """Yield the drafters one after another, so that only one uses memory at a time."""
     limit = plan.draft.num_speculative_tokens
     for drafter in plan.drafters:
         settings = settings_of(drafter, limit, tree=plan.tree, costs=plan.costs)
@@ -304,9 +311,9 @@ def _contenders(plan: Plan, rows: Sequence[RecordedOutput]) -> Iterator[OurDraft
 
 
 def _sglang(settings: Sequence[Setting], rows: Sequence[RecordedOutput]) -> Iterator[PeerDrafter]:
-    """A few settings at a time: each has a trie of its own, which is large.
+    """Yield SGLang's drafter with a few settings at a time, because each setting has a large trie of its own.
 
-    A trie that nothing is evicted from is as good as one of the default size, and gets no more nodes than that takes.
+    If the text is short, the tries get fewer nodes than by default; this changes nothing, because they are never full.
     """
     for first in range(0, len(settings), _SGLANG_AT_ONCE):
         some = settings[first : first + _SGLANG_AT_ONCE]
@@ -316,7 +323,7 @@ def _sglang(settings: Sequence[Setting], rows: Sequence[RecordedOutput]) -> Iter
 
 
 def _new_tokens(rows: Sequence[RecordedOutput]) -> Iterator[int]:
-    """Of each request the tokens behind the text of the one before it, if it goes on from there, else all."""
+    """Yield the number of new tokens of each request: if it continues the previous request's text, those after it."""
     known = np.empty(0, np.int32)
     for row in rows:
         text = row.text()
@@ -326,7 +333,7 @@ def _new_tokens(rows: Sequence[RecordedOutput]) -> Iterator[int]:
 
 
 def summary(steps: Steps, costs: Sequence[CostCurve]) -> Result:
-    """The figures of one setting, as they stand in the JSON; steps counts as 1 where there is none."""
+    """Return the figures of one setting for the result. Without steps, averages are computed as if there were one."""
     num_steps, num_drafted, num_accepted = len(steps.drafted), int(steps.drafted.sum()), int(steps.accepted.sum())
     num_output, at_least_one = num_steps + num_accepted, max(1, num_steps)
     by_drafted = np.bincount(steps.drafted, minlength=1)

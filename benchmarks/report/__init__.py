@@ -1,1 +1,1 @@
-"""Write measured figures into docs/: ``python -m benchmarks.report``."""
+"""Write measured figures into the documentation: ``python -m benchmarks.report``."""

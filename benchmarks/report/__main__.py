@@ -1,10 +1,12 @@
-"""Write the measured figures into docs/: ``python -m benchmarks.report``.
+"""Write the measured figures into the documentation: ``python -m benchmarks.report``.
 
-Reads the results in ``benchmarks/results`` and rewrites what stands between the markers ``<!-- growth:begin -->`` ...
-``<!-- growth:end -->`` (and so on): a row of a result in the columns that its program declares, and the program's note.
-No figure in these tables is typed by hand, but for the runs that chose constants (``benchmarks/report/choices.py``).
-Stale figures are named: those that depend on code whose behaviour has changed since they were measured
-(``benchmarks/report/staleness.py``). With ``--strict`` nothing is written while there is one, and the exit status is 1.
+Reads the results in ``benchmarks/results`` and replaces the text between markers such as ``<!-- growth:begin -->`` and
+``<!-- growth:end -->`` with a table of the program's columns and with its note. No figure in these tables is typed by
+hand, except in ``benchmarks/report/choices.py``, which quotes the runs that chose defaults.
+
+Figures are stale if they depend on code whose behaviour has changed since the measurement
+(``benchmarks/report/staleness.py``). They are listed on stderr. With ``--strict``, a stale figure prevents writing, and
+the exit status is 1.
 """
 
 from __future__ import annotations
@@ -58,18 +60,19 @@ SECTIONS: Final = {
         "vllm-changes": ("vllm.changes", "vllm-changes"),
     },
 }
-"""By page and marker: the program whose columns are shown, and the results, of which some may be missing."""
+"""The tables by page and marker: the program whose columns are shown, and the names of its results. Missing results are
+left out."""
 
 _REPLAYS: Final[Mapping[tuple[str, str], tuple[Callable[..., str], str]]] = {
     ("docs/benchmarks.md", "replay"): (replay.curve_section, "replay-curve replay-tree"),
     ("docs/benchmarks.md", "others"): (replay.others_section, "replay-others replay-others-tree"),
     ("docs/benchmarks.md", "gpu"): (gpu_check.section, "gpu_check"),
 }
-"""What is put together of many rows; all results must be there."""
+"""The tables that are computed from many rows: the function that writes the section, and the results that it needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the figures; what has no result stays as it is. Returns the exit status."""
+    """Rewrite all pages, and return the exit status. A section without a result stays as it is."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--strict", action="store_true", help="write nothing if a figure is stale")
     strict = parser.parse_args(argv).strict
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def pages() -> dict[str, str]:
-    """The text that every page with figures should have, by its path below the root."""
+    """Return the new text of every page with figures, by the path of the page."""
     found = {
         ("docs/reference/options.md", "flags"): flags_section(),
         ("docs/reference/api.md", "api"): api_section(),
@@ -105,7 +108,7 @@ def pages() -> dict[str, str]:
 
 
 def _written(place: tuple[str, str], names: str, write: Callable[[], str]) -> dict[tuple[str, str], str]:
-    """A section; none where a result is of a program that did not say yet what is shown: the page stays as it is."""
+    """Return the text of one section; empty if the result lacks a field, which leaves the section as it is."""
     try:
         return {place: write()}
     except (KeyError, TypeError) as error:
@@ -130,11 +133,11 @@ def _results(names: str) -> Iterator[dict[str, Any]]:
 
 
 def section(program: Any, results: Sequence[Result]) -> str:
-    """The rows of all results in the columns of their program, what it says of each result, and its note.
+    """Return a table of the rows of all results with the columns of their program, and the program's note.
 
-    A program may declare ``is_shown``, a filter of rows; ``shown_rows``, which returns the rows of a result; ``WORDS``,
-    the words for stored values by field; ``EACH``, a sentence for each result; and ``RUN``, a remark after its date.
-    A result without rows is one row.
+    A program may declare ``is_shown``, a filter of rows; ``shown_rows``, a function that returns the rows of a result;
+    ``WORDS``, the texts to show instead of stored values; ``EACH``, a sentence for each result; and ``RUN``, a remark
+    after the date. A result without rows counts as one row.
     """
     is_shown = getattr(program, "is_shown", lambda row: True)
     shown_rows = getattr(program, "shown_rows", lambda result: result.get("rows", [result]))
@@ -159,7 +162,7 @@ def section(program: Any, results: Sequence[Result]) -> str:
 
 
 def _measured(results: Sequence[Result], run: str) -> str:
-    """Return the machines with the dates, and with the models and the settings of ``run`` if there are any."""
+    """Describe as text on which machines and dates the results were measured, with models and settings."""
     on: dict[str, dict[str, None]] = {}
     for each in results:
         said = " ".join(filter(None, (each.get("model"), f"on {each['date']}", run and f"({run.format_map(each)})")))
@@ -169,7 +172,7 @@ def _measured(results: Sequence[Result], run: str) -> str:
 
 
 def spliced(text: str, name: str, section: str) -> str:
-    """``text`` with the part between the markers of ``name`` replaced."""
+    """Return ``text`` with the part between the markers of ``name`` replaced."""
     pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
     if not pattern.search(text):
         raise SystemExit(f"there are no markers for {name!r}")

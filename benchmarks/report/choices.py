@@ -1,4 +1,4 @@
-"""What chose the default of each setting of ``ssd.config`` that decides how fast the service is."""
+"""The reasons for the defaults in ``ssd.config`` that affect the speed of the service."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``values`` : the defaults that were chosen together, by class and field. ``decides`` : what depends on them.
+    """Defaults that were chosen together, and the reason.
 
-    ``chosen_by`` : the run or the reason; empty where there is neither.
+    Attributes:
+        values: The defaults by class and field.
+        decides: What the defaults affect.
+        chosen_by: The measurement or the reason; empty if there is none.
     """
 
     values: dict[str, Any]

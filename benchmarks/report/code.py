@@ -1,4 +1,4 @@
-"""Lists made from the code itself: the API, field by field; the server's flags; defaults and what chose them."""
+"""Reference lists that are generated from the code: the fields of the API, the server's flags, and the defaults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Row = TypeVar("_Row", bound=tuple[str, ...])
 
 
 def flags_section() -> str:
-    """Every flag of ``ssd-serve``, a list a group, with its default."""
+    """Return a list of all flags of ``ssd-serve`` with their defaults, by group."""
     lines: list[str] = []
     groups: dict[str, list[Argument]] = {}
     for argument in build_app().assemble_argument_collection(parse_docstring=True):
@@ -129,10 +129,7 @@ def _default(schema: Mapping[str, Any]) -> str:
 
 
 def constants_section(choices: Sequence[Choice] = CHOICES) -> str:
-    """Every chosen default with what chose it.
-
-    Raises SystemExit where a default is not what its choice speaks of: who changes one says what chose the new value.
-    """
+    """Return a table of the defaults with reasons. Raises SystemExit if a default in the code is another one."""
     lines = ["| setting | default | meaning | reason for the default |", "|---|---|---|---|"]
     for choice in choices:
         for name, value in choice.values.items():

@@ -1,4 +1,4 @@
-"""The tables of the replays of recorded outputs."""
+"""The tables of documentation that compare drafters on replayed outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _NAMES: Final = {
 
 
 def best_speed_up(rows: Rows, drafter: str, cost: str = _MEASURED, trace: str | None = None) -> float:
-    """Over plain decoding at a cost, ours priced by it, another's the best; ``trace`` : None for all."""
+    """Return the geometric mean of a drafter's speed-up over decoding without drafts, at a given cost of passes.
+
+    SSD limits drafts by this cost; other drafters use their best setting for each trace. ``trace`` None means all.
+    """
     some = [row for row in rows if row["drafter"] == drafter and trace in (None, row["trace"])]
     if drafter == OURS:
         some = [row for row in some if row["setting"] == f"{PRICED_BY}{cost}"]
@@ -48,7 +51,7 @@ def _traces(result: Result) -> list[str]:
 
 
 def curve_section(path: Result, tree: Result) -> str:
-    """Against the strongest other drafter at the best of its settings."""
+    """Return the comparison of SSD with Arctic Inference, the strongest other drafter, at its best settings."""
     rows = []
     for (kind, found), cost in product((("chain", path["rows"]), ("tree", tree["rows"])), (_MEASURED, _FREE)):
         ours, theirs = (best_speed_up(found, drafter, cost) for drafter in (OURS, "arctic"))
@@ -95,7 +98,7 @@ _COSTS: Final = (
 
 
 def others_section(path: Result, tree: Result) -> str:
-    """All drafters, with their best settings and with the defaults of their vendors."""
+    """Return the comparison of all drafters, with their best settings and with their default settings."""
     ahead, rows = [], []
     for kind, result in (("chain", path), ("tree", tree)):
         for drafter in dict.fromkeys(row["drafter"] for row in result["rows"]):
@@ -148,7 +151,6 @@ def _is_default(drafter: str, setting: str) -> bool:
 
 
 def _origins(results: Iterable[Result]) -> str:
-    """Dates and commits of what was measured, for people."""
     by_date: dict[str, dict[str, None]] = {}
     for result in sorted(results, key=lambda each: str(each["date"])):
         by_date.setdefault(result["date"], {})[f"`{result['environment']['commit']}`"] = None

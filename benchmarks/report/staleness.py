@@ -78,7 +78,7 @@ def _is_below(path: str, directories: Collection[str]) -> bool:
 
 @cache
 def _renames_since(commit: str) -> list[tuple[str, str]] | None:
-    """Return the old and the new path of every file that differs from ``commit``; None if git does not know it."""
+    """Return the old and new path of each file that changed since ``commit``; None if git does not know the commit."""
     listed = git("diff", "--name-status", "-M40%", "-l0", commit)
     if listed is None:
         return None
@@ -107,7 +107,7 @@ class _Statement(NamedTuple):
 
 
 class _Unmatched(NamedTuple):
-    """A statement that the other version does not have with the same names.
+    """A statement of one version that has no identical statement in the other version.
 
     Attributes:
         path: The path of its file.
@@ -171,11 +171,11 @@ def _path_names(paths: Iterable[str]) -> set[str]:
 
 
 def _is_renaming(words: Sequence[str], others: Sequence[str], old: Counter[str], new: Counter[str]) -> bool:
-    """Return whether the names of a statement were renamed consistently.
+    """Return whether one statement becomes the other by renaming identifiers consistently.
 
-    A name may have become another one unless the versions bind both in the same number of places: then it is rather a
-    call of another function, for example. One word may become several, or several words one. If both happens to a word,
-    the operands may have changed places.
+    Two different names count as a renaming only if the number of places that bind one of them has changed between the
+    versions. Otherwise the difference is rather, for example, a call of another function. One name may have become
+    several, or several names one, but not both at once, because then operands may have changed places.
 
     Args:
         words: The names of the older statement, in order.
@@ -248,7 +248,7 @@ def _bound_names(statement: ast.AST) -> Iterator[str]:
 
 
 def _shape(node: object, known: Collection[str], names: list[str]) -> str:
-    """Write a syntax tree as a text without its known names, and append these to ``names`` in order.
+    """Return a syntax tree as text with "#" in place of known names, and append these names to ``names`` in order.
 
     A string that equals a known name counts as one, because it probably names an identifier or a file.
     """

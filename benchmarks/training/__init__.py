@@ -1,1 +1,1 @@
-"""How the bundled model was trained and judged; not installed, as nothing that serves needs it."""
+"""Training and evaluation of the bundled model and its draft head. This package is not installed with the server."""

@@ -1,4 +1,4 @@
-"""What the bundled model and its head learn from: Python's standard library, as files and as questions with answers."""
+"""The training data of the bundled model and its draft head: Python's standard library as files and conversations."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ HELD_OUT_ONE_IN = 24
 """One file in this many, chosen by the hash of its path, is never trained on."""
 MAX_ANSWER_LINES = 40
 CONVERSATION_PERCENT = 45
-"""Share of the documented functions that are also shown as conversations."""
+"""The percentage of documented functions that are also turned into conversations."""
 SYSTEM_MESSAGES = ("You are a helpful assistant.", "You write Python code.", "Answer with Python source code only.")
 
 
 Message = tuple[str, str]
-"""Role and content."""
+"""The role and the content of a message."""
 
 
 def render(messages: Iterable[Message]) -> str:
-    """What ``CHAT_TEMPLATE`` renders, without Jinja."""
+    """Render messages as the model's ``CHAT_TEMPLATE`` does, without Jinja."""
     return "".join(ROLES[role] + content + (END_OF_TEXT if role == "assistant" else "") for role, content in messages)
 
 
@@ -48,18 +48,18 @@ class SourceFile:
     """One file of the standard library."""
 
     path: str
-    """Relative to the standard library, with forward slashes."""
+    """The path below the standard library's directory, with forward slashes."""
     text: str
     held_out: bool
 
 
 def is_held_out(path: str) -> bool:
-    """Whether this file is kept for measuring; depends on its relative path alone."""
+    """Return whether this file is held out for evaluation. This depends on its relative path only."""
     return int(hashlib.sha256(path.encode()).hexdigest(), 16) % HELD_OUT_ONE_IN == 0
 
 
 def standard_library() -> list[SourceFile]:
-    """The files of the running interpreter, ordered by path."""
+    """Read the standard library of the running interpreter, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for file in sorted(root.rglob("*.py")):
@@ -74,10 +74,10 @@ def standard_library() -> list[SourceFile]:
 
 
 def conversations(file: SourceFile) -> Iterator[list[Message]]:
-    """Documented functions of the file as questions answered by their source.
+    """Yield conversations in which a user asks for a documented function of the file and gets its source code.
 
-    Which functions are taken, how the question is put, and whether two make one conversation follows from a hash of
-    the source, so that the same file always gives the same conversations.
+    A hash of the source decides which functions are used, how the question is worded and whether two functions share a
+    conversation, so the same file always gives the same conversations.
     """
     pending: list[Message] = []
     for function, docstring, source in _documented_functions(file.text):
@@ -98,7 +98,6 @@ def conversations(file: SourceFile) -> Iterator[list[Message]]:
 
 
 def _documented_functions(text: str) -> Iterator[tuple[ast.FunctionDef, str, str]]:
-    """Functions with their docstring and their source, moved to the left margin."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -114,7 +113,6 @@ def _documented_functions(text: str) -> Iterator[tuple[ast.FunctionDef, str, str
 
 
 def _question(function: ast.FunctionDef, docstring: str, number: int) -> str:
-    """One of four ways to ask for the function."""
     summary = " ".join(docstring.split("\n\n")[0].split())
     signature = f"def {function.name}({ast.unparse(function.args)}):"
     return (
@@ -126,10 +124,10 @@ def _question(function: ast.FunctionDef, docstring: str, number: int) -> str:
 
 
 class TokenStream:
-    """Documents in a new random order each epoch, end to end, cut into rows that are dealt out in random order.
+    """The training documents, concatenated in a new random order each epoch and cut into rows in random order.
 
-    Rows of one step come from different documents: neighbouring rows say much the same, and a step on them alone
-    learns little (measured: 2.47 held-out bits per byte after a million tokens taken in order).
+    The rows of a step come from different documents. Neighbouring rows are so similar that a step on them alone learns
+    little (measured: 2.47 held-out bits per byte after a million tokens taken in order).
     """
 
     def __init__(self, documents: list[npt.NDArray[np.int64]], seed: int, num_tokens: int) -> None:
@@ -142,7 +140,7 @@ class TokenStream:
         self._tokens = np.zeros(0, np.int64)
 
     def batch(self, step: int, row_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a step, int64[num_tokens / row_length, row_length] each."""
+        """Return the inputs and targets of a step, int64[num_tokens / row_length, row_length] each."""
         epoch, index = divmod(step, self._steps_per_epoch)
         if epoch != self._epoch:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(self._documents))
@@ -159,7 +157,7 @@ MAX_PREFIX_TOKENS = 48
 
 
 class Prefixes:
-    """Openings from which the model is let to write: any place of the corpus, or a question of a conversation."""
+    """Prompts from which the model generates text for its training: random pieces of documents, or questions."""
 
     def __init__(self, documents: list[npt.NDArray[np.int64]], seed: int, num_rows: int) -> None:
         self._documents = documents
@@ -172,7 +170,7 @@ class Prefixes:
         self._weights /= self._weights.sum()
 
     def batch(self, step: int) -> torch.Tensor:
-        """Prefixes of one length, int64[num_rows, length]; a function of the seed and the step."""
+        """Return prompts of equal length, int64[num_rows, length]. They depend on the seed and the step only."""
         random = np.random.default_rng([self._seed, 1, step])
         length = int(random.integers(4, MAX_PREFIX_TOKENS + 1))
         # Every fourth step asks questions, cut at the front to the same length.
@@ -191,7 +189,7 @@ class Prefixes:
 
 
 def training_documents(files: list[SourceFile], tokenizer: Tokenizer) -> list[npt.NDArray[np.int64]]:
-    """Token ids of every file that is not held out and of its conversations; each ends in end-of-text."""
+    """Tokenize every file that is not held out, and its conversations; each document ends in end-of-text."""
     texts = []
     for file in files:
         if not file.held_out:
@@ -201,7 +199,7 @@ def training_documents(files: list[SourceFile], tokenizer: Tokenizer) -> list[np
 
 
 def held_out_documents(files: list[SourceFile], tokenizer: Tokenizer) -> tuple[list[npt.NDArray[np.int64]], int]:
-    """Token ids of every file held out, and the number of bytes they stand for (end-of-text counts for none)."""
+    """Tokenize every held-out file. Returns the token ids and their total number of bytes, without end-of-text."""
     held = [file for file in files if file.held_out]
     documents = [np.array(tokenizer.encode(file.text + END_OF_TEXT).ids, np.int64) for file in held]
     return documents, sum(len(file.text.encode()) for file in held)

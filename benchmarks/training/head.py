@@ -1,8 +1,8 @@
 """Train an EAGLE-3 head for the bundled model: ``python -m benchmarks.training.head --out DIR``, half an hour on a CPU.
 
-The model writes text, and the head learns to say what the model said. Everything follows from the seed and the number
-of steps. DIR gets a directory that ``--draft-head`` takes. The head reads its own output while it learns, as it will
-when it drafts: "training-time test" (arXiv 2503.01840, section 3). What it brings: ``python -m benchmarks.contenders``.
+The model generates text, and the head learns to predict this text. The result depends only on the seed and the number
+of steps. DIR becomes a directory for ``--draft-head``. During training, the head reads its own output, as it does when
+it drafts: "training-time test" (arXiv 2503.01840, section 3). ``python -m benchmarks.contenders`` measures its effect.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ssd.model.heads.networks import Eagle3Head
 from ssd.model.layers.hidden_states import HiddenStateTap
 
 STEP_WEIGHT = 0.8
-"""What a step's loss counts beside that of the step before."""
+"""The weight of a step's loss relative to the weight of the previous step."""
 
 
 class Eagle3Training:
-    """A new head for a Llama target, begun from the target's last layer, and its training."""
+    """A new EAGLE-3 head for a Llama target, initialized from the target's last layer, and its loss."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Eagle3Training:
         feature_layers: tuple[int, ...],
         intermediate_size: int,
     ) -> None:
-        """draft_ids : int64[Vd], the target's tokens that the head can draft, ascending."""
+        """Create the head. ``draft_ids``, int64[Vd] in ascending order, are the target's tokens that it can draft."""
         config = LlamaConfig.from_dict(target.config.to_dict())
         config.num_hidden_layers = 1
         config.intermediate_size = intermediate_size
@@ -76,7 +76,7 @@ class Eagle3Training:
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[self._draft_ids])
 
     def loss(self, tokens: torch.Tensor, hidden: list[torch.Tensor], logits: torch.Tensor, depth: int) -> torch.Tensor:
-        """Distance over the tokens that can be drafted, later steps counted less."""
+        """Return the cross-entropy to the target over the draft vocabulary; later steps have less weight."""
         features = self.head.combine([states[:, :-1] for states in hidden])
         wanted = torch.softmax(logits[:, 1:, self._draft_ids], -1)
         total, weights = torch.zeros(()), 0.0
@@ -88,7 +88,7 @@ class Eagle3Training:
         return total / weights
 
     def files(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The layout of the EAGLE repository."""
+        """Return the config and the tensors in the layout of the EAGLE repository."""
         head = self.head
         kept = (
             *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -116,7 +116,7 @@ class Eagle3Training:
 
 @torch.no_grad()
 def read(model: PreTrainedModel, tokens: torch.Tensor, tap: HiddenStateTap) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Hidden states that the tap takes, [rows, length, H] each, and logits, of every position of rows."""
+    """Run the model over rows of tokens; return the recorded hidden states, [rows, length, H] each, and all logits."""
     with tap.recording() as hidden:
         logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
     return hidden, logits
@@ -125,10 +125,10 @@ def read(model: PreTrainedModel, tokens: torch.Tensor, tap: HiddenStateTap) -> t
 def unroll(
     head: Eagle3Head, next_tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> Iterator[torch.Tensor]:
-    """Logits [B, n, Vd] of each step.
+    """Run the head for several steps on its own output, and yield the logits [B, n, Vd] of each step.
 
-    next_tokens : int64[B, n], the token after each position. features : [B, n, H], the target's. The first j positions
-    of step j stand for nothing.
+    ``next_tokens`` is the token after each position, int64[B, n]; ``features`` are the target's, [B, n, H]. The first j
+    positions of step j are meaningless.
     """
     length = next_tokens.shape[1]
     positions = torch.arange(length)[None]
@@ -141,7 +141,6 @@ def unroll(
 
 
 def _reach(length: int, step: int) -> torch.Tensor:
-    """Which keys of this step and those before it a position sees, bool[1, 1, length, (step + 1) * length]."""
     back = torch.arange(length)[:, None] - torch.arange(length)
     blocks = [back >= step] + [back == step - earlier for earlier in range(1, step + 1)]
     return torch.cat(blocks, dim=1)[None, None]
@@ -151,26 +150,27 @@ ROW_LENGTH = 256
 STEP_ROWS = 8
 LONG_ROW_LENGTH = 1024
 LONG_EVERY = 8
-"""Every so many steps rows of the corpus of this length are read, one token ahead: serving has long contexts."""
+"""The interval of steps that train on long rows of the corpus, with depth 1, because contexts in serving are long."""
 TRAINED_DEPTH = 3
-"""Tokens ahead that the head is unrolled for."""
+"""The number of steps that the head is unrolled for in training."""
 WARM_UP_STEPS = 20
 LEARNING_RATE = 3e-3
 LAYERS = (2, 4, 6)
-"""Whose hidden states it reads."""
+"""The layers of the target whose hidden states the head reads."""
 DRAFT_VOCAB_SIZE, INTERMEDIATE_SIZE = 2048, 512
 WRITTEN_ROWS = 256
 WRITTEN_TEMPERATURES = (0.7, 0.0, 1.0, 0.7)
-"""Of the batches of written text in turn; every fourth answers questions."""
+"""The temperatures of the batches of generated text. The last batch answers questions."""
 LOG_EVERY = 20
 
 
 def train(
     training: Eagle3Training, target: PreTrainedModel, written: torch.Tensor, stream: TokenStream, args: Any
 ) -> dict[str, Any]:
-    """Make the head's distance small; what was done, for the record.
+    """Train the head, and return figures about the training for the log.
 
-    written : int64[rows, ROW_LENGTH]. A third of the other steps reads the corpus.
+    ``written`` is text that the target generated, int64[rows, ROW_LENGTH]. Every eighth step uses long rows of the
+    corpus; a third of the other steps uses short rows of the corpus, the rest use ``written``.
     """
     optimizers = make_optimizers(training.head, "lm_head", 0.01, 0.0)
     tap = HiddenStateTap(target, training.head.feature_layers)
@@ -209,7 +209,7 @@ def train(
 
 
 def frequent_tokens(written: torch.Tensor, count: int) -> torch.Tensor:
-    """The tokens that the model says most, int64[count], ascending."""
+    """Return the most frequent tokens of the generated text, int64[count] in ascending order."""
     counts = torch.bincount(written.flatten(), minlength=count)
     share = counts.sort(descending=True).values[:count].sum() / counts.sum()
     print(f"{count} tokens are {float(share):.1%} of the text", flush=True)
@@ -217,7 +217,7 @@ def frequent_tokens(written: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def save(training: Eagle3Training, out: Path) -> int:
-    """Write ``config.json`` and ``model.safetensors``, numbers in two bytes; size of both in bytes."""
+    """Write ``config.json`` and ``model.safetensors`` in float16; return the size of both files in bytes."""
     config, tensors = training.files()
     kept = {name: (each.half() if each.is_floating_point() else each).contiguous() for name, each in tensors.items()}
     save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
@@ -226,9 +226,8 @@ def save(training: Eagle3Training, out: Path) -> int:
 
 
 def main() -> None:
-    """Write, train, save."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.head", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory for the head")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write the draft head to")
     parser.add_argument("--steps", type=int, default=420)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What is measured of the model, loops and bits, and the text that it writes for its training and its head's."""
+"""Measurements of the bundled model (loops in its output, bits per byte), and generation of text for training."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from transformers import DynamicCache, PreTrainedModel
 # A small model decoded greedily soon repeats itself, and repeated text is what a retrieval drafter predicts best. The
 # share in loops says how far a speed-up may be trusted; training uses the same definition to push loops away.
 MAX_PERIOD = 32
-"""Longest repeated unit that counts as a loop, in tokens."""
+"""The maximum length of a repeated unit that counts as a loop, in tokens."""
 MIN_LOOP_TOKENS = 8
-"""Shortest looped stretch, in tokens: keeps ``))))`` and dashed lines of a table from counting."""
+"""The minimum length of a loop in tokens, so that ``))))`` and dashed lines of tables do not count."""
 
 
 def looped_tokens(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """Mark the tokens of every stretch that is two or more whole copies of a unit of 1 to ``MAX_PERIOD`` tokens.
+    """Mark the tokens in loops: sequences of at least two whole copies of a unit of 1 to ``MAX_PERIOD`` tokens.
 
-    Returns bool[n], True inside a loop but for its first copy, which a model may say. A stretch has at least
+    Returns bool[n], True in a loop after its first copy, which is legitimate text. A loop has at least
     ``MIN_LOOP_TOKENS`` tokens.
     """
     mask = np.zeros(len(tokens), np.bool_)
@@ -39,7 +39,11 @@ def looped_tokens(tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
 def bits_per_byte(
     model: PreTrainedModel, documents: list[npt.NDArray[np.int64]], num_bytes: int, row_length: int
 ) -> float:
-    """Cost of the held-out text, all documents end to end, cut into rows that are read without what came before."""
+    """Return the model's bits per byte on the held-out text.
+
+    The documents are concatenated and cut into rows of ``row_length`` tokens; each row is predicted without earlier
+    context.
+    """
     tokens = torch.from_numpy(np.concatenate(documents))
     training = model.training
     model.eval()
@@ -56,9 +60,9 @@ def bits_per_byte(
 def write(
     model: PreTrainedModel, prefixes: torch.Tensor, length: int, temperature: float = 0.0, seed: int = 0
 ) -> torch.Tensor:
-    """Let the model go on from prefixes, int64[rows, start], to rows of ``length``; end-of-text does not stop it.
+    """Generate text after prompts, int64[rows, start], until each row has ``length`` tokens.
 
-    ``temperature`` : 0 is greedy. ``seed`` : of the noise that tokens are drawn with.
+    End-of-text does not stop it. Temperature 0 is greedy. ``seed`` determines the sampling noise.
     """
     cache = DynamicCache(config=model.config)
     tokens = inputs = prefixes

@@ -1,9 +1,9 @@
-"""Train the bundled model: ``python -m benchmarks.training.model --out DIR``, some 40 minutes on a CPU.
+"""Train the bundled model: ``python -m benchmarks.training.model --out DIR``, about 40 minutes on a CPU.
 
-It learns the standard library (phase 1), then unlearns loops and stretches the context to 2,048 tokens (phase 2).
-Everything is scheduled by step; the order of the data follows from the seed. DIR gets the model after each phase, the
-list of files with their hashes (``CORPUS.json``). What is passed on needs the licence and the notices of these files
-too, as they lie beside the bundled model.
+Phase 1 trains on the standard library. Phase 2 trains the model to avoid loops and extends the context to 2,048 tokens.
+The schedule depends on the step only, and the order of the data on the seed. DIR receives the model after each phase
+and the list of training files with their hashes (``CORPUS.json``). Whoever distributes the model must also include the
+licence and notices of these files, as in the directory of the bundled model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CHAT_TEMPLATE = """\
 
 
 def model_config() -> LlamaConfig:
-    """Shape of the model: 5.4 million parameters, so that weights of two bytes stay under 11 MB."""
+    """Return the model's configuration: 5.4 million parameters, so that float16 weights take less than 11 MB."""
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,
@@ -72,7 +72,7 @@ def model_config() -> LlamaConfig:
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """Byte-level BPE over GPT-2's pieces, every digit a token of its own. Decoding gives back every text exactly."""
+    """Train a byte-level BPE tokenizer that splits text as GPT-2 does; every digit is a token. Decoding is lossless."""
     tokenizer = Tokenizer(models.BPE())
     # Numbers of many digits would each be a rare token, or a run of the same token: both invite loops.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -90,7 +90,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a model directory in float16."""
+    """Write a Hugging Face model directory with float16 weights."""
     half = LlamaForCausalLM(model.config).half()
     half.load_state_dict(model.state_dict())
     half.generation_config = GenerationConfig(eos_token_id=END_OF_TEXT_ID, pad_token_id=END_OF_TEXT_ID)
@@ -114,7 +114,7 @@ def save_model(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None
 
 
 def write_record(files: Sequence[SourceFile], out: Path) -> None:
-    """Write the list of files with hashes."""
+    """Write ``CORPUS.json``, the list of training files with their hashes."""
     record = {
         "source": "Python standard library",
         "python": platform.python_version(),
@@ -142,12 +142,15 @@ UNLIKELIHOOD_WEIGHT = 3.0
 
 
 def rollout_tokens(step: int, num_steps: int) -> int:
-    """Length of a rollout: short while loops come at once, long when they come late."""
+    """Return the number of tokens to generate in a step: few at first, when loops start early, and more later."""
     return 64 if 2 * step < num_steps else 160
 
 
 def unlikelihood_loss(model: LlamaForCausalLM, tokens: torch.Tensor, prefix_length: int) -> tuple[torch.Tensor, float]:
-    """``-log(1 - p)`` of every looped token the model wrote, over the number of tokens it wrote; and their share."""
+    """Return the unlikelihood loss of generated text, and the share of its tokens that lie in loops.
+
+    The loss is the sum of ``-log(1 - p)`` over the tokens in loops, divided by the number of generated tokens.
+    """
     written = tokens[:, prefix_length:].numpy()
     looped = np.zeros(written.shape, np.bool_)
     for row, mask in zip(written, looped, strict=True):
@@ -165,25 +168,29 @@ def unlikelihood_loss(model: LlamaForCausalLM, tokens: torch.Tensor, prefix_leng
 
 ROW_LENGTH = 512
 STEP_TOKENS = 2048
-"""Of phase 1."""
+"""The number of tokens per step in phase 1."""
 PEAK_LEARNING_RATE = 3e-3
 WARM_UP_STEPS = 40
 FINISH_SHARE = 0.15
-"""Learning rate at the start of phase 2, as a share of the peak; it falls in a line to zero."""
+"""The learning rate at the start of phase 2, as a share of the peak. It then falls linearly to zero."""
 FINISH_ROW_LENGTH = 2048
 
 
 def learning_rate(step: int, num_steps: int) -> float:
-    """Phase 1: rise over ``WARM_UP_STEPS``, stay, then fall in a line over the last 55 % to where phase 2 starts."""
+    """Return the learning rate of a step in phase 1.
+
+    It rises over ``WARM_UP_STEPS``, stays constant, and falls linearly over the last 55 % to the rate at which phase 2
+    starts.
+    """
     rise = (step + 1) / WARM_UP_STEPS
     left = min(1.0, (num_steps - step) / (0.55 * num_steps))
     return PEAK_LEARNING_RATE * min(rise, FINISH_SHARE + (1 - FINISH_SHARE) * left)
 
 
 def make_optimizers(model: torch.nn.Module, outer: str, decay: float, outer_decay: float) -> list[Optimizer]:
-    """Muon (Jordan et al. 2024) on the matrices inside; AdamW on those with ``outer`` in their name and on the norms.
+    """Return Muon (Jordan et al. 2024) for the inner matrices, and AdamW for norms and matrices named ``outer``.
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so one learning rate serves both.
+    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, section 2.2), so both use the same learning rate.
     """
     named = dict(model.named_parameters())
     matrices = [name for name, weight in named.items() if weight.ndim == 2 and outer not in name]
@@ -195,7 +202,7 @@ def make_optimizers(model: torch.nn.Module, outer: str, decay: float, outer_deca
 
 
 def take_step(optimizers: Sequence[Optimizer], rate: float) -> None:
-    """Update every parameter from its gradient, at one learning rate."""
+    """Update all parameters from their gradients with the learning rate ``rate``."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -203,7 +210,7 @@ def take_step(optimizers: Sequence[Optimizer], rate: float) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """From the interpreter's own library to a model directory."""
+    """Train the tokenizer and the model on the standard library, and write the model directories."""
     files = standard_library()
     tokenizer = train_tokenizer(file.text for file in files if not file.held_out)
     documents, held_out = training_documents(files, tokenizer), held_out_documents(files, tokenizer)
@@ -250,7 +257,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def log(out: Path, **record: object) -> None:
-    """One JSON line to the screen and to ``training.jsonl``."""
+    """Print a JSON line and append it to ``training.jsonl``."""
     line = json.dumps(record)
     print(line, flush=True)
     with (out / "training.jsonl").open("a") as file:
@@ -258,11 +265,10 @@ def log(out: Path, **record: object) -> None:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training.model", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="directory for the models and the log")
-    parser.add_argument("--steps", type=int, default=950, help="steps of phase 1")
-    parser.add_argument("--finish-steps", type=int, default=210, help="steps of phase 2")
+    parser.add_argument("--steps", type=int, default=950, help="number of training steps in phase 1")
+    parser.add_argument("--finish-steps", type=int, default=210, help="number of training steps in phase 2")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(2)

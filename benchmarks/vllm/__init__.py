@@ -1,5 +1,5 @@
-"""Our drafter inside vLLM, beside vLLM alone, with its n-gram proposer, and with the suffix tree of arctic-inference.
+"""Benchmarks of SSD as a drafter inside vLLM, compared with vLLM's own drafting methods.
 
-``make bench-vllm`` creates the environment and runs it. Each engine is a process of that environment (``engines``),
-asked by ``client``.
+``make bench-vllm`` creates the environment and runs them. Each engine is a process in that environment (``engines``),
+which ``client`` starts and calls.
 """

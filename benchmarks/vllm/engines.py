@@ -1,11 +1,12 @@
-"""vLLM engines and the clock around their drafters. Engines are made by vLLM's own interpreter only.
+"""Run a vLLM engine, and measure its drafter. Only the interpreter of vLLM's environment creates engines.
 
-``python -m benchmarks.vllm.engines`` is the other end of `client.VllmEngine`. With ``check v1|v2`` it says whether our
-drafter works inside the installed vLLM: ``make bench-vllm`` begins with that, so that an environment that cannot be
-used is not marked as ready.
+``python -m benchmarks.vllm.engines`` is the process that `client.VllmEngine` starts. With ``check v1|v2``, it checks
+that SSD drafts inside the installed vLLM. ``make bench-vllm`` begins with this check, so that an unusable environment
+is not marked as ready.
 
-vLLM's V2 model runner runs without a GPU: its Triton kernels in Triton's interpreter. `prepare` comes before vLLM is
-imported; where vLLM starts processes of its own, by a ``sitecustomize``: `in_every_process`.
+vLLM's V2 model runner runs without a GPU, because its Triton kernels run in Triton's interpreter. For this, `prepare`
+must be called before vLLM is imported. In processes that vLLM starts itself, a ``sitecustomize`` module calls it, see
+`in_every_process`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ METHODS: dict[str, dict[str, dict[str, Any] | None]] = {
         "ssd": {"method": "ngram_gpu", "model": "ssd", "num_speculative_tokens": 5},
     },
 }
-"""Speculative configuration of each engine, by the model runner. "suffix" has vLLM's defaults: tree depth and draft
-limit 24; V2 refuses it."""
+"""The speculative configuration of each method, by model runner. "suffix" has vLLM's defaults (tree depth and draft
+limit 24); the V2 runner does not support it."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -52,25 +53,25 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_PLUGINS": "ssd",
 }
-"""Set before vLLM is imported: one process, no network, and of all plugins only ours."""
+"""Environment variables that are set before vLLM is imported: one process, no network, and no plugins except SSD's."""
 
 
 @dataclass(slots=True)
 class Drafting:
-    """What was drafted, counted where vLLM asks for drafts. A row-step is one row in one verify step."""
+    """Counters of the drafter, updated at each call by vLLM. A row-step is one row in one verification step."""
 
     propose_us: list[float] = field(default_factory=list)
-    """Of every call."""
+    """The microseconds of each call of the drafter."""
     num_row_steps: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
-    """Verified ones: V2 fills every draft up to its width."""
+    """The number of verified draft tokens, with padding on V2, which pads every draft to the maximum length."""
     num_accepted_tokens: int = 0
     num_preemptions: int = 0
 
 
 class Engine:
-    """One vLLM engine in this process."""
+    """A vLLM engine in this process, with counters for its drafter."""
 
     def __init__(
         self,
@@ -84,9 +85,11 @@ class Engine:
         switches: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """``switches`` : "async" and "adaptive", see below; "process" for an engine core of its own process.
+        """Load the model with a drafting method of `METHODS`.
 
-        ``options`` : of ``vllm.LLM`` besides; what stands at "speculative_config" is added to the method's.
+        ``switches`` may contain "async" (see `schedule_asynchronously`), "adaptive" (see `verify_adaptively`) and
+        "process" (the engine core runs in another process). ``options`` are further arguments of ``vllm.LLM``; its
+        "speculative_config" is merged into that of the method.
         """
         os.environ.update(ENVIRONMENT)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -134,9 +137,9 @@ class Engine:
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[dict[str, Any]] = ()
     ) -> tuple[list[list[int]], float]:
-        """Outputs of all prompts, as many at a time as the batch has rows, and the seconds they took.
+        """Complete all prompts, up to the batch size at a time; return the outputs and the seconds.
 
-        Greedy, but for what ``sampling`` says of each prompt.
+        Decoding is greedy unless ``sampling`` contains other sampling parameters for a prompt.
         """
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [_params(max_tokens, given) for given in sampling or [{}] * len(prompts)]
@@ -146,7 +149,7 @@ class Engine:
         return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
     def abort(self, prompts: Sequence[Sequence[int]], num_steps: int) -> list[list[int]]:
-        """What clients got of prompts that were aborted after so many steps."""
+        """Abort requests for the prompts after ``num_steps`` steps, and return the tokens that clients had received."""
         engine = self._llm.llm_engine
         said: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):
@@ -158,7 +161,7 @@ class Engine:
         return [said.get(f"abort-{number}", []) for number in range(len(prompts))]
 
     def counters(self) -> dict[str, Any]:
-        """Everything counted so far; for our proposer its own counters too."""
+        """Return all counters so far, with those of SSD's proposer if it is used."""
         own = asdict(self.drafter.stats()) if hasattr(self.drafter, "stats") else {}
         return {**asdict(self.drafting), "proposer": own}
 
@@ -204,7 +207,6 @@ class Engine:
 
 
 def _params(max_tokens: int, given: Mapping[str, Any]) -> Any:
-    """vLLM's sampling parameters; "regex" stands for a structured output."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -219,7 +221,11 @@ _CHECKED_TOKENS = 48
 
 
 def check(runner: str) -> str:
-    """The same requests twice; returns what was seen. Raises ValueError where it is not what it should be."""
+    """Check that SSD drafts inside vLLM: the same requests run twice, the second time in at most half the steps.
+
+    Outputs must equal those of transformers' ``model.generate``. Returns a line that describes the result. Raises
+    ValueError if a check fails.
+    """
     from ssd.bundled import MODEL_PATH
     from ssd.integrations.vllm_hooks import V1_HOOKS, V2_HOOKS, missing_hooks
     from ssd.text.codec import TextCodec
@@ -252,7 +258,7 @@ def check(runner: str) -> str:
 
 
 def prepare() -> None:
-    """Make vLLM believe in a Triton for CPUs, and choose the V2 runner."""
+    """Select the V2 runner, and let vLLM use Triton's interpreter as if it were a Triton backend for CPUs."""
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its compiler asks Triton's driver for a device
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
@@ -270,7 +276,7 @@ def prepare() -> None:
     plain = interpreter.InterpreterBuilder.binary_op
 
     def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
-        """The interpreter gives a comparison its operand's type; as a mask that is refused."""
+        """Correct the dtype of comparisons: the interpreter keeps the operand's dtype, which is rejected as a mask."""
         handle = plain(self, left, right, op)
         if handle.data.dtype == np.bool_:
             handle.dtype = tl.int1
@@ -280,7 +286,7 @@ def prepare() -> None:
 
 
 def schedule_asynchronously() -> None:
-    """As on GPUs; vLLM's CPU platform switches it off."""
+    """Enable asynchronous scheduling as on GPUs; vLLM's CPU platform would disable it."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__
@@ -293,7 +299,7 @@ def schedule_asynchronously() -> None:
 
 
 def verify_adaptively() -> None:
-    """Adaptive verification without the full CUDA graphs that vLLM's configuration asks for, at made-up costs."""
+    """Enable vLLM's adaptive verification, with made-up costs and without the full CUDA graphs that it requires."""
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode import adaptive_verification as adaptive
 
@@ -321,7 +327,7 @@ def verify_adaptively() -> None:
 
 
 def in_every_process(folder: Path) -> dict[str, str]:
-    """Environment in which each Python is prepared, and finds the metadata that ``vllm serve`` looks for."""
+    """Return environment variables with which every Python process calls `prepare` and finds vLLM's metadata."""
     (folder / "sitecustomize.py").write_text("from benchmarks.vllm.engines import prepare\n\nprepare()\n")
     metadata = folder / "vllm-0.32.0.dist-info" / "METADATA"
     metadata.parent.mkdir(exist_ok=True)

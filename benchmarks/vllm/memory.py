@@ -1,12 +1,14 @@
-"""What does a cache bring vLLM that survives restarts and that replicas share? ``python -m benchmarks.vllm.memory``
+"""Measure the speed-up in vLLM from a cache that survives restarts or is shared: ``python -m benchmarks.vllm.memory``
 
-A stream of requests is divided into two halves, A and B. Some requests of B repeat or edit requests of A. vLLM's own
-suffix decoding and SSD inside vLLM generate A; then an engine generates B, or A again: the same process, a new process
-after a restart, a second replica that shares Redis, or a process with a cache of A that ``ssd-cache build`` made from a
-log, or ``ssd-cache follow`` from the KV events of another vLLM. Each row is a process of its own. Every round runs all
-rows, the order rotating, and begins with empty caches; ratios are those to vLLM without speculation in the same round.
-Every output is compared token by token with it, near-ties by the rule of ``benchmarks.exactness``. Prints a table and
-ends stdout with one JSON line; status 1 where outputs differ.
+A stream of requests is divided into two halves, A and B; some requests of B repeat or edit requests of A. vLLM's suffix
+decoding and SSD inside vLLM first generate A. Then an engine generates B, or A again. It is one of: the same process; a
+new process after a restart; a second replica that shares Redis; a process whose cache of A ``ssd-cache build`` made
+from a log; or one whose cache ``ssd-cache follow`` made from the KV events of another vLLM.
+
+Each row runs in its own process. Every round runs all rows in rotating order and begins with empty caches. The reported
+ratios are throughputs relative to vLLM without speculation in the same round. Every output is compared with the output
+without speculation; a difference at a near-tie is tolerated (see ``benchmarks.exactness``). Prints a table; the last
+line of stdout is one JSON object. The exit status is 1 if outputs differ.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ NOTE = (
 
 @dataclass(slots=True)
 class Row:
-    """One drafter with one kind of memory, on one half."""
+    """The measurements of one drafter with one kind of cache on half of the requests."""
 
     drafter: str
     memory: str
@@ -68,7 +70,7 @@ class Row:
 
 @dataclass(slots=True)
 class Setup:
-    """The requests, and how engines are started."""
+    """The requests and the settings with which engines are started."""
 
     args: Namespace
     codec: TextCodec
@@ -88,7 +90,7 @@ class Setup:
         return engine
 
     def measure(self, engine: VllmEngine, row: Row) -> list[list[int]]:
-        """Generate the row's half, and add its rate, tokens per step and outputs to the row."""
+        """Generate the row's half of the requests; add throughput, tokens per step and outputs to the row."""
         before = engine.ask("counters")
         outputs, seconds, after = engine.complete(self.halves[row.half], self.args.max_tokens)
         steps = after["num_row_steps"] - before["num_row_steps"]
@@ -103,7 +105,7 @@ class Setup:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, compare, print; return the exit status: 1 where speculation changed a token."""
+    """Run the command line; return 1 if speculation changed a token, else 0."""
     under = (*ENGINE, "benchmarks/vllm", "ssd/integrations")
     this = Run("vllm_memory", __doc__, argv, OPTIONS, COLUMNS, under=under, program="vllm.memory")
     args, codec = this.args, TextCodec.load(str(MODEL_PATH))
@@ -146,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_rounds(setup: Setup, plain: dict[str, Row]) -> list[Row]:
-    """Run all rows in every round, the order rotating."""
+    """Run all rows in every round, in rotating order, and return them. The baseline is written to ``plain``."""
     suffix = {
         "none": [Row("vLLM suffix", "empty", half) for half in setup.halves],
         "process": [Row("vLLM suffix", "A, same process", "B")],
