@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,17 +72,17 @@ def test_without_openmp_the_calling_thread_does_all_tasks(monkeypatch: pytest.Mo
 def test_layers_have_the_same_bits_on_one_thread_and_on_four(
     monkeypatch: pytest.MonkeyPatch, four_threads: None, name: str
 ) -> None:
-    changes = {"layer_types": ["sliding_attention", "full_attention"]} if name == "Gemma 3" else {}
-    targets = [open_target(tiny_model(name, **changes), num_slots=3, max_length=100) for _ in range(2)]
+    changes: Any = {"layer_types": ["sliding_attention", "full_attention"]} if name == "Gemma 3" else {}
+    targets: list[Any] = [open_target(tiny_model(name, **changes), num_slots=3, max_length=100) for _ in range(2)]
     assert all(cpu_decoder.is_flat(target.model) for target in targets)
-    calls = []
+    calls: list[Any] = []
     start = parallel._start()
     assert start is not None
     monkeypatch.setattr(parallel, "_start", lambda: lambda *given: calls.append(given) or start(*given))
 
     many = targets[1].forward
 
-    def forward(*args: object, **kwargs: object) -> object:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(parallel, "_WORTH_THREADS", 0)
             return many(*args, **kwargs)
