@@ -61,7 +61,7 @@ class FaultIsolation:
         if refusal is None:
             self._faults.record(where, error, "one request ends with an error")
         if sequence.finish_reason is not FinishReason.ERROR:
-            message = str(refusal or f"{where} failed")
+            message = str(refusal or f"{where} failed: the log has the error")
             self._ended.append((sequence, sequence.end(FinishReason.ERROR, message, refusal)))
         if not is_in_flight:
             self.drop(sequence)

@@ -229,7 +229,9 @@ class LLM:
         if isinstance(sampling, Sequence):
             settings = [_check_sampling(each) for each in sampling]
             if len(settings) != len(prompts):
-                message = f"there are {len(settings)} sampling parameters for {len(prompts)} prompts"
+                message = (
+                    f"got {len(settings)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each"
+                )
                 raise RequestError(message, param="sampling_params")
         else:
             settings = [_check_sampling(sampling)] * len(prompts)
@@ -447,7 +449,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
-        raise RequestError(f"prompts must be text or token ids, got {type(prompts).__name__}", param="prompts")
+        raise RequestError(
+            f"prompts must be texts or lists of token ids, got {type(prompts).__name__}", param="prompts"
+        )
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
 

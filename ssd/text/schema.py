@@ -526,7 +526,7 @@ class _Preparation:
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MOST_PAIRS:
             raise SchemaError(
-                "it has too many branches in anyOf or oneOf: one list may have 256, more lists fewer each"
+                "it has too many branches in anyOf and oneOf: a single list may have 256 branches, several lists fewer"
             )
         if "oneOf" not in node or "anyOf" in node:
             return
