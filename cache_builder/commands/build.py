@@ -113,9 +113,7 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print(
-            "    an answer without prompt is drafted less often: add the file of the requests, or use --field prompt=..."
-        )
+        print("    an answer without prompt is drafted less often: add the file of the requests, or --field prompt=...")
     if result.num_reused_tokens:
         print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:
