@@ -343,7 +343,7 @@ def test_a_hook_that_looks_otherwise_is_named(tmp_path: Path, monkeypatch: pytes
         ]
     )
     assert lacks == [
-        "engine_of_another:Runner.step has the parameters self, output, extra",
+        "engine_of_another:Runner.step has the parameters self, output, extra, not self, scheduler_output",
         "engine_of_another:Runner has no other",
         "there is no engine_of_another:make",
         "there is no engine_of_nobody:make",

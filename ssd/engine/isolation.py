@@ -111,7 +111,7 @@ class FaultIsolation:
             self._target.forward([slot], np.zeros((1, 1), np.int64), [1]).logits[0, 0, 0].item()
         except BaseException as error:
             reraise_exits(error)
-            raise EngineBroken(f"the model cannot compute any more: {first_line(error)}") from error
+            raise EngineBroken(f"the model can no longer run a forward pass: {first_line(error)}") from error
         self._prefix_cache.clear_slot(slot)
 
 
