@@ -274,11 +274,11 @@ def test_what_checksums_cannot_see_is_a_fault_that_says_what_to_do(tmp_path: Pat
     )
     rewritten(path, unsorted)
     (fault,) = inspect(path, deep=True)["faults"]
-    assert "is not that of its text" in fault
+    assert "does not match its text" in fault
     assert "build the directory again" in fault
     fence = segment.sparse_index + np.uint64(1)
     rewritten(path, Segment(segment.text, segment.order.copy(), fence, segment.width, None, segment.segment_id))
-    assert "is not that of its text" in inspect(path, deep=True)["faults"][0]
+    assert "does not match its text" in inspect(path, deep=True)["faults"][0]
     rewritten(path, build_segment(segment.tokens[:25], start=None, segment_id=segment.segment_id))
     assert "tokens from position" in inspect(path, deep=True)["faults"][0]
     foreign = inspect(path, deep=True, codec=TextCodec.load(str(model)))["faults"]

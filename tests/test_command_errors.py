@@ -96,7 +96,7 @@ ERRORS = {
     "inspect damaged": "is damaged",
     "inspect --deep bare": "no manifest.json",
     "inspect warm --sequences --tokenizer BUNDLED": "was made with tokenizer",
-    f"push warm {PUSH}": "did not take the push: it failed at the first entries",
+    f"push warm {PUSH}": "did not accept the push, which failed at the first entries",
     **{f"redis-status --redis {kind}://:hidden@127.0.0.1:1": "does not answer" for kind in ("redis", "redis-cluster")},
     "evaluate nothing.jsonl": "no such file",
     "evaluate empty.txt": "the logs contain no answer",
@@ -116,7 +116,7 @@ ERRORS = {
     "explain warm --prompt none.json": "give at least one token",
     "explain warm --prompt brace.json": "not JSON",
     "explain warm --prompt deep.json": "not JSON",
-    "explain warm --prompt ids.json --draft-limit 0": "draft limit must be within",
+    "explain warm --prompt ids.json --draft-limit 0": "--draft-limit must be within",
     "explain warm --prompt notes.txt": "was made with tokenizer",
     "explain warm --prompt notes.txt --tokenizer BUNDLED": "was made with tokenizer",
 }

@@ -190,11 +190,11 @@ def test_what_withholds_drafts_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
             finish_all(engine)
     is_active, reason = engine.speculation
     assert not is_active and re.fullmatch(
-        r"withheld: a 16-token pass is estimated at \d\d\.\d single-token passes", reason
+        r"verifying .*: a pass of 16 tokens is estimated to take as long as \d\d\.\d passes of one token", reason
     )
     assert 16 <= engine.relative_pass_cost(16) <= 24
     (record,) = caplog.records
-    assert record.message.startswith("promising drafts were not verified for 200 steps (withheld: a 16-token pass")
+    assert record.message.startswith("promising drafts were not verified for 200 steps (verifying drafts costs more")
 
 
 def test_what_never_drafts_says_why() -> None:

@@ -368,7 +368,7 @@ def test_text_arrives_in_directory_and_redis_and_sigterm_ends_it(tmp_path: Path,
             publisher.publish(packed(stored_blocks(text, 0, 10, **fields)))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        while "events arrive" not in (line := process.stderr.readline()):
+        while "receiving events" not in (line := process.stderr.readline()):
             assert line, "it has ended"
         process.send_signal(signal.SIGTERM)
         out, log = process.communicate(timeout=PATIENCE_S)
@@ -474,4 +474,4 @@ def test_live_traffic_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
         assert report["requests"] == 3 and report["inputs"] == [publisher.endpoint]
     assert main(["evaluate", "log.jsonl", "--kv-events", "tcp://localhost:1"]) == 2
     assert main(["evaluate"]) == 2
-    assert capsys.readouterr().err.count("give either files of requests or --kv-events") == 2
+    assert capsys.readouterr().err.count("give either log files or --kv-events") == 2

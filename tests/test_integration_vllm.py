@@ -257,7 +257,7 @@ def test_a_runner_that_lacks_something_is_left_alone(
     original = watched.shutdown
     proposer = SuffixProposer(vllm_config())
     assert caplog.messages[-1] == (
-        "SSD does not support the V1 model runner of this vLLM, so it makes no drafts: there is no "
+        "SSD does not support the V1 model runner of the installed vLLM, so there are no drafts: there is no "
         "engine_of_nobody:make, and 1 more"
     )
     assert watched.shutdown is original
@@ -290,7 +290,7 @@ def test_an_untested_version_is_warned_about(
 
 
 def test_unknown_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting cache_directory; settings are .*cache_dir"):
+    with pytest.raises(ConfigError, match=r"unknown settings \(cache_directory\): use .*cache_dir"):
         SuffixProposer(vllm_config(cache_directory="x"))
     config = vllm_config()
     config.additional_config = {"ssd": "cache_dir=x"}

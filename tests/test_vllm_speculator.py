@@ -343,7 +343,7 @@ def test_a_hook_that_looks_otherwise_is_named(tmp_path: Path, monkeypatch: pytes
         ]
     )
     assert lacks == [
-        "engine_of_another:Runner.step has the parameters self, output, extra",
+        "engine_of_another:Runner.step has the parameters self, output, extra, not self, scheduler_output",
         "engine_of_another:Runner has no other",
         "there is no engine_of_another:make",
         "there is no engine_of_nobody:make",
@@ -358,7 +358,7 @@ def test_without_its_hooks_nothing_is_registered(
     vllm_plugin.register()
     vllm_plugin.register()
     assert [record.message for record in caplog.records] == [
-        "SSD does not support the V2 model runner of this vLLM, so it makes no drafts: there is no "
+        "SSD does not support the V2 model runner of the installed vLLM, so vLLM's n-gram method drafts: there is no "
         "engine_of_nobody:make, and 1 more"
     ]
 

@@ -100,7 +100,10 @@ def run(options: argparse.Namespace) -> int:
             )
     except BaseException:
         if (kept := find_resumable(options.out)) is not None and STANDARD_INPUT not in options.inputs:
-            print(f"ssd-cache: finished parts are kept in {kept}: the same command resumes", file=sys.stderr)
+            print(
+                f"ssd-cache: finished parts are kept in {kept}; to resume the build, run the same command again",
+                file=sys.stderr,
+            )
         raise
     print(
         f"{options.out}: {result.num_tokens:,} tokens in {result.num_sequences:,} sequences from "
@@ -110,11 +113,11 @@ def run(options: argparse.Namespace) -> int:
         if lacking:
             print(f"  {lacking:,} of {result.num_records:,} records had no {what}")
     if result.num_without_prompt:
-        print("    drafts need prompts: also give the file of the requests, or use --field prompt=...")
+        print("    an answer without prompt is drafted less often: add the file of the requests, or --field prompt=...")
     if result.num_reused_tokens:
         print(f"  {result.num_reused_tokens:,} of these tokens were finished by an earlier, interrupted build")
     if result.num_skipped_prompt_tokens:
-        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were already stored and not repeated")
+        print(f"  {result.num_skipped_prompt_tokens:,} prompt tokens were already stored, and were not stored again")
     if result.num_invalid:
         print(f"  {result.num_invalid:,} invalid lines were skipped")
     return 0

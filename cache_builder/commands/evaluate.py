@@ -184,11 +184,11 @@ def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
 
 def _check(options: argparse.Namespace) -> None:
     if bool(options.inputs) == bool(options.kv_events):
-        raise ConfigError("give either files of requests or --kv-events")
+        raise ConfigError("give either log files or --kv-events")
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ConfigError(f"--html {options.html}: the directory does not exist")
+        raise ConfigError(f"--html {options.html}: the directory does not exist. Create it, or give another FILE")
     for name, value, least in (
         ("--draft-limit", options.draft_limit, 1),
         ("--measure-requests", options.measure_requests, 0),

@@ -81,7 +81,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if not 1 <= options.draft_limit <= MAX_SPECULATIVE_TOKENS:
-        raise ConfigError(f"the draft limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
+        raise ConfigError(f"--draft-limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
     prompt, codec = _encode_prompt_file(options.prompt, codec_from_options(options))
     output = []
     if options.output is not None:

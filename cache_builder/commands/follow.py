@@ -192,14 +192,14 @@ class _Progress:
         now = time.monotonic()
         if counts.messages + counts.replayed_messages and self._is_silent:
             self._is_silent = False
-            print("ssd-cache: events arrive", file=sys.stderr)
+            print("ssd-cache: receiving events", file=sys.stderr)
         if now >= self._next:
             self._next = now + _PROGRESS_S
             line = f"{counts.texts:,} texts, {counts.tokens:,} tokens"
             for number, what in (
                 (counts.lost_messages, "messages lost"),
                 (counts.invalid_events, "events invalid"),
-                (counts.orphaned_events, "events without the block before them"),
+                (counts.orphaned_events, "events dropped because an earlier block is missing"),
             ):
                 line += f", {number:,} {what}" if number else ""
             if self._is_silent:
@@ -215,7 +215,7 @@ def _until_interrupted() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated):
-        print("ssd-cache: storing what was received", file=sys.stderr)
+        print("ssd-cache: storing the received text", file=sys.stderr)
 
 
 @contextmanager

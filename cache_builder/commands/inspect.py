@@ -261,7 +261,7 @@ def _find_faults(segment: Segment, entry: Facts, codec: TextCodec | None) -> Ite
         yield f"{name} contains token id {largest}, but the tokenizer has {codec.vocab_size} tokens: {_REBUILD}"
     fence = build_sparse_index(segment.text, segment.order, segment.width) if is_sorted(segment) else None
     if fence is None or not np.array_equal(fence, segment.sparse_index):
-        yield f"the order of {name} is not that of its text: lookups miss what it holds, outputs stay right; {_REBUILD}"
+        yield f"the suffix array of {name} does not match its text: lookups miss text, outputs stay right; {_REBUILD}"
 
 
 _RANKS_AT_ONCE: Final = 1 << 20

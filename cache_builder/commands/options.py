@@ -100,8 +100,8 @@ def redis_client(url: str, describe_failure: Callable[[], str] = lambda: "failed
     except Exception as error:  # redis-py may raise any exception if the server is not Redis
         reason = escape_value(redact_password(f"{type(error).__name__}: {error}", url))
         raise StoreUnavailable(
-            f"{redacted_address(url)} {describe_failure()} ({reason}): check address, rights and maxmemory "
-            "(ssd-cache redis-status)"
+            f"{redacted_address(url)} {describe_failure()} ({reason}): check the address, the rights of the "
+            "user and maxmemory (ssd-cache redis-status)"
         ) from None
     finally:
         client.close()

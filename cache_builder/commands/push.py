@@ -92,7 +92,7 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     if namespace is not None:
         check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
-        raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry, got {max_tokens}")
+        raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, the size of one entry, got {max_tokens}")
     (cache,) = open_caches([directory])
     namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments
@@ -101,8 +101,8 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     num_written = 0
 
     def describe_failure() -> str:
-        where = f"after {num_written}" if num_written else "at the first"
-        return f"did not take the push: it failed {where} entries, which are not stored twice if pushed again"
+        where = f"after {num_written} entries" if num_written else "at the first entries"
+        return f"did not accept the push, which failed {where}; if you push again, no entry is stored twice"
 
     parts = (
         part
@@ -163,4 +163,7 @@ def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_T
         raise StoreUnavailable(f"SGLang at {url} refused the corpus with status {error.code}: {reason}") from None
     except (OSError, ValueError) as error:
         raise StoreUnavailable(f"SGLang at {url} does not answer ({error}): check the address") from None
-    print(f"pushed {lengths[first:].sum():,} tokens in {len(chunks):,} sequences as corpus {name}, {loaded} loaded")
+    print(
+        f"pushed {lengths[first:].sum():,} tokens in {len(chunks):,} sequences as corpus {name}; SGLang loaded "
+        f"{loaded} tokens"
+    )

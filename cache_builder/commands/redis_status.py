@@ -61,7 +61,7 @@ def read_status(url: str) -> Facts:
         warnings = [warning for server in servers for warning in _warnings(server)]
         names = _reply_or_error(lambda: _namespaces(client))
         if isinstance(names, Exception):
-            warnings.append(f"namespaces cannot be listed ({escape_value(names)}): this needs +scan")
+            warnings.append(f"namespaces cannot be listed ({escape_value(names)}): give the Redis user the right +scan")
             names = []
         return {
             "report": "redis-status",
@@ -96,7 +96,7 @@ def as_text(status: Facts) -> str:
         if space["entries"]:
             oldest, newest = (_format_in_units(space[key], _SECONDS) for key in ("oldest_age_s", "newest_age_s"))
             lines.append(
-                f"             oldest {oldest} ago, newest {newest} ago, of late written by "
+                f"             oldest {oldest} ago, newest {newest} ago, last written by "
                 f"{', '.join(space['writers']) or 'nobody known'}"
             )
         if space["invalid_entries"]:

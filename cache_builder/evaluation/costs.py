@@ -63,7 +63,8 @@ def _parse_curve(result: object, name: str) -> CostCurve:
     rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
         raise ConfigError(
-            f"{name} must contain two lists of equal length, with ascending widths and positive costs from 1; {_HOW}"
+            f'{name} must contain lists of equal length, "widths" (ascending from 1) and "costs" (positive, the first '
+            f"is 1); {_HOW}"
         )
     return CostCurve("measured", widths, costs)
 

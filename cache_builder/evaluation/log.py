@@ -154,7 +154,7 @@ def log_of_texts(texts: Sequence[FollowedText]) -> Log:
     """Return a log of the texts that a `Follower` has received. Raises InputError if no text has output."""
     if not any(text.prompt_length < len(text.tokens) for text in texts):
         raise InputError(
-            "no output was received. Listen longer with --minutes; a text counts once it has a full block of output"
+            "no output was received. Raise --minutes; an output counts only if it fills a block of the KV cache"
         )
     lengths = np.array([len(text.tokens) for text in texts], np.int64)
     return Log(

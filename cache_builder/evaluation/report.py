@@ -81,7 +81,7 @@ def _describe_measurement(measured: Evaluation) -> str:
     too_long, replayed = measured["too_long"], measured.get("replayed")
     return (
         f"decoded with {measured['model']}, {measured['dtype']}, {measured['device']}, {measured['threads']} threads, "
-        "one request at a time, alternately with and without drafts"
+        "one request at a time, each once with and once without drafts"
         + (f"; {too_long:,} prompts did not fit into its context" if too_long else "")
         + (f"; for the same greedy outputs, a replay predicts {replayed['speedup']:.2f}x" if replayed else "")
     )

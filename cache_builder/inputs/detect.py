@@ -56,7 +56,7 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     if _JSON.match(beginning):
         return "jsonl"
     if b"\x00" in beginning:
-        raise InputError(f"{shown}: binary data of an unknown kind, not text")
+        raise InputError(f"{shown}: binary data of an unknown format. Give text, JSON, CSV, Parquet or Arrow files")
     line = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if _EVENTS.match(beginning) or _has_prefixed_json(line):
         raise InputError(

@@ -57,7 +57,9 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
     for number, conversation in enumerate(filter(itemgetter("messages"), read(lines)), start=1):
         yield InputRecord(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
     if number == 0:
-        raise InputError(f"{first.where}: begins like the session of a coding agent, but has no message")
+        raise InputError(
+            f"{first.where}: begins like the session of a coding agent, but has no message. Omit this file"
+        )
 
 
 def _reader_of(line: Any) -> Callable[[list[Line]], Iterator[dict[str, Any]]] | None:

@@ -94,7 +94,9 @@ class AcceptanceModel:
             ValueError: If the bytes are damaged or were written by an incompatible version.
         """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
-            raise ValueError(f"not an acceptance model of this version: {len(stored)} bytes, expected {_SIZE}")
+            raise ValueError(
+                f"it is no acceptance model of this SSD version: it has {len(stored)} bytes, expected {_SIZE}"
+            )
         body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
         if xxhash.xxh3_64_intdigest(body) != checksum:
             raise ValueError("the acceptance model's checksum does not match")

@@ -204,7 +204,11 @@ class MemberDrafter:
         self._num_failures += 1
         self._failures_in_a_row += 1
         if self._num_failures.bit_count() == 1:
-            log.exception("%s failed (%d failures so far)", type(self.drafter).__name__, self._num_failures)
+            log.exception(
+                "%s failed, so some requests have no drafts from it in this step (%d failures so far)",
+                type(self.drafter).__name__,
+                self._num_failures,
+            )
 
 
 PROBE_INTERVAL = 512

@@ -150,7 +150,7 @@ class Engine:
         """
         if drafter != "ssd" and (draft_model is not None or draft_head is not None):
             raise ConfigError(
-                f'a draft model or head requires the drafter "ssd", which scores its drafts, not {drafter!r}'
+                f'a draft model or draft head requires the drafter "ssd", got {drafter!r}: use "ssd", or omit it'
             )
         config, draft = config or EngineConfig(), draft or DraftConfig()
         if not draft.num_speculative_tokens:  # they would never be used
@@ -188,7 +188,7 @@ class Engine:
             tapped=None if head is None else feature_spec(head, loaded.device, loaded.dtype),
             keeps_top=draft.recycling and draft.num_speculative_tokens > 0 and drafter == "ssd",
         )
-        report("tuning the number of threads, and checking whether passes are bit-identical")
+        report("tuning the number of threads, and checking whether forward passes are bit-identical")
         tune_threads(target)
         verify_batch_invariance(target, config.batch_invariant)
         log.info("%s", target.batch_invariance)
@@ -425,7 +425,9 @@ class Engine:
         from ssd.model.loading.replace_weights import replace_weights
 
         if self.has_work() or self._pipeline.current is not None:
-            raise EngineError("requests are running or waiting: wait for their end, or cancel them")
+            raise EngineError(
+                "weights cannot be replaced while requests run or wait: wait for their end, or cancel them"
+            )
         self._prefix_cache.clear_all()
         replace_weights(self.target.model, weights)
 

@@ -61,7 +61,7 @@ class FaultIsolation:
         if refusal is None:
             self._faults.record(where, error, "one request ends with an error")
         if sequence.finish_reason is not FinishReason.ERROR:
-            message = str(refusal or f"{where} failed")
+            message = str(refusal or f"{where} failed: the log has the error")
             self._ended.append((sequence, sequence.end(FinishReason.ERROR, message, refusal)))
         if not is_in_flight:
             self.drop(sequence)
@@ -111,7 +111,7 @@ class FaultIsolation:
             self._target.forward([slot], np.zeros((1, 1), np.int64), [1]).logits[0, 0, 0].item()
         except BaseException as error:
             reraise_exits(error)
-            raise EngineBroken(f"the model cannot compute any more: {first_line(error)}") from error
+            raise EngineBroken(f"the model can no longer run a forward pass: {first_line(error)}") from error
         self._prefix_cache.clear_slot(slot)
 
 

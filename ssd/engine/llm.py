@@ -229,7 +229,9 @@ class LLM:
         if isinstance(sampling, Sequence):
             settings = [_check_sampling(each) for each in sampling]
             if len(settings) != len(prompts):
-                message = f"there are {len(settings)} sampling parameters for {len(prompts)} prompts"
+                message = (
+                    f"got {len(settings)} SamplingParams for {len(prompts)} prompts: give one for all, or one for each"
+                )
                 raise RequestError(message, param="sampling_params")
         else:
             settings = [_check_sampling(sampling)] * len(prompts)
@@ -371,14 +373,14 @@ _VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(
         ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), ((1, None), _ONE_PROCESS)
     ),
-    "quantization": ((None, "auto"), "a quantised checkpoint declares its own quantisation"),
-    "kv_cache_dtype": ((None, "auto"), "the KV cache has the model's dtype"),
-    "load_format": ((None, "auto", "hf", "safetensors"), "weights are read by transformers"),
-    "swap_space": ((None, 0), "nothing is swapped to main memory"),
-    "cpu_offload_gb": ((None, 0), "weights stay on the device"),
+    "quantization": ((None, "auto"), "omit it, because a quantised checkpoint declares its own quantisation"),
+    "kv_cache_dtype": ((None, "auto"), "omit it, because the KV cache always has the model's dtype"),
+    "load_format": ((None, "auto", "hf", "safetensors"), "omit it, because transformers reads the weights"),
+    "swap_space": ((None, 0), "omit it, because nothing is swapped to main memory"),
+    "cpu_offload_gb": ((None, 0), "omit it, because all weights stay on the device"),
     "seed": ((None,), "give each request a seed by SamplingParams(seed=...)"),
     "tokenizer": ((None,), "pass codec=TextCodec.load(TOKENIZER)"),
-    "tokenizer_mode": ((None, "auto", "hf"), "tokenizers are those of transformers"),
+    "tokenizer_mode": ((None, "auto", "hf"), "omit it, because tokenizers are those of transformers"),
     "revision": ((None,), "pass hub=HubOptions(revision=...) from ssd.text.load_tokenizer"),
     "trust_remote_code": ((None, False), "pass hub=HubOptions(trust_remote_code=True) from ssd.text.load_tokenizer"),
     "speculative_config": ((None,), "pass draft=DraftConfig(...), draft_model=... or draft_head=..."),
@@ -447,7 +449,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not _is_list(prompts):
-        raise RequestError(f"prompts must be text or token ids, got {type(prompts).__name__}", param="prompts")
+        raise RequestError(
+            f"prompts must be texts or lists of token ids, got {type(prompts).__name__}", param="prompts"
+        )
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(each, Integral) for each in given) else given
 

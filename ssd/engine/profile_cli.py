@@ -218,13 +218,13 @@ class _CostProfile:
             raise ConfigError(f"prompts must be a list of lists of token ids ({error})") from error
         prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MAX_PROMPTS]
         if not prompts or any(not 0 <= token_id < self._codec.vocab_size for each in prompts for token_id in each):
-            raise ConfigError("prompts must have at least two tokens of the model's own tokenizer")
+            raise ConfigError("each prompt must have at least two tokens, with ids of the model's own tokenizer")
         return prompts
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
         seconds, steps = self._time(model)
         if not all(each and sum(tokens for _, _, tokens in each) for each in steps):
-            raise ConfigError("too few tokens were generated for a measurement: raise tokens, or give other prompts")
+            raise ConfigError('too few tokens were generated for a measurement: raise "tokens", or give other prompts')
         plain, looked_up, full = (
             (np.array([took for took, _, _ in each]), sum(tokens for _, _, tokens in each)) for each in steps
         )
@@ -299,7 +299,9 @@ class _LogProfile:
             if limit is None or len(prompt) + length < limit
         ]
         if not requests:
-            raise ConfigError(f"no prompt of the log fits into the context of {self._name}, {limit} tokens")
+            raise ConfigError(
+                f"no prompt of the log fits into the context of {self._name} ({limit} tokens): give shorter requests"
+            )
         room = max(len(prompt) + length for _, prompt, length in requests) + 1
         tune_threads(open_target(model, num_slots=1, max_length=room, max_draft_tokens=1))
         return {

@@ -335,7 +335,10 @@ def open_sequence(
         RequestError: The request is invalid; the message names the field and the remedy.
     """
     if request.adapter is not None and request.adapter not in adapters:
-        raise RequestError(f"there is no adapter {quote_value(request.adapter)}", param="model")
+        raise RequestError(
+            f"there is no adapter {quote_value(request.adapter)}: use the name of a loaded adapter, or omit it",
+            param="model",
+        )
     _check(
         request,
         vocab_size=vocab_size,
@@ -372,7 +375,7 @@ def _check(
         *sampling.rules.greatest_ids(),  # precomputed, because every choice of a request is checked
     ):
         if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}", param=name)
+            raise RequestError(f"{name} has a token id outside 0..{vocab_size - 1}, the ids of the model", param=name)
     if len(request.prediction_token_ids) > max_model_len:
         raise RequestError(
             f"prediction has {len(request.prediction_token_ids)} tokens, but the model's context has only "
@@ -409,7 +412,9 @@ def _check(
             param="num_speculative_tokens",
         )
     if sampling.stop and not has_tokenizer:
-        raise RequestError("stop strings need a tokenizer: use stop_token_ids", param="stop")
+        raise RequestError(
+            "stop strings need a tokenizer, which this engine does not have: use stop_token_ids", param="stop"
+        )
 
 
 def _namespace_of(request: Request, caches: CacheManager | None) -> NamespaceLease | None:
@@ -423,5 +428,7 @@ def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarSt
     if output is None:
         return None
     if grammars is None:
-        raise RequestError(f"{output.param} needs a tokenizer", param=output.param)
+        raise RequestError(
+            f"{output.param} needs a tokenizer, which this engine does not have: omit it", param=output.param
+        )
     return grammars.compile(output, request.tenant)

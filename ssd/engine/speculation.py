@@ -56,7 +56,7 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
     if target.can_verify_trees:
         return shape
     if shape == "tree":
-        log.warning("the model runner %s verifies only chains, no draft trees: drafts are chains", target.backend)
+        log.warning("the model runner %s verifies only chains, so drafts are chains instead of trees", target.backend)
     return "chain"
 
 
@@ -119,8 +119,8 @@ class SpeculationManager:
             return SpeculationStatus(False, f"kernels are being {what}")
         if self._cost_model.num_withheld >= _WITHHELD_STEPS:
             cost = self.relative_cost(_REPORTED_WIDTH)
-            what = f"a {_REPORTED_WIDTH}-token pass is estimated at {cost:.1f} single-token passes"
-            return SpeculationStatus(False, f"withheld: {what}")
+            what = f"a pass of {_REPORTED_WIDTH} tokens is estimated to take as long as {cost:.1f} passes of one token"
+            return SpeculationStatus(False, f"verifying drafts costs more than it gains: {what}")
         return SpeculationStatus(True, "drafts are verified if their expected gain exceeds their cost")
 
     def relative_cost(self, width: int) -> float:

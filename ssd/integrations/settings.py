@@ -72,7 +72,10 @@ def read_settings(vllm_config: Any) -> IntegrationSettings:
     if not isinstance(given, dict):
         raise ConfigError(f'additional_config["ssd"] must be an object of settings, got {given!r}')
     if unknown := sorted(map(str, given.keys() - _SETTING_TYPES.keys())):
-        raise ConfigError(f"unknown setting {', '.join(unknown)}; settings are {', '.join(sorted(_SETTING_TYPES))}")
+        raise ConfigError(
+            f'additional_config["ssd"] has unknown settings ({", ".join(unknown)}): use '
+            f"{', '.join(sorted(_SETTING_TYPES))}"
+        )
     values: dict[str, Any] = {}
     for name, kind in sorted(_SETTING_TYPES.items()):
         variable = ENVIRONMENT_PREFIX + name.upper()

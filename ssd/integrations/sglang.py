@@ -174,7 +174,7 @@ class SsdCorpus:
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
         """Store the texts of a corpus that a client added through SGLang's API, and return their number of tokens."""
         if corpus_id in self._corpora:
-            raise ValueError(f"corpus {corpus_id!r} exists already")
+            raise ValueError(f"corpus {corpus_id!r} exists already: use another id, or remove it first")
         count = 0
         for chunk in chunks:
             self.cache.cache.append(np.array(chunk, np.int32))

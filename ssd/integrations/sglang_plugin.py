@@ -41,7 +41,9 @@ def register() -> None:
     if not any(os.environ.get(name) for name in _ENABLED_BY):
         return
     if missing := missing_hooks(HOOKS):
-        log.warning("SSD does not support this SGLang, which keeps its own n-gram corpus: %s", "; ".join(missing))
+        log.warning(
+            "SSD does not support the installed SGLang, so SGLang keeps its own n-gram corpus: %s", "; ".join(missing)
+        )
         return
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     from ssd.integrations.sglang import SsdCorpus, remember_prompts, remember_server

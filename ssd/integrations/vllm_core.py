@@ -183,7 +183,7 @@ def should_draft(vllm_config: Any) -> bool:
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "this is vLLM %s, but SSD was tested with %s. If vLLM's experimental interface differs, drafts may stop",
+            "SSD was not tested with the installed vLLM %s, but with %s. If there are no drafts, install one of these",
             version,
             ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
@@ -220,5 +220,7 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
                 f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
                 'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
             ) from error
-        log.warning("the tokenizer cannot be loaded, so the end-of-text token is unknown: %s", error)
+        log.warning(
+            "the tokenizer cannot be loaded, so the end-of-text token is unknown and drafts may go beyond it: %s", error
+        )
         return None

@@ -111,7 +111,9 @@ def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
         if isinstance(node, ast.FunctionDef):
             parameters = tuple(parameter.arg for parameter in node.args.args)
             if parameters[: len(names)] != names:
-                missing.append(f"{module}:{attribute} has the parameters {', '.join(parameters)}")
+                missing.append(
+                    f"{module}:{attribute} has the parameters {', '.join(parameters)}, not {', '.join(names)}"
+                )
         elif isinstance(node, ast.ClassDef):
             if absent := [name for name in names if name not in _members(node)]:
                 missing.append(f"{module}:{attribute} has no {', '.join(absent)}")

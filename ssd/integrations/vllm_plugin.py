@@ -49,7 +49,8 @@ def register() -> None:
     missing = missing_hooks(V2_HOOKS)
     if missing:
         log.warning(
-            "SSD does not support the V2 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
+            "SSD does not support the V2 model runner of the installed vLLM, so vLLM's n-gram method drafts: %s",
+            _summarise(missing),
         )
         return
     package = importlib.import_module(SPECULATOR)
@@ -69,7 +70,8 @@ def wrap_v1_runner() -> bool:
     """
     if missing := missing_hooks(V1_HOOKS):
         log.warning(
-            "SSD does not support the V1 model runner of this vLLM, so it makes no drafts: %s", _summarise(missing)
+            "SSD does not support the V1 model runner of the installed vLLM, so there are no drafts: %s",
+            _summarise(missing),
         )
         return False
     runner = importlib.import_module(V1_RUNNER).GPUModelRunner

@@ -328,7 +328,10 @@ class Speculator(VllmDrafter):
             None,
         )
         if missing:
-            log.warning("drafting stopped for %d requests: some output tokens did not arrive", len(missing))
+            log.warning(
+                "SSD missed output tokens of %d requests, so these get no drafts and are not cached; outputs are right",
+                len(missing),
+            )
 
     def _finish_arrived(self, core: VllmCache) -> None:
         """Add finished requests to the cache, except those whose last tokens are still being copied from the device."""

@@ -87,7 +87,7 @@ class BackgroundLoop:
         self._has_logged = True
         reason = redact_password(f"{type(error).__name__}: {error}", self._url)
         log.warning(
-            "%s interrupted (%s), retrying; requests are served without it. %d failures so far: %s",
+            "sharing of text is interrupted (thread %s, %s) and is retried; requests continue. %d failures so far: %s",
             self._thread.name,
             redacted_address(self._url),
             self.num_failures,
@@ -107,7 +107,9 @@ class BackgroundLoop:
             if not self.is_connected and self.num_failures:
                 self.num_reconnects += 1
                 if self._has_logged and not self.is_stopping:
-                    log.info("%s resumed (%s)", self._thread.name, redacted_address(self._url))
+                    log.info(
+                        "sharing of text is resumed (thread %s, %s)", self._thread.name, redacted_address(self._url)
+                    )
                     self._has_logged = False
             self.is_connected = True
             backoff.reset()

@@ -68,25 +68,27 @@ def unpack_entry(data: bytes, key: str, *, vocab_size: int) -> Entry:
     decompressed.
     """
     if not _PAYLOAD < len(data) <= MAX_ENTRY_BYTES:
-        raise InvalidEntryError(f"{len(data)} bytes, expected {_PAYLOAD + 1}..{MAX_ENTRY_BYTES}")
+        raise InvalidEntryError(
+            f"the entry has {len(data)} bytes, but it must have {_PAYLOAD + 1} to {MAX_ENTRY_BYTES}"
+        )
     version, replica_id, sequence_id, num_tokens = _HEADER.unpack_from(data)
     if version != FORMAT_VERSION:
-        raise InvalidEntryError(f"format {version}, expected {FORMAT_VERSION}")
+        raise InvalidEntryError(f"the entry has format version {version}, but this SSD version reads {FORMAT_VERSION}")
     if not 1 <= num_tokens <= MAX_ENTRY_TOKENS:
-        raise InvalidEntryError(f"{num_tokens} tokens, expected 1..{MAX_ENTRY_TOKENS}")
+        raise InvalidEntryError(f"the entry has {num_tokens} tokens, but it must have 1 to {MAX_ENTRY_TOKENS}")
     inflater = zlib.decompressobj()
     try:
         planes = inflater.decompress(data[_PAYLOAD:], 4 * num_tokens + 1)
     except zlib.error as error:
-        raise InvalidEntryError(f"not zlib: {error}") from None
+        raise InvalidEntryError(f"the entry cannot be decompressed with zlib: {error}") from None
     if len(planes) != 4 * num_tokens or not inflater.eof or inflater.unused_data:
-        raise InvalidEntryError(f"does not contain exactly the {num_tokens} tokens of its header")
+        raise InvalidEntryError(f"the entry does not contain exactly the {num_tokens} tokens of its header")
     low, second, third, high = np.frombuffer(planes, np.uint8).reshape(4, num_tokens).astype("<u4")
     tokens = low | second << 8 | third << 16 | high << 24
     if _checksum(data[: _HEADER.size], key, tokens) != _CHECKSUM.unpack_from(data, _HEADER.size)[0]:
-        raise InvalidEntryError("its checksum does not match")
+        raise InvalidEntryError("the entry's checksum does not match")
     if (largest := int(tokens.max())) >= vocab_size:
-        raise InvalidEntryError(f"token id {largest}, the vocabulary has {vocab_size}")
+        raise InvalidEntryError(f"the entry has token id {largest}, but the vocabulary has only {vocab_size} tokens")
     return Entry(replica_id, sequence_id, tokens.view(np.int32))
 
 

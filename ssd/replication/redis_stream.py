@@ -163,7 +163,7 @@ def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
         if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
             raise WrongReplyError("the reply has an element that is no stream entry")
         if (place := id_key(entry_id)) <= last:
-            raise WrongReplyError("the reply has entries that are out of order")
+            raise WrongReplyError("the reply of Redis has entries that are out of order")
         last = place
 
 
@@ -197,7 +197,7 @@ def entry_at(client: redis.Redis, key: str, entry_id: bytes) -> RawEntry | None:
     """Return the entry with a given id in a Redis stream, or None if there is no such entry. Raises WrongReplyError."""
     entries = _page(client, 1, "XRANGE", key, entry_id, entry_id).entries
     if entries and entries[0][0] != entry_id:
-        raise WrongReplyError("the reply has an entry that was not requested")
+        raise WrongReplyError("the reply of Redis has an entry that was not requested")
     return entries[0] if entries else None
 
 

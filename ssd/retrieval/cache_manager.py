@@ -273,7 +273,9 @@ class CacheManager:
             if namespace.name == self.namespace:
                 raise
             cache = self._make(namespace, None)
-            cache.report_failure("its directory cannot be used, it stays in memory", error)
+            cache.report_failure(
+                "its directory cannot be used, so its text stays in memory and is lost at a restart", error
+            )
         with self._lock:
             is_discarded = self._namespaces.get(namespace.name) is not namespace
         if not is_discarded:

@@ -360,7 +360,7 @@ def load_segments(
         try:
             segment = open_segment(file, fingerprint=manifest.fingerprint, namespace=namespace)
             if segment.segment_id != segment_id:
-                raise SegmentCorrupt(f"{file} contains segment {segment.segment_id}: restore it from a copy")
+                raise SegmentCorrupt(f"{file} contains another segment, {segment.segment_id}: restore it from a copy")
             if segment.start is not None:
                 stop = segment.start + len(segment)
                 if segment.start < ring_stop or stop > manifest.next_position:
@@ -417,7 +417,7 @@ class DurableSegments:
         try:
             self.learned = read_learned(directory.path)
         except OSError as error:
-            report_failure("the learned state of drafters was not read", error)
+            report_failure("the learned state of drafters was not read, so drafters learn it again", error)
         self.num_failures = 0
         self._committed: tuple[tuple[Segment, ...], Checkpoint | None] = (), self.checkpoint
         self._is_outage = False

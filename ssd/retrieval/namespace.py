@@ -82,7 +82,9 @@ class NamespaceEntry:
                     for tokens, prompt_length in self._waiting:
                         cache.append(tokens, prompt_length=prompt_length)
                     if self._num_lost_tokens:
-                        error = TimeoutError(f"{self._num_lost_tokens} tokens did not fit into the buffer")
+                        error = TimeoutError(
+                            f"{self._num_lost_tokens} tokens did not fit into the buffer for text that arrived"
+                        )
                         cache.report_failure("some text that arrived while the cache was opened was not stored", error)
                     self._waiting.clear()
                     self.cache = cache

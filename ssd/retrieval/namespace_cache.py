@@ -388,7 +388,7 @@ class NamespaceCache:
                     segment = build_segment(text, start=evicted.start, segment_id=segment_id)
                     retained.append((evicted, self._write(segment)))
             except Exception as error:  # probably out of memory: the text is lost
-                self.report_failure("reused text was not retained", error)
+                self.report_failure("reused text was not retained, and may be evicted", error)
             with self._room:
                 self._index.install_retained(due.evicted, retained)
                 self._room.notify_all()

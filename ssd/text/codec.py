@@ -441,11 +441,14 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which has no tokens: give words", param="bad_words")
+            raise RequestError(f"bad_words has {quote_value(word)}, which has no tokens: omit it", param="bad_words")
         found[alone] = None
         # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
             found[spaced] = None
     if len(found) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words has {len(found)} spellings, the maximum is {MAX_BAD_WORDS}", param="bad_words")
+        raise RequestError(
+            f"bad_words has {len(found)} token sequences, at most {MAX_BAD_WORDS} are accepted: give fewer",
+            param="bad_words",
+        )
     return tuple(found)

@@ -120,7 +120,7 @@ class ExactRules:
     def _array(self, node: dict[str, Any], at: str) -> str:
         item, least, most = self.rule(node["items"], f"{at}/items"), node.get("minItems", 0), node.get("maxItems")
         if most is not None and most < max(least, 1):
-            raise SchemaError(f"maxItems at {at}/maxItems leaves no room for a value")
+            raise SchemaError(f"maxItems at {at}/maxItems must be at least 1, and at least minItems")
         times = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
         items = item if most == 1 else f"{item} ({self._comma} {item}){times}"
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'

@@ -86,7 +86,7 @@ A schema with such a keyword is refused, unless the keyword has no effect or can
 """
 
 _INSTEAD = {
-    "propertyNames": ", or give an object without properties names of an enum, a const, a pattern or a length",
+    "propertyNames": ", or, in an object without properties, use only enum, const, pattern or a length",
     "uniqueItems": ", or allow at most one item by maxItems",
 }
 
@@ -436,7 +436,7 @@ class _Preparation:
                 node["required"] = [name for name, schema in properties.items() if schema is not False]
                 del node["minProperties"]
             elif not is_closed and least > num_required + 1:
-                reason = f"{least} counts different keys, but keys outside properties may repeat: list them there"
+                reason = f"{least} cannot be enforced, because keys outside properties may repeat: list all keys there"
                 self._refuse(node, "minProperties", at, reason)
         if is_closed and node.get("maxProperties", -1) >= num_names:
             del node["maxProperties"]
@@ -526,7 +526,7 @@ class _Preparation:
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MAX_PAIRS:
             raise SchemaError(
-                "it has too many branches in anyOf or oneOf: one list may have 256, more lists fewer each"
+                "it has too many branches in anyOf and oneOf: a single list may have 256 branches, several lists fewer"
             )
         if "oneOf" not in node or "anyOf" in node:
             return

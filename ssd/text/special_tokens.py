@@ -255,12 +255,14 @@ def _unused_characters(*texts: str) -> Marks:
     taken = set().union(*texts) | {chr(int(spelled, 16)) for text in texts for spelled in _ESCAPED.findall(text)}
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:
-        raise RequestError("messages use every private code point of Unicode: leave some out", param="messages")
+        raise RequestError(
+            "messages contain every private code point of Unicode, but SSD needs two: leave some out", param="messages"
+        )
     return Marks(*free)
 
 
 def _special_token_error() -> RequestError:
     return RequestError(
-        "messages spell out a special token of this model, which its tokenizer cannot write as text: leave it out",
+        "messages contain a special token of this model, which its tokenizer cannot encode as text: leave it out",
         param="messages",
     )

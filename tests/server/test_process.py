@@ -282,7 +282,7 @@ def test_an_engine_that_ends_answers_500_and_ends_the_process_with_status_1(tmp_
         assert answer.error["code"] in ("request_failed", "engine_failed")
         _, log = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1
-        assert "the model cannot compute any more: the device is gone" in log
+        assert "the model can no longer run a forward pass: the device is gone" in log
     finally:
         process.kill()
         process.communicate()

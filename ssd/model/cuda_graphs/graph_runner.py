@@ -291,12 +291,18 @@ class CudaGraphRunner:
                 float(torch.linalg.vector_norm(x, dtype=torch.float32)) for x in (found - expected, expected)
             )
             if not error <= self._tolerance * size:
-                raise ValueError(f"the graph's logits differ by {error:.2g}; their norm is {size:.2g}")
+                raise ValueError(
+                    f"the graph's logits differ by {error:.2g} from those of an eager pass; their norm is {size:.2g}"
+                )
         # After any failure eager passes are right; if one shape fails, others are not tried.
         except Exception as failure:
             self._graphs.clear()
             self.failure = first_line(failure)
-            log.warning("CUDA graphs are disabled: the capture of %s failed: %s", shape, self.failure)
+            log.warning(
+                "CUDA graphs are disabled, so forward passes are slower: the capture of %s failed: %s",
+                shape,
+                self.failure,
+            )
             return False
         self._graphs[shape] = replay
         if len(self._graphs) > _MAX_SHAPES:
@@ -358,7 +364,10 @@ class CapturedMoves:
                 raise ValueError("the captured CUDA graph did not copy the KV entries")
         except Exception as failure:  # moving layer by layer is right in any case
             self._has_failed = True
-            log.warning("accepted KV entries of draft trees are moved layer by layer: %s", first_line(failure))
+            log.warning(
+                "accepted KV entries of draft trees are moved layer by layer, without a CUDA graph: %s",
+                first_line(failure),
+            )
             return False
         self._moves = replay
         return True

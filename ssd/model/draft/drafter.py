@@ -252,8 +252,8 @@ class DraftModelDrafter(NetworkDrafter):
     def __init__(self, model: Target, vocab_size: int | None = None, chunk_tokens: int = _CHUNK_TOKENS) -> None:
         if not model.can_roll_back:
             raise ModelError(
-                f"{type(model.model).__name__} is recurrent and cannot roll back, which a draft model must: "
-                "choose one with attention"
+                f"the draft model {type(model.model).__name__} is recurrent, so rejected tokens cannot be removed from "
+                "its state: choose a draft model with attention"
             )
         super().__init__(ModelSlots(model, chunk_tokens), min(vocab_size or model.vocab_size, model.vocab_size))
 

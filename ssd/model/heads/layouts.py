@@ -110,7 +110,7 @@ _FIELDS = (
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """Return a draft head's Llama configuration; raises ModelError if it is invalid or has more than one layer."""
     if (read_positive(config, "head_dim") or 1) > _MAX_HEAD_DIM:
-        raise ModelError(f"its config.json says head_dim {config['head_dim']}: the maximum is {_MAX_HEAD_DIM}")
+        raise ModelError(f"its head_dim is {config['head_dim']}, the maximum is {_MAX_HEAD_DIM}: use another head")
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
             "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
@@ -151,7 +151,10 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
             raise ModelError("its config.json lacks transformer_layer_config: download the head again")
         layer = inner
         if config.get("norm_before_fc"):
-            raise ModelError("norm_before_fc, a norm of the hidden states before they are fused, is not supported")
+            raise ModelError(
+                "it normalizes hidden states before it fuses them (norm_before_fc), which is not supported: use "
+                "another head"
+            )
         config = {"vocab_size": layer.get("vocab_size"), "norm_before_residual": True, **config}
     require_same(config, target, ("vocab_size",))
     if (wide := read_positive(config, "target_hidden_size")) not in (None, own.hidden_size):
@@ -191,12 +194,12 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
         return None
     offsets = tensors["d2t"]
     if offsets.ndim != 1 or offsets.dtype.is_floating_point or not len(offsets):
-        raise ModelError("d2t is not a list of integers: download the head again")
+        raise ModelError("its tensor d2t is not a list of integers: download the head again")
     token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
-            f"d2t names tokens outside 0..{vocab_size - 1}: it was made for a model with another vocabulary. Use the "
-            "head that was trained for this model"
+            f"its tensor d2t has token ids outside 0..{vocab_size - 1}: it was made for a model with another "
+            "vocabulary. Use the head that was trained for this model"
         )
     return token_ids
 

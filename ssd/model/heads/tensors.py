@@ -91,7 +91,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             try:
                 return torch.stack([torch.cat([self[part] for part in each]) for each in parts])
             except RuntimeError as error:
-                raise ModelError(f"its experts of {name} differ in shape: its files are incomplete") from error
+                raise ModelError(f"its experts of {name} differ in shape: download the head again") from error
         path = self._paths[name]
         try:
             with safe_open(path, "pt") as file:
@@ -137,7 +137,9 @@ def read_positive(config: Config, name: str) -> int | None:
     """Return a positive integer of a draft head's config.json; None if missing. Raises ModelError for other values."""
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
-        raise ModelError(f"its config.json says {name}: {str(value)[:40]!r}: a positive integer is expected")
+        raise ModelError(
+            f"{name} in its config.json must be a positive integer, got {str(value)[:40]!r}: download the head again"
+        )
     return value
 
 
@@ -159,7 +161,9 @@ def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dic
     found = {name: tensors[name] for name in shapes}
     for name, tensor in found.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            raise ModelError(f"its tensor {name} is quantised to {tensor.dtype}, which is not supported")
+            raise ModelError(
+                f"its tensor {name} is quantised to {tensor.dtype}, which is not supported: use another head"
+            )
         if tensor.shape != shapes[name]:
             raise ModelError(
                 f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}: it was "

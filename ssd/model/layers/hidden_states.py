@@ -54,7 +54,7 @@ class HiddenStateTap:
             if not FINAL <= layer <= len(found):
                 raise ModelError(
                     f"the draft head reads the output of layer {layer}, but {type(model).__name__} has {len(found)}: "
-                    "it was made for another model"
+                    "the head was made for another model"
                 )
             if layer == 0:
                 self._hooks.append(found[0].register_forward_pre_hook(self._before_all, with_kwargs=True))

@@ -94,10 +94,16 @@ def fix_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
     if original is None:
         return max_length
     if max_length is None:
-        log.warning("max_model_len is %d, because a longer context would change all outputs of LongRoPE", original)
+        log.warning(
+            "max_model_len is %d: with a larger value, LongRoPE would change the outputs of short texts too", original
+        )
         return original
     if max_length > original:
-        log.warning("max_model_len %d exceeds %d: all texts use LongRoPE's long frequencies", max_length, original)
+        log.warning(
+            "max_model_len %d exceeds %d, so all texts, also short ones, use LongRoPE's frequencies for long texts",
+            max_length,
+            original,
+        )
         for module in model.modules():
             _hold_long(module, original, model.device)
     return max_length
@@ -233,7 +239,7 @@ def open_target(
     """
     limit = model_limit(model)
     if max_length is not None and limit is not None and max_length > limit:
-        raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens")
+        raise ModelError(f"max_model_len {max_length} exceeds the model's context of {limit} tokens: lower it")
     wanted = fix_rope(model, max_length) or limit or DEFAULT_MAX_LENGTH
     if tapped is not None:
         check_hidden_states(model, tapped.layers)
@@ -268,7 +274,7 @@ def open_target(
     if found.kind is not SlotRunner:
         how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
-            raise ModelError(f"{how}, which cannot mix adapters: {MERGE}")
+            raise ModelError(f"{how}, which does not support LoRA adapters: {MERGE}")
         if tapped is not None:
             raise ModelError(f"{how}, whose hidden states a draft head cannot read: omit the draft head")
         log.warning("%s", how)

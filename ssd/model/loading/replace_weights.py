@@ -69,7 +69,9 @@ def _select_weight(place: StoredWeight, weights: Mapping[str, torch.Tensor]) -> 
         )
     for other in place.names:
         if other != name and other in weights and not _is_same(found, weights[other]):
-            raise ModelError(f"the new weights {name} and {other} differ, but the model shares one weight for both")
+            raise ModelError(
+                f"the new weights {name} and {other} differ, but the model shares one weight for both: give equal ones"
+            )
     return found
 
 
