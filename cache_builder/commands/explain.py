@@ -60,7 +60,8 @@ def add(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer of the served model, or none to show token ids (default: the bundled model's)",
+        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: that of the small model "
+        "included in SSD; for an array of token ids none, so that token ids are shown)",
     )
     add_chat_template(command)
     command.add_argument(
@@ -74,14 +75,14 @@ def add(command: argparse.ArgumentParser) -> None:
         "--shape",
         choices=("tree", "chain"),
         default="tree",
-        help="Shape of the draft; servers draft trees for one sequence, chains for many (default: %(default)s)",
+        help="Shape of the draft. Servers draft trees while a single sequence runs, else chains (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
     if not 1 <= options.draft_limit <= MAX_SPECULATIVE_TOKENS:
-        raise ConfigError(f"the draft limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
+        raise ConfigError(f"--draft-limit must be within 1..{MAX_SPECULATIVE_TOKENS}, got {options.draft_limit}")
     prompt, codec = _encode_prompt_file(options.prompt, codec_from_options(options))
     output = []
     if options.output is not None:

@@ -188,7 +188,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
 
 
 _MODEL_HELP = "Hugging Face model directory or id (default: the bundled model)"
-_CONFIG_HELP = "YAML or TOML file with options; options on the command line take precedence"
+_CONFIG_HELP = "YAML or TOML file that contains options; options on the command line take precedence"
 _EXAMPLES = """\
 examples:
   ssd-serve    # serves the bundled model on http://127.0.0.1:8000
