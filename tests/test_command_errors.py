@@ -116,7 +116,7 @@ ERRORS = {
     "explain warm --prompt none.json": "give at least one token",
     "explain warm --prompt brace.json": "not JSON",
     "explain warm --prompt deep.json": "not JSON",
-    "explain warm --prompt ids.json --draft-limit 0": "draft limit must be within",
+    "explain warm --prompt ids.json --draft-limit 0": "--draft-limit must be within",
     "explain warm --prompt notes.txt": "was made with tokenizer",
     "explain warm --prompt notes.txt --tokenizer BUNDLED": "was made with tokenizer",
 }
