@@ -237,8 +237,8 @@ class EngineOptions:
     enforce_eager: bool = False
     """Disable CUDA graphs, which saves memory but makes steps slower (default: a GPU uses CUDA graphs)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """Seed from which the server draws a seed for each request that has none. The same requests in the same order then
-    get the same outputs again (default: random).
+    """Seed from which the server draws a seed for each request that has none, so that a run with the same requests in
+    the same order can be repeated (default: random).
     """
     coupled_sampling: int = _ENGINE.coupled_streams
     """Number of sequences of random numbers that sampled requests without a seed share, so that answers recur and can
