@@ -188,8 +188,12 @@ def read_sampling_defaults(path: Path) -> dict[str, float]:
         content: Any = json.loads(path.read_text())
         found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"cannot read sampling defaults from {path}: {error}") from error
+        raise ConfigError(
+            f"cannot read sampling defaults from {path}: {error}. Repair the file, or use --generation-config vllm"
+        ) from error
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} in {path} must be a number, got {value!r}")
+            raise ConfigError(
+                f"{name} in {path} must be a number, got {value!r}: repair the file, or use --generation-config vllm"
+            )
     return found

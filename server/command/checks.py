@@ -163,7 +163,7 @@ def _fetched(model: str, name: str, hub: HubOptions) -> Path:
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
         if isinstance(found, str):
-            log.warning("the hub did not say if %s has changed (%s): using the local copy", model, first_line(error))
+            log.warning("cannot ask the hub for a newer %s (%s): using the local copy", model, first_line(error))
             return Path(found)
         raise ModelError(
             f"{model!r} is not a local directory, and it cannot be downloaded from the hub: {first_line(error)[:300]}; "
