@@ -62,7 +62,7 @@ nothing that they could change.
 """
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",
-    "speculative-config": "speculation is always on: use --draft-model and --num-speculative-tokens instead",
+    "speculative-config": "speculation is on by default: use --draft-model and --num-speculative-tokens instead",
     "block-size": "the KV cache has one slot per sequence and no blocks: set --max-num-seqs and --max-model-len",
 }
 _UNSHOWN = Parameter(show=False)
