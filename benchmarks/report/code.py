@@ -104,7 +104,13 @@ def api_section() -> str:
         for name, reason in found:
             reasons.setdefault(reason, []).append(f"`{name}`")
         lines += [f"- **{titles}**", *(f"  - {', '.join(names)}: {reason}" for reason, names in reasons.items())]
-    lines += ["", "### Refused", "", "The values in brackets are accepted.", ""]
+    lines += [
+        "",
+        "### Refused",
+        "",
+        "A request with one of these fields gets 400, unless its value is in brackets.",
+        "",
+    ]
     for titles, those in _by_endpoints(refused):
         named = (f"`{name}`{f' ({unless})' if unless else ''}" for name, unless in those)
         lines += [f"- **{titles}**: {', '.join(named)}"]

@@ -79,8 +79,9 @@ def curve_section(path: Result, tree: Result) -> str:
     )
     parameters = path["parameters"]
     note = (
-        f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD limits its "
-        "drafts by this cost. Arctic Inference uses its best settings for each trace, selected after the replay. The "
+        f"Speed-ups are relative to decoding without drafts; the time of drafting is left out. {_COSTS} SSD takes "
+        "this cost into account when it chooses the length of a draft. Arctic Inference uses its best settings for "
+        "each trace, selected after the replay. The "
         f"best possible draft has the {FLAT_WIDTH - 1} tokens from earlier text that yield the most accepted tokens. "
         f"Speed-ups are geometric means over {len(_traces(path))} traces with the tokenizers "
         f"{' and '.join(parameters['tokenizers'])}. The replay used at most {parameters['max_output_tokens']:,} output "

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Replay recorded requests with drafts, as a server with this cache would decode them, and report the speed-up.
 
-No model is needed, because the logs contain the outputs. With --measure MODEL, the model also decodes some of the
-requests, alternately with and without drafts, and every output is compared. Requests are replayed in the order of the
-files, and each is added to the cache after its replay. Logs are read as `ssd-cache build` reads them. Documents are
-added to the cache but not replayed.
+No model is needed, because the logs contain the outputs. With --measure MODEL, the model also answers some of the
+requests, each once with and once without drafts, and both outputs are compared. Requests are replayed in the order of
+the files, and each is added to the cache after its replay. Logs are read as `ssd-cache build` reads them. Documents
+are added to the cache but not replayed.
 """
 
 _MEASURED_PROMPTS: Final = 16
@@ -48,20 +48,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="DIR",
-        help="Prebuilt cache directory to draft from; can be repeated",
+        help="Cache directory, built by `ssd-cache build`, from which to draft; can be repeated",
     )
     command.add_argument(
         "--cache",
         choices=("growing", "frozen"),
         default="growing",
-        help="growing: add replayed requests to the cache; frozen: search only --warm (default: %(default)s)",
+        help="growing: add each replayed request to the cache; frozen: draft only from the --warm directories "
+        "(default: %(default)s)",
     )
     command.add_argument(
         "--cache-tokens",
         type=token_count,
         default=index.capacity_tokens,
         metavar="N",
-        help=f"Capacity of the cache in tokens, see ssd-serve --help (default: {format_number(index.capacity_tokens)})",
+        help="Capacity of the cache in tokens, like the option of ssd-serve (default: "
+        f"{format_number(index.capacity_tokens)})",
     )
     command.add_argument(
         "--draft-limit",
@@ -71,7 +73,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="Maximum number of tokens of a draft (default: %(default)s)",
     )
     command.add_argument(
-        "--class-by", metavar="FIELD", help="Report each class of requests; FIELD names the class in a record, e.g. a.b"
+        "--class-by", metavar="FIELD", help="Report also by class of requests: each value of this field, e.g. a.b"
     )
     command.add_argument(
         "--against",
@@ -91,27 +93,28 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add_log_arguments(command)
     add_follow_arguments(command.add_argument_group("KV events"), minutes=10.0)
     add_cost_arguments(command)
-    group = command.add_argument_group("decoding", "Requests that --measure decodes, one at a time")
+    group = command.add_argument_group("decoding", "Requests that the model of --measure answers, one at a time")
     group.add_argument(
         "--measure-requests",
         type=int,
         default=100,
         metavar="N",
-        help="Number of requests to decode, the first of the log; 0: measure only costs (default: %(default)s)",
+        help="Number of requests to answer, from the start of the log; 0 measures only costs (default: %(default)s)",
     )
     group.add_argument(
         "--measure-tokens",
         type=int,
         default=128,
         metavar="N",
-        help="Maximum number of output tokens; outputs never exceed their recorded length (default: %(default)s)",
+        help="Maximum number of output tokens per request; no output becomes longer than the recorded one (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--measure-minutes",
         type=float,
         default=10.0,
         metavar="M",
-        help="Start no request after this many minutes, for all temperatures together (default: %(default)s)",
+        help="Start no further request after this many minutes, for all temperatures together (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
@@ -119,7 +122,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[0.0, 0.8],
         metavar="T",
-        help="Sampling temperatures; the cache is emptied before each temperature (default: 0 0.8)",
+        help="Sampling temperatures; each is measured with an empty cache at first (default: 0 0.8)",
     )
 
 

@@ -60,7 +60,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer of the served model, or none to show token ids (default: the bundled model's)",
+        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: that of the small model "
+        "included in SSD; for an array of token ids none, so that token ids are shown)",
     )
     add_chat_template(command)
     command.add_argument(
@@ -74,7 +75,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--shape",
         choices=("tree", "chain"),
         default="tree",
-        help="Shape of the draft; servers draft trees for one sequence, chains for many (default: %(default)s)",
+        help="Shape of the draft. Servers draft trees while a single sequence runs, else chains (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="Print one JSON object")
 

@@ -48,24 +48,28 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = _DESCRIPTION
     capacity = IndexConfig().capacity_tokens
     command.add_argument(
-        "endpoints", nargs="+", metavar="tcp://HOST:PORT", help="Publisher of KV events; one per data-parallel rank"
+        "endpoints",
+        nargs="+",
+        metavar="tcp://HOST:PORT",
+        help="Publisher of KV events: one for each data-parallel rank",
     )
     add_follow_arguments(command)
     command.add_argument(
         "--out", type=Path, metavar="DIR", help="Directory for the caches, one in DIR/NAMESPACE per namespace"
     )
-    command.add_argument("--redis", metavar="URL", help="URL of the Redis server through which servers share text")
+    command.add_argument("--redis", metavar="URL", help="URL of the Redis server that replicas share")
     command.add_argument(
         "--namespace",
         default="default",
-        help="Namespace of the base model's text; text of a LoRA adapter or with a cache_salt has its own namespace "
+        help="Namespace for text of the base model; each LoRA adapter and each cache_salt has a namespace of its own "
         "(default: %(default)s)",
     )
     command.add_argument(
         "--tokenizer",
         default=str(MODEL_PATH),
         metavar="DIR_OR_MODEL",
-        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: the bundled model's)",
+        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: that of the small model "
+        "included in SSD)",
     )
     command.add_argument(
         "--cache-tokens",
@@ -93,8 +97,8 @@ def add_follow_arguments(command: argparse._ActionsContainer, minutes: float | N
         "--replay-port",
         type=int,
         metavar="PORT",
-        help="Port of the first publisher's replay endpoint, for events that were missed; other publishers' ports have "
-        "the same distance from their own (default: missed events stay lost)",
+        help="Port of the first publisher's replay endpoint, from which missed events are fetched. The two ports of "
+        "every other publisher must have the same difference (default: missed events are lost)",
     )
     command.add_argument(
         "--idle-seconds",

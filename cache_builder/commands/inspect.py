@@ -58,12 +58,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help="File with the secret of a server's tenants (default: the secret stored in the server's --cache-dir)",
+        help="File with the server's secret, if DIR is its --cache-dir (default: the secret that DIR contains)",
     )
     command.add_argument(
         "--tokenizer",
         metavar="DIR_OR_MODEL",
-        help="Tokenizer: --deep requires that the cache was built with it, --sequences prints text with it",
+        help="Tokenizer of the cache: --deep checks that the cache was built with it, --sequences prints text instead "
+        "of token ids",
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ssd.text.codec import TextCodec
 
 
-CACHE_DIRECTORY = "Cache directory that `ssd-cache build` wrote, or CACHE_DIR/NAMESPACE of a server"
+CACHE_DIRECTORY = "Cache directory that `ssd-cache build` wrote, or the directory CACHE_DIR/NAMESPACE of a server"
 """The text that ``--help`` shows for an argument that names an existing cache directory."""
 
 
@@ -38,7 +38,7 @@ def token_count(text: str) -> int:
 
 def add_redis_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--redis", metavar="URL", help=f"URL of the Redis server that the servers use (default: ${URL_VARIABLE})"
+        "--redis", metavar="URL", help=f"URL of the Redis server that replicas share (default: ${URL_VARIABLE})"
     )
 
 
@@ -68,7 +68,9 @@ def add_log_of_namespace(command: argparse.ArgumentParser, what: str, default: s
     text = what if default is None else f"{what} (default: {default})"
     command.add_argument("--namespace", required=default is None, default=default, help=text)
     command.add_argument(
-        "--fingerprint", metavar="HEX", help="Fingerprint of the tokenizer, if several tokenizers use the namespace"
+        "--fingerprint",
+        metavar="HEX",
+        help="Only text of the tokenizer with this fingerprint (shown by redis-status --json)",
     )
 
 
@@ -150,7 +152,8 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default=str(MODEL_PATH),
         metavar="DIR_OR_MODEL",
-        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: the bundled model's)",
+        help="Directory, hub id or tokenizer.json of the served model's tokenizer (default: that of the small model "
+        "included in SSD)",
     )
     add_chat_template(command)
     command.add_argument(
@@ -164,8 +167,8 @@ def add_log_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="Read the field OURS (text, prompt, completion, messages, token_ids or prompt_length) from the records' "
-        "field THEIRS, e.g. prompt=a.b.0; THEIRS alone means text=THEIRS; can be repeated",
+        help="Name of a field in the records: read OURS (text, prompt, completion, messages, token_ids or "
+        "prompt_length) from THEIRS, e.g. prompt=a.b.0. THEIRS alone means text=THEIRS. Can be repeated",
     )
     command.add_argument("--skip-invalid", action="store_true", help="Skip invalid records, and count them")
 
@@ -175,7 +178,7 @@ def add_chat_template(command: argparse.ArgumentParser) -> None:
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="File with the chat template that the server uses (default: the model's template)",
+        help="File with the chat template that the server uses (default: the tokenizer's chat template)",
     )
 
 

@@ -26,8 +26,8 @@ from ssd.retrieval.segment import Tokens
 _DESCRIPTION = """\
 Shrink a cache directory: keep the text from which recorded requests draft, the most used first.
 
-The logs are replayed over the directory, as `ssd-cache evaluate` does. Blocks of 64 tokens with accepted drafts are
-kept together with the text before them, as many as fit. The remaining budget is filled evenly from all other text.
+The logs are replayed with drafts from the directory, as by `ssd-cache evaluate`. Blocks of 64 tokens from which drafts
+were accepted are kept, with the text before them, as many as fit into --budget. The rest is filled with other text.
 Evaluate the result with other logs: `ssd-cache evaluate OTHERS --cache frozen --warm OUT`.
 """
 

@@ -52,8 +52,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--sglang",
         metavar="URL",
-        help="Load the text into a running SGLang server with n-gram speculation, not into Redis; $SGLANG_API_KEY is "
-        "its admin key",
+        help="Load the text into a running SGLang server with n-gram speculation instead of Redis; set $SGLANG_API_KEY "
+        "to its admin key",
     )
     command.add_argument("--namespace", help="Namespace to write to (default: the namespace of the cache in DIR)")
     command.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=token_count,
         default=DEFAULT_MAX_TOKENS,
         metavar="N",
-        help="Size of the stream in tokens; must equal the servers' --cache-tokens "
+        help="Maximum size of the stream in tokens; must equal the servers' --cache-tokens "
         f"(default: {format_number(DEFAULT_MAX_TOKENS)})",
     )
 

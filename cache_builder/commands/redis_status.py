@@ -29,7 +29,7 @@ from ssd.replication.replication_log import COUNTERS_KEY as GENERATIONS
 if TYPE_CHECKING:
     import redis
 
-_DESCRIPTION = "Show the contents and age of the Redis server that replicas share, and recommend settings."
+_DESCRIPTION = "Show the text that replicas share through Redis, its age, and Redis settings that should be changed."
 _MAX_KEYS: Final = 20_000
 _NAME: Final = re.compile(rb"ssd:%d:\{([0-9a-f]{32}):([A-Za-z0-9_.-]{1,64})\}" % KEYS_VERSION)
 _SAMPLE: Final = 64

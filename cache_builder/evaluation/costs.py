@@ -133,8 +133,8 @@ def add_cost_arguments(command: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--measure",
         metavar="MODEL",
-        help="Measure the costs on this machine with this model (directory or hub id), then decode requests of the log "
-        "alternately with and without drafts, and compare every output",
+        help="Measure the costs on this machine with this model (directory or hub id). Then answer requests of the "
+        "log, each once with and once without drafts, and compare both outputs",
     )
     one.add_argument("--cost", type=Path, metavar="FILE", help="Read the costs from a file that --save-cost wrote")
     group.add_argument("--save-cost", type=Path, metavar="FILE", help="Write the measured costs to a file")

@@ -34,7 +34,8 @@ class FollowCounts:
     """The number of calls of the function to which a `Follower` passes texts. A long text is passed in several parts.
     """
     tokens: int = 0
-    """The number of tokens that were passed to the function, including the repeated ones at the beginning of each part.
+    """The number of tokens in these texts. Each part of a long text repeats tokens of the part before it, and the
+    repeated tokens are counted again.
     """
     pending_tokens: int = 0
     """The number of tokens now in memory, in blocks that later blocks may continue."""

@@ -118,10 +118,10 @@ class FieldNames:
         return cls(names)
 
     def rename(self, line: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record in which the fields that ``--field`` names have the names that the builder supports.
+        """Return the record with the fields given by ``--field`` under the names that the builder reads.
 
-        Other fields from which the builder would also read a prompt or an answer are removed. A record that lacks one
-        of the named fields is returned unchanged.
+        Other fields from which the builder would also read a prompt or an answer are removed. A record that lacks a
+        field given by ``--field`` is returned unchanged.
         """
         found = {ours: get_at_path(line, theirs, _MISSING) for ours, theirs in self.names.items()}
         if not found or any(value is _MISSING for value in found.values()):

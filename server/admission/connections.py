@@ -313,7 +313,7 @@ class BodyReader:
 
 
 def _too_long(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes", code="body_too_long")
+    return ApiError(413, f"the body is longer than {most} bytes: split the request", code="body_too_long")
 
 
 def _decode(content: bytes) -> Any:

@@ -242,7 +242,7 @@ class Account:
             )
         with self._lock:
             if self.num_in_flight + num_choices > most:
-                message = f"this key has {self.num_in_flight} of its {most} requests in flight: try again later"
+                message = f"this key has {self.num_in_flight} of at most {most} requests in progress: try again later"
                 raise self._make_rejection("queue", message, _QUEUE_RETRY_S)
 
     def acquire(self, num_choices: int, num_prompt_tokens: int, num_slots: int) -> None:

@@ -157,7 +157,7 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("deletions of caches do not reach the replicas and are repeated: %s", type(error).__name__)
+            log.warning("replicas cannot be told to delete a cache; this is retried: %s", type(error).__name__)
         self._is_reached = False
 
 
@@ -183,8 +183,8 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         return {}, True
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.error(
-            "%s is damaged (%s): deletion counts are recovered only for caches whose directories exist, or from "
-            "Redis. Restore the file from a backup",
+            "%s, which counts the deletions of tenants' caches, is damaged (%s). Restore it from a backup. Without it, "
+            "counts are recovered only from Redis, and for caches whose directories exist",
             path,
             error,
         )
@@ -329,9 +329,9 @@ class Tenants:
         """Read the operator's files again and return the number of tenants. Raises ConfigError if a file is invalid."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("the files no longer contain an API key: the current keys stay valid")
+            raise ConfigError("the files no longer contain an API key: the current keys stay valid; add a key")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without API keys and continues without: restart it to use them")
+            raise ConfigError("the server was started without API keys and ignores new ones: restart it to use them")
         self._replace(tenants)
         return len(tenants)
 
@@ -358,7 +358,8 @@ class Tenants:
         if self._share_cache or account.tenant.is_operator:
             raise ApiError(
                 409,
-                f"{quote_value(name)} has no cache of its own: to remove the shared cache, stop the server",
+                f"{quote_value(name)} has no cache of its own: to remove the shared cache, stop the server and delete "
+                "its cache directory",
                 code="cache_is_shared",
             )
         old = [self._namespace(account.tenant, base) for base in self._bases]
@@ -410,8 +411,8 @@ class Tenants:
                     self._retired += [(due, name) for name, number in found.items() if number < newest]
                 elif found:
                     log.warning(
-                        "tenant %s has a cache that was deleted according to generations.json, %s: it is unused, and "
-                        "the next deletion removes it",
+                        "tenant %s has directories of deleted caches (see generations.json): %s. They are not used, "
+                        "and the next deletion removes them",
                         tenant.name,
                         ", ".join(found),
                     )

@@ -139,7 +139,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
     if len(content) > _MAX_BYTES:
         raise ConfigError(f"{option} {path} is longer than {_MAX_BYTES} bytes")
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
-        log.warning("%s %s may be read by other users: chmod 600 it", option, path)
+        log.warning("%s %s may be read by other users: run chmod 600 on it", option, path)
     return content
 
 
@@ -159,7 +159,7 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in content.decode().splitlines()]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{KEY_FILE_OPTION} {path} cannot be read: it is not text") from error
+        raise ConfigError(f"{KEY_FILE_OPTION} {path} is not a UTF-8 text file: write one key per line") from error
     keys = check_keys([line for line in lines if line and not line.startswith("#")], f"{KEY_FILE_OPTION} {path}")
     if not keys:
         raise ConfigError(f"{KEY_FILE_OPTION} {path} contains no key: write one key per line, or omit the option")

@@ -51,9 +51,9 @@ def padded(content: bytes) -> bytes:
 def encode_events(events: Sequence[tuple[str, dict[str, Any]]], *, pad: bool) -> bytes:
     """Serialize named server-sent events that are sent together.
 
-    If ``pad`` is set, the last event gets a field ``obfuscation`` with random text, so that the total size of all
-    events is a multiple of ``PADDED_BYTES``. The padding assumes the maximum length for every log-probability, because
-    the number of digits varies with the batch size.
+    If ``pad`` is set, the last event gets a field ``obfuscation`` with random text. The total size of the events is
+    then a multiple of ``PADDED_BYTES``, which tells a network observer little. Every log-probability is counted with
+    its maximum length, because the number of its digits varies with the batch size and must not change the total size.
     """
     written = [_event(name, body) for name, body in events]
     if pad and events:

@@ -40,12 +40,10 @@ class Limits:
     max_choices: int = 1024
     """Maximum number of choices of a request, which is the number of prompts times `n`."""
     max_request_tokens: int = 1 << 18
-    """Maximum number of prompt tokens of a request, in all its prompts together. Values below the context length have
-    no effect.
-    """
+    """Maximum number of tokens in all prompts of a request together. It is never less than the context length."""
     max_queued_tokens: int = 1 << 23
-    """Maximum number of prompt and prediction tokens of all requests together, counted once per choice. A tenant may
-    use half of the tokens that other tenants do not use.
+    """Maximum number of prompt and prediction tokens of all waiting and running requests together, counted once per
+    choice. A tenant may use half of the tokens that other tenants leave unused.
     """
     max_grammar_characters: int = 1 << 16
     """Maximum number of characters of a grammar, a JSON schema or a list of choices that constrains the output."""
@@ -54,14 +52,14 @@ class Limits:
     max_tools: int = 512
     """Maximum number of tools of a request."""
     max_connections: int = 1 << 14
-    """Maximum number of open connections. It is reduced if the system allows fewer open files."""
+    """Maximum number of open connections, or fewer if the system allows fewer open files."""
     max_idle_seconds: float = 75.0
-    """Time in seconds after which a connection without a request is closed."""
+    """Time in seconds after which the server closes a connection on which no request arrives."""
     # Longer than the idle limits of clients and proxies (5 to 60 s), so that none sends on a closing connection.
     max_head_seconds: float = 20.0
     """Time in seconds within which a request's headers must arrive."""
     max_send_seconds: float = 30.0
-    """Time in seconds after which a client that does not read its response is disconnected."""
+    """Time in seconds after which the server disconnects a client that does not read its response."""
     min_bytes_per_second: _Fixed[int] = 8192
     """A client that sends a body, or reads a response, at this rate or faster never times out."""
 

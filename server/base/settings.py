@@ -32,16 +32,18 @@ class RequestOptions:
     """Options for requests: shared caches, unknown fields and special tokens."""
 
     share_cache_across_keys: bool = False
-    """Let clients with any API key draft from and add to one cache. By default each tenant has its own cache."""
+    """Use one retrieval cache for all API keys. Each tenant can then find out by timing what text others generated. By
+    default, each tenant has its own cache.
+    """
     share_prefix_cache: bool = False
-    """Let requests of different API keys share the prefix cache. A tenant can then find out other tenants' prompts by
-    timing.
+    """Use one prefix cache for all API keys. Each tenant can then find out by timing what prompts others sent. By
+    default, each tenant has its own prefix cache.
     """
     ignore_unknown_fields: bool = False
     """Ignore unknown fields of requests. By default a request with an unknown field is rejected with 400."""
     allow_special_tokens: bool = False
-    """If a message contains the text of a special token, encode it as that control token. By default it is ordinary
-    text.
+    """Encode text of a message that spells a special token as this token. By default it is encoded as ordinary text,
+    so that users cannot inject control tokens.
     """
 
 
@@ -86,14 +88,16 @@ class ObfuscationOptions:
     """Options that protect streams against observers of packet sizes and times."""
 
     obfuscation: Literal["on-request", "default", "always"] = "on-request"
-    """Streams that are sent as padded chunks of equal size. on-request: streams of requests that set
-    include_obfuscation; default: all streams unless the request sets it to false; always: all streams, and unstreamed
-    responses too.
+    """Which streams are obfuscated: sent in padded chunks at a fixed rate, so that packet sizes and times do not reveal
+    drafted text. on-request: if the request sets include_obfuscation; default: unless the request sets it to false;
+    always: all streams, and responses without streaming too.
     """
     obfuscation_tokens: int = 16
     """Number of tokens per chunk of an obfuscated stream."""
     obfuscation_interval_s: Annotated[float, Parameter(name="--obfuscation-interval")] = 0.25
-    """Seconds between the chunks of an obfuscated stream; 0 sends each chunk when it is complete."""
+    """Time in seconds between the chunks of an obfuscated stream, which hides when each token was generated. 0: each
+    chunk is sent as soon as it is complete.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,7 @@ class WebUIOptions:
     """Options for the web UI and for draft details in streams."""
 
     no_web_ui: bool = False
-    """Disable the web UI at / and the draft details in streams."""
+    """Disable the web UI at / and the draft details in streams (include_drafts)."""
 
 
 _CALLS = "Format of tool calls: auto (detected from the chat template), none, or one of " + ", ".join(TOOL_FORMATS)
@@ -184,8 +188,12 @@ def read_sampling_defaults(path: Path) -> dict[str, float]:
         content: Any = json.loads(path.read_text())
         found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"cannot read sampling defaults from {path}: {error}") from error
+        raise ConfigError(
+            f"cannot read sampling defaults from {path}: {error}. Repair the file, or use --generation-config vllm"
+        ) from error
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"{name} in {path} must be a number, got {value!r}")
+            raise ConfigError(
+                f"{name} in {path} must be a number, got {value!r}: repair the file, or use --generation-config vllm"
+            )
     return found

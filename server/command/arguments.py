@@ -39,15 +39,15 @@ _ONE_VALUE: dict[str, tuple[tuple[str, ...], str]] = {
     "data-parallel-size": (("1",), _ONE_DEVICE),
     "task": (("auto", "generate"), "this server generates text"),
     "runner": (("auto", "generate"), "this server generates text"),
-    "tokenizer-mode": (("auto", "hf"), "tokenizers are transformers'"),
-    "load-format": (("auto", "hf", "safetensors"), "weights are read by transformers"),
-    "model-impl": (("auto", "transformers"), "models are transformers'"),
-    "kv-cache-dtype": (("auto",), "keys and values have the model's dtype"),
+    "tokenizer-mode": (("auto", "hf"), "this server uses the tokenizers of transformers"),
+    "load-format": (("auto", "hf", "safetensors"), "this server loads weights with transformers"),
+    "model-impl": (("auto", "transformers"), "this server uses the models of transformers"),
+    "kv-cache-dtype": (("auto",), "the KV cache has the data type of the model"),
     "quantization": (("auto",), "the checkpoint itself declares its quantization"),
     "response-role": (("assistant",), "responses always have the role assistant"),
-    "chat-template-content-format": (("auto", "string"), "templates get text"),
-    "swap-space": (("0",), "nothing is swapped"),
-    "cpu-offload-gb": (("0",), "weights stay on the device"),
+    "chat-template-content-format": (("auto", "string"), "chat templates get message contents as text"),
+    "swap-space": (("0",), "this server does not swap the KV cache"),
+    "cpu-offload-gb": (("0",), "this server keeps all weights on the device"),
     "nnodes": (("1",), "this server is one process on one machine"),
     "api-server-count": (("1",), "this server is one process"),
 }
@@ -62,8 +62,8 @@ nothing that they could change.
 """
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",
-    "speculative-config": "speculation is on: --draft-model adds a draft model, --num-speculative-tokens limits drafts",
-    "block-size": "keys and values are kept in slots, one for each sequence: see --max-num-seqs and --max-model-len",
+    "speculative-config": "speculation is on by default: use --draft-model and --num-speculative-tokens instead",
+    "block-size": "the KV cache has one slot per sequence and no blocks: set --max-num-seqs and --max-model-len",
 }
 _UNSHOWN = Parameter(show=False)
 _VllmOptions = make_dataclass(
@@ -129,7 +129,8 @@ class Options:
         check_tls(self.network)
         if self.cors.allow_credentials and "*" in self.cors.allowed_origins:
             raise ConfigError(
-                "--allow-credentials with --allowed-origins *: any page could act as its visitor; name the origins"
+                "--allow-credentials with --allowed-origins * would let any web page send requests as its visitor: "
+                "name the origins instead of *"
             )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
@@ -188,7 +189,7 @@ def build_app(environment: Mapping[str, str] = os.environ) -> App:
 
 
 _MODEL_HELP = "Hugging Face model directory or id (default: the bundled model)"
-_CONFIG_HELP = "YAML or TOML file with options; options on the command line take precedence"
+_CONFIG_HELP = "YAML or TOML file that contains options; options on the command line take precedence"
 _EXAMPLES = """\
 examples:
   ssd-serve    # serves the bundled model on http://127.0.0.1:8000
@@ -222,4 +223,6 @@ def read_template(text: str) -> str:
         return Path(text).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--chat-template {text[:200]} is no template and no readable file: {reason}") from error
+        raise ConfigError(
+            f"--chat-template {text[:200]} is neither a template nor a readable file: {reason}"
+        ) from error

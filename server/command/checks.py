@@ -163,7 +163,7 @@ def _fetch_file(model: str, name: str, hub: HubOptions) -> Path:
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
         if isinstance(found, str):
-            log.warning("the hub did not say if %s has changed (%s): using the local copy", model, first_line(error))
+            log.warning("cannot ask the hub for a newer %s (%s): using the local copy", model, first_line(error))
             return Path(found)
         raise ModelError(
             f"{model!r} is not a local directory, and it cannot be downloaded from the hub: {first_line(error)[:300]}; "
@@ -209,7 +209,7 @@ def _check_model(options: Options) -> None:
     context = read_context_length(config)
     wanted = options.engine.config.max_model_len
     if context is not None and wanted is not None and wanted > context:
-        raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens")
+        raise ModelError(f"--max-model-len {wanted} exceeds the model's context of {context} tokens: lower it")
     check_weights_are_there(model.path)
     if Path(model.tokenizer_path).is_file():
         _require_no_pointer(Path(model.tokenizer_path))
@@ -217,7 +217,7 @@ def _check_model(options: Options) -> None:
         is_there, is_id = (Path(path) / "adapter_config.json").exists(), path.count("/") == 1
         is_path = Path(path).exists() or path.startswith(("/", "./", "../", "~"))
         if not is_there and (is_path or not is_id):
-            raise ConfigError(f"--lora-modules {name}={path}: there is no directory with an adapter_config.json")
+            raise ConfigError(f"--lora-modules {name}={path}: {path} is not a directory with an adapter_config.json")
     for drafting in (options.speculation.draft_model, options.speculation.draft_head):
         if drafting is not None:
             read_config(find_config(drafting, options.model.draft_hub))
@@ -234,7 +234,7 @@ def _check_template(model: ModelOptions) -> None:
     try:
         parse_template(model.chat_template)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"--chat-template, line {error.lineno}: {error.message}") from error
+        raise ConfigError(f"--chat-template is not a valid template: line {error.lineno}: {error.message}") from error
 
 
 def check_own_templates(codec: TextCodec) -> None:

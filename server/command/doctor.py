@@ -163,5 +163,5 @@ def _repeat(engine: Engine, namespace: str) -> str:
     ]
     text = f"a request of {_OUTPUT_TOKENS} tokens took {passes[0]} passes, the same request again {passes[1]}"
     if 2 * passes[1] > _OUTPUT_TOKENS:
-        raise ConfigError(text)
+        raise ConfigError(f"{text}: drafts hardly shorten a repeated request")
     return text

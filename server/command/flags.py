@@ -126,5 +126,5 @@ def _content(path: Path) -> dict[Any, Any]:
         reason = " ".join(str(error).split())[:300] or first_line(error)
         raise ConfigError(f"{CONFIG_OPTION} {path} cannot be read: {reason}") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError(f"{CONFIG_OPTION} {path} must contain options as names and values")
+        raise ConfigError(f"{CONFIG_OPTION} {path} must map option names to values, e.g. `port: 8000`")
     return content or {}

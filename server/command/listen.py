@@ -45,7 +45,7 @@ def listen(options: NetworkOptions) -> socket.socket:
         try:
             family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         except socket.gaierror as error:
-            raise ConfigError(f"--host {options.host}: {error.strerror}") from error
+            raise ConfigError(f"--host {options.host} is not an address of this machine: {error.strerror}") from error
         place, remedy = f"{options.host} port {options.port}", "choose another with --port"
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -167,7 +167,7 @@ def fit_open_files(settings: ServerSettings) -> ServerSettings:
     most = allowed - min(_OWN_FILES, allowed // 2)
     if allowed == resource.RLIM_INFINITY or settings.limits.max_connections <= most:
         return settings
-    log.warning("the limit of %d open files (ulimit -n) allows at most %d connections", allowed, most)
+    log.warning("the limit of %d open files allows at most %d connections: raise it (ulimit -n)", allowed, most)
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 

@@ -53,7 +53,7 @@ class ModelOptions:
     tokenizer: str | None = None
     """Directory, tokenizer.json or hub id of the tokenizer (default: the model's tokenizer)."""
     tokenizer_revision: str | None = None
-    """Branch, tag or commit of the tokenizer (default: --revision, unless --tokenizer is set)."""
+    """Branch, tag or commit of the tokenizer (default: the value of --revision, or main if --tokenizer is set)."""
     chat_template: str | None = None
     """File with a chat template, or the template itself. It replaces the tokenizer's chat template."""
     download_dir: Path | None = None
@@ -61,16 +61,18 @@ class ModelOptions:
     trust_remote_code: bool = False
     """Run Python code that comes with a model. Its author can then do everything on this machine that you can do."""
     lora_modules: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
-    """LoRA adapters as NAME=PATH, or in the JSON form that vLLM accepts. Each adapter is a model name for requests and
-    has its own cache namespace.
+    """LoRA adapters as NAME=PATH, or in the JSON form that vLLM accepts. Requests select an adapter by its name in the
+    field `model`. Each adapter has its own cache.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] = "auto"
-    """Data type of weights and activations. auto: the checkpoint's data type; on a CPU float32 if that is as fast."""
+    """Data type of weights and activations. auto: the checkpoint's data type, but on a CPU float32 if the model is not
+    slower in float32.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that runs the model. auto: cuda if there is a GPU, else cpu."""
     generation_config: str = "auto"
-    """Source of the sampling defaults: the model's generation_config.json (auto), OpenAI's defaults (vllm), or a
-    directory.
+    """Source of the default sampling parameters. auto: the model's generation_config.json; vllm: OpenAI's defaults; or
+    a directory that contains a generation_config.json.
     """
 
     @property
@@ -134,11 +136,13 @@ class NetworkOptions:
     ssl_keyfile: Path | None = None
     """TLS private key in PEM form (default: read from --ssl-certfile)."""
     ssl_ca_certs: Path | None = None
-    """File with the certificates of the authorities that must have signed the clients' certificates."""
+    """File with the CA certificates that verify the clients' certificates."""
     ssl_cert_reqs: Literal[0, 1, 2] = 0
-    """Whether clients must send certificates. 0: none is requested; 1: it is verified if sent; 2: it is required."""
+    """Whether clients need certificates. 0: no; 1: a certificate is verified if the client sends one; 2: yes."""
     shutdown_timeout_s: Annotated[float, Parameter(name="--shutdown-timeout")] = 30.0
-    """Seconds that requests in flight have to finish after SIGTERM. A second signal ends the requests at once."""
+    """Time in seconds for running requests to finish after SIGTERM; then they are aborted. A second signal aborts them
+    at once.
+    """
 
     def check(self) -> None:
         check_range("--port: a port", self.port, 0, 65535)
@@ -157,19 +161,21 @@ class ServiceOptions:
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", consume_multiple=True)] = ()
     """Names by which requests may call the model (default: MODEL)."""
     api_key_file: Annotated[Path | None, Parameter(name=KEY_FILE_OPTION)] = None
-    """File with API keys, one per line. docs/guides/tenants.md lists the paths that need no key."""
+    """File with API keys, one per line. Requests then need a key, except for the paths that docs/guides/tenants.md
+    lists.
+    """
     api_keys: Annotated[tuple[str, ...], Parameter(name=KEY_OPTION)] = field(default=(), repr=False)
-    """An API key; can be repeated. The process list shows it for a moment at the start; keys in $SSD_API_KEY and
-    --api-key-file are never shown.
+    """API key that requests need; can be repeated. At the start, the process list shows the key for a moment. It never
+    shows keys from $SSD_API_KEY or --api-key-file.
     """
     tenants_file: Annotated[Path | None, Parameter(name=TENANTS_OPTION)] = None
-    """File with tenants, their API keys and quotas, and the operators, see docs/guides/tenants.md. The server reads the
-    file again when it changes.
+    """File with tenants, their API keys and quotas, and the operators' keys: see docs/guides/tenants.md. The server
+    reads the file again when it changes.
     """
     secret_file: Annotated[Path | None, Parameter(name=SECRET_OPTION)] = None
-    """File with the secret from which the names of tenants' caches and the noise of coupled sampling are derived. It
-    must be the same for servers that share a --redis (also: $SSD_SECRET; default: created and stored in --cache-dir).
-    `openssl rand -hex 32` creates a secret.
+    """File with the secret from which the names of tenants' caches and the noise of coupled sampling are derived.
+    Servers with the same --redis need the same secret. `openssl rand -hex 32` creates one (default: $SSD_SECRET, or a
+    secret that the server creates and stores in --cache-dir).
     """
     secret: Annotated[str | None, Parameter(parse=False)] = field(default=None, repr=False)
 
@@ -199,7 +205,7 @@ class EngineOptions:
     """Options for the number and length of sequences, and for their memory."""
 
     max_num_seqs: int = _ENGINE.max_num_seqs
-    """Number of slots: the maximum number of sequences that are decoded at once."""
+    """Maximum number of sequences that are decoded at once. Each sequence has a slot in the KV cache."""
     max_model_len: Annotated[int | None, Parameter(converter=_length)] = None
     """Maximum number of prompt and output tokens of a sequence, e.g. 32k (default: the model's limit, or less if memory
     is short).
@@ -207,32 +213,36 @@ class EngineOptions:
     max_waiting: int = _ENGINE.max_waiting
     """Maximum number of requests that wait for a slot; further requests are rejected with 503."""
     max_num_batched_tokens: int = _ENGINE.prefill_chunk_tokens
-    """Maximum number of prompt tokens that are computed in one step alongside running requests."""
+    """Maximum number of prompt tokens that are prefilled in one step, so that long prompts do not delay running
+    requests.
+    """
     kv_cache_memory_bytes: int | None = None
-    """Memory for the KV cache, e.g. 4GiB. If the slots do not fit, their number is reduced (default: half of the free
-    memory).
+    """Memory for the KV cache, e.g. 4GiB. If --max-num-seqs sequences do not fit, fewer are decoded at once (default:
+    half of the free memory).
     """
     gpu_memory_utilization: float | None = None
-    """Share of the device's memory (on a CPU: of main memory) that may be in use in total, with the KV cache. It is an
-    alternative to --kv-cache-memory-bytes.
+    """Share of the device's memory (on a CPU: of main memory) that is in use in total after the KV cache is allocated,
+    e.g. 0.9. Without effect if --kv-cache-memory-bytes is set.
     """
     scheduling_policy: SchedulingPolicy = _ENGINE.scheduling_policy
     """Order of waiting requests. fcfs: first come, first served; priority: requests with lower values of the field
     `priority` first.
     """
     enable_prefix_caching: Annotated[bool, Parameter(negative="--no-enable-prefix-caching")] = True
-    """Keep the KV cache of finished requests for requests with the same prefix."""
+    """Keep the KV cache of finished requests, so that later requests with the same prefix reuse it."""
     batch_invariant: BatchInvariant = _ENGINE.batch_invariant
-    """Make outputs with and without drafts bit-identical. auto: if the model allows it; on: refuse to start if the
-    model does not allow it; off: do not require it.
+    """Whether outputs are bit-identical with and without drafts. auto: if the normal kernels allow it; on: yes, or the
+    server does not start; off: not required.
     """
     enforce_eager: bool = False
-    """Do not record CUDA graphs, which saves memory but makes steps slower (default: graphs are recorded on a GPU)."""
+    """Disable CUDA graphs, which saves memory but makes steps slower (default: a GPU uses CUDA graphs)."""
     seed: Annotated[int | None, Parameter(converter=_seed)] = None
-    """Seed for drawing the seeds of requests that have none, so that a run can be repeated (default: random)."""
+    """Seed from which the server draws a seed for each request that has none, so that a run with the same requests in
+    the same order can be repeated (default: random).
+    """
     coupled_sampling: int = _ENGINE.coupled_streams
-    """Number of random noise streams that sampled requests without a seed share, so that earlier answers recur and can
-    be drafted; 0 disables coupled sampling.
+    """Number of sequences of random numbers that sampled requests without a seed share, so that answers recur and can
+    be drafted: see docs/concepts/coupled-sampling.md. 0: each request has its own random numbers.
     """
 
     @property
@@ -249,13 +259,15 @@ class SpeculationOptions:
     """Options for the sources and the length of drafts."""
 
     num_speculative_tokens: int = _DRAFT.num_speculative_tokens
-    """Maximum number of draft tokens per step."""
+    """Maximum number of draft tokens per sequence and step."""
     draft_model: str | None = None
-    """Smaller model with the same tokenizer that drafts when the cache has no draft."""
+    """Directory or hub id of a smaller model with the same tokenizer, for drafts of text that is not in the cache."""
     draft_head: str | None = None
-    """Draft head (EAGLE, EAGLE-3, Medusa, multi-token prediction) that drafts when the cache has no draft."""
+    """Directory or hub id of a draft head of the model (EAGLE, EAGLE-3, Medusa, multi-token prediction), for drafts of
+    text that is not in the cache.
+    """
     no_speculation: bool = False
-    """Disable speculative decoding."""
+    """Disable drafts and the retrieval cache."""
 
     @property
     def draft(self) -> DraftConfig:
@@ -269,17 +281,18 @@ class CacheOptions:
     cache_tokens: int = _INDEX.capacity_tokens
     """Capacity of the retrieval cache in tokens, e.g. 16M."""
     rebuild_interval: float = _INDEX.rebuild_interval_s
-    """Maximum time in seconds until new text is in the index and can be drafted."""
+    """Interval in seconds at which new text is moved into a segment. After a crash, text that is in no segment is lost.
+    """
     cache_dir: Path | None = None
-    """Directory in which the cache is stored (default: none, the cache is lost when the process ends)."""
+    """Directory in which the cache is stored (default: none, so the cache is lost when the process ends)."""
     warm_directories: Annotated[tuple[Path, ...], Parameter(name="--warm")] = ()
-    """Prebuilt cache directory from `ssd-cache build` to draft from; can be repeated."""
+    """Cache directory, built by `ssd-cache build`, from which the server also drafts; can be repeated."""
     redis: str | None = field(default=None, repr=False)
     """URL of the Redis server through which replicas share their caches (default: $SSD_REDIS_URL, which the process
     list does not show).
     """
     namespace: str = "default"
-    """Name of this server's cache; replicas with the same name share it."""
+    """Name of this server's cache. With --redis, replicas share text if the names are the same."""
 
     @property
     def config(self) -> CacheConfig:
@@ -300,13 +313,15 @@ class ObserveOptions:
     logged with --log-level debug).
     """
     otlp_traces_endpoint: str | None = None
-    """URL of an OpenTelemetry collector that receives a span of each generation by HTTP. It requires the package extra
-    "telemetry".
+    """URL of an OpenTelemetry collector to which the server sends a span of each generation by HTTP. It requires the
+    package extra "telemetry".
     """
     spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"], Parameter(name="--per-request-spec-decode-metrics")
     ] = "none"
-    """Include draft statistics in responses with one choice. detailed: include the counts of each draft too."""
+    """Draft statistics in responses with one choice. summary: totals of the response; detailed: also the counts of each
+    draft.
+    """
 
 
 def read_adapters(words: Collection[str], *, model_names: Collection[str] = ()) -> dict[str, str]:

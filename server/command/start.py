@@ -331,7 +331,7 @@ def serve(
         return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise)
 
     server = HttpServer(config, worker, summary, address, timeout_s)
-    log.info("loading %s; %s answers /live now and /health once it is ready", options.model.path, address)
+    log.info("loading %s; %s answers /live now, and other requests once it is loaded", options.model.path, address)
     worker.start()
     if tenants.is_closed:
         watch.start()
@@ -359,7 +359,7 @@ def serve(
         # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
         # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.
         if not stopped and not is_loading:
-            log.warning("the process ends before the engine has stopped")
+            log.warning("the process ends before the engine has stopped: text that is not on disk yet is lost")
         logging.shutdown()
         os._exit(status)
     return status

@@ -236,7 +236,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
     async def delete_own_cache(request: Request) -> dict[str, Any]:
         account = account_of(request.scope)
         if not tenants.is_closed:
-            raise ApiError(403, "without API keys all clients share one cache, which cannot be deleted by a request")
+            raise ApiError(403, "without API keys, all clients share one cache, which no request can delete")
         account.enter()
         return await lane.run(tenants.delete_cache, account.name)
 

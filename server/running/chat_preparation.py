@@ -161,8 +161,8 @@ def _calls(
         if use.mode != "required":  # the prompt then mentions no other format
             break
     raise RequestError(
-        "response_format together with tools that may be called is not possible with this model's tool call format: "
-        "omit one of them",
+        "response_format cannot be combined with tools in this model's tool call format: omit response_format, or set "
+        'tool_choice to "none"',
         param="response_format",
     )
 
@@ -172,7 +172,11 @@ def _output(
 ) -> StructuredOutput | None:
     """Combine the grammars for reasoning, for tool calls, and for the requested form of the text."""
     if calls is not None and asked is not None and asked.kind not in _SCHEMAS:
-        raise RequestError(f"{asked.param} with tools must be a JSON schema: omit one of the two", param=asked.param)
+        raise RequestError(
+            f"{asked.param} can be combined with tools only if it is a JSON schema: use a JSON schema, or omit "
+            f"{asked.param} or tools",
+            param=asked.param,
+        )
     parts = {name: part for name, part in (("calls", calls), ("answer", asked)) if part is not None}
     if not parts:
         return None

@@ -168,7 +168,7 @@ class Tokenization:
 
 def _require_few_tokens(prompts: Sequence[Sequence[int]], most: int) -> None:
     if sum(map(len, prompts)) > most:
-        message = f"the prompts of a request may have {most} tokens in total: send several requests"
+        message = f"all prompts of a request together may have at most {most} tokens: send several requests"
         raise RequestError(message, param="prompt")
 
 

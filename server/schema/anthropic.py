@@ -44,7 +44,10 @@ _REFUSED: UnsupportedFields = {
     "thread": ((), "the server stores no conversations. Send the whole conversation with each request"),
     "inference_geo": (("global",), "the server does not know its own location"),
 }
-"""Unsupported request fields that would change the output, with their accepted values and the reason."""
+"""Request fields that are refused, because they would change the output.
+
+Each field is mapped to the values that are accepted because they have no effect, and to the reason for refusing others.
+"""
 
 
 class _ContentBlock(RequestObject):

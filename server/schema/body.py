@@ -71,9 +71,9 @@ ELSEWHERE = frozenset(
 """Names of request fields that only other inference servers know. They are rejected, but may appear in the log."""
 
 UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
-"""The type of tables of unsupported request fields, which would change the output.
+"""The type of tables of refused request fields, which would change the output.
 
-A table maps a field to the values that are accepted because they change nothing, and to the reason.
+A table maps a field to the values that are accepted because they have no effect, and to the reason for refusing others.
 """
 
 REFUSED: UnsupportedFields = {

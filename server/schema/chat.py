@@ -109,7 +109,7 @@ def _chosen(functions: tuple[Function, ...], names: Sequence[str], param: str) -
     """Return the functions with the given names, in their original order. Raises RequestError for unknown names."""
     wanted = set(names)
     if unknown := wanted - {function.name for function in functions}:
-        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is no function of the request", param=param)
+        raise RequestError(f"{param} names {min(unknown)!r:.140}, which is not a function in tools", param=param)
     return tuple(function for function in functions if function.name in wanted)
 
 
@@ -136,7 +136,7 @@ class ChatTemplateFields(BaseModel):
         names = [tool.function.name for tool in given]
         if len(set(names)) != len(names):
             twice = next(name for number, name in enumerate(names) if name in names[:number])
-            raise ValueError(f"two functions have the name {twice!r}")
+            raise ValueError(f"two functions have the name {twice!r}: rename one of them")
         return given
 
     def tool_use(self) -> ToolUse | None:
@@ -166,7 +166,7 @@ class ChatTemplateFields(BaseModel):
             )
         if self.add_special_tokens:
             raise RequestError(
-                "add_special_tokens is not supported with messages: the chat template adds them",
+                "add_special_tokens is not supported with messages, because the chat template adds them: omit it",
                 param="add_special_tokens",
             )
         use = self.tool_use()
@@ -198,7 +198,7 @@ class ChatBody(ChatTemplateFields, GenerateBody):
     def num_logprobs(self) -> int | None:
         """Return ``top_logprobs``. Raises RequestError if it is set without ``logprobs``."""
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs requires logprobs to be true", param="top_logprobs")
+            raise RequestError("top_logprobs requires logprobs to be true: set logprobs", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
     def template_arguments(self) -> dict[str, Any]:

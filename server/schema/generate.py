@@ -133,7 +133,7 @@ class OutputFields(BaseModel):
                 )
             if len(given) > 1:
                 raise RequestError(
-                    f"structured_outputs takes one of json, regex, choice, grammar, json_object, got {len(given)} of "
+                    f"structured_outputs accepts one of json, regex, choice, grammar, json_object, got {len(given)} of "
                     "them: keep one",
                     param="structured_outputs",
                 )
@@ -225,7 +225,9 @@ class GenerateBody(SamplingFields, OutputFields, Body):
                 "include_drafts reveals what include_obfuscation hides: omit one of them", param="stream_options"
             )
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs is not possible when stream is true", param="prompt_logprobs")
+            raise RequestError(
+                "prompt_logprobs is not possible when stream is true: omit one of them", param="prompt_logprobs"
+            )
         name, limit = self.output_limit()
         if self.only_scores:
             limit = 1  # one token is computed with the prompt, but not returned
@@ -236,7 +238,8 @@ class GenerateBody(SamplingFields, OutputFields, Body):
             limit = max(1, min(room, int(min(wanted)))) if wanted else None
         if limit is not None and self.min_tokens > limit:
             raise RequestError(
-                f"min_tokens {quote_value(self.min_tokens)} exceeds {name} {quote_value(limit)}", param="min_tokens"
+                f"min_tokens {quote_value(self.min_tokens)} exceeds {name} {quote_value(limit)}: lower min_tokens",
+                param="min_tokens",
             )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 

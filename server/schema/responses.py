@@ -153,7 +153,7 @@ def chat_tool_choice(choice: Any) -> Any:
         tools = [_named(tool) for tool in allowed]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     said = "use none, auto or required, or name a function or allowed_tools"
-    raise RequestError(f"tool_choice is of type {quote_value(kind)}: {said}", param="tool_choice")
+    raise RequestError(f"tool_choice of type {quote_value(kind)} is not supported: {said}", param="tool_choice")
 
 
 def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
@@ -168,7 +168,9 @@ def _function(tool: Any, namespace: str | None, where: str) -> dict[str, Any]:
 
 def _named(choice: Mapping[str, Any]) -> dict[str, Any]:
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise RequestError("tool_choice must name functions, as type and name", param="tool_choice")
+        raise RequestError(
+            'tool_choice may name only functions: write {"type": "function", "name": ...}', param="tool_choice"
+        )
     return function_choice(choice["name"])
 
 

@@ -263,12 +263,13 @@ def sample_matches(
 ) -> None:
     """Find and sample earlier occurrences of the last tokens of a context, in the context and in the retrieval cache.
 
-    At most MAX_LEVELS match lengths are looked up: those of the longest matches in the context and in the cache, and
-    shorter ones, each half of the one before. The lookup stops once ENOUGH_SUPPORT occurrences are found.
+    Match lengths are tried from long to short. The first is the length of the longest match, and each further one is
+    half of the one before. The longest match in the context and the longest match in the cache are both tried. The
+    lookup stops after MAX_LEVELS lengths, or once ENOUGH_SUPPORT occurrences are found.
 
-    Up to MAX_SCANNED_SAMPLES samples come from the context, and as many from the memtable: the most recent occurrences
-    of each match length. Up to MAX_SEGMENT_SAMPLES come from segments, at even distances. The weight of a sample
-    includes the occurrences that were left out.
+    For all lengths together, up to MAX_SCANNED_SAMPLES samples come from the context, and up to as many from the
+    memtable; the most recent occurrences of each length are sampled. About MAX_SEGMENT_SAMPLES samples come from
+    segments, evenly spaced. The weight of a sample is the number of occurrences that it stands for.
     """
     samples.num_levels, longest = 0, pattern_length(context, max_length)
     if longest < min_length:

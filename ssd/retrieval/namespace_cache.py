@@ -208,13 +208,15 @@ class NamespaceCache:
         self._wake_if_due()
 
     def set_source(self, source: SourcePosition) -> None:
-        """Record the caller's position in a replication log; after a restart, ``checkpoint`` is the last durable one.
+        """Record how far the caller has read a replication log: up to the position ``source``.
 
-        The directory stores the newest recorded position for which all text that the cache had then, from any caller,
-        is in files. So after a crash, only text after this position must be read again. ``source`` must be small JSON,
-        as every manifest contains it. A segment that could not be written delays the checkpoint, so that later text may
-        be received again. The checkpoint also covers text that is lost: dropped before it was flushed, or in a file
-        that has become unreadable.
+        A recorded position becomes durable once all text that the cache contained at the time of the call, from any
+        caller, is in files. The directory stores the newest durable position, which ``checkpoint`` returns after a
+        restart. Only text of the log after it must then be read again.
+
+        ``source`` must be small JSON, because every manifest contains it. While a segment cannot be written, no newer
+        position becomes durable, so a restart may read some text twice. Lost text counts as stored: text that was
+        dropped before it was flushed, and text in a file that has become unreadable.
         """
         with self._lock:
             self._set_source(source)

@@ -61,7 +61,7 @@ Bytes = npt.NDArray[np.uint8]
 _TABLE_SLACK = 1 << 20  # with a table this much longer than the text, ranking is still cheaper than sorting
 _MAX_SORTED_BYTES = (1 << 31) - 1
 MAX_SEGMENT_TOKENS = _MAX_SORTED_BYTES // 4
-"""The maximum number of tokens in a segment: the sorting library limits the number of bytes, up to four per token."""
+"""The maximum number of tokens in a segment: the sorting library sorts less than 2 GiB, at up to 4 bytes per token."""
 _BLOCK = 1 << 18  # entries between two points at which other threads can get the GIL
 
 

@@ -25,12 +25,17 @@ class Variant(NamedTuple):
 def variants(messages: list[Message], write_calls: WriteCalls) -> Iterator[Variant]:
     """Yield a conversation and rewritings of it with the same meaning, the least changed first.
 
-    Some chat templates refuse or drop tool calls in the usual form. The caller takes the first rewriting that the
-    template writes completely. The changes are, in order: text next to a tool call becomes a message before it; each
-    call becomes a message of its own, followed by its result; results become user messages; calls become text.
-    Arguments that are not a JSON object are wrapped in an object with the key "arguments". Each change is combined with
-    every form of `equivalent_forms`. The order and number of the rewritings depend only on the roles and parts of the
-    messages.
+    Some chat templates refuse or drop tool calls in the usual form. The caller uses the first rewriting that the
+    template renders without leaving out a part. A rewriting makes one or more of these changes:
+
+    - Text next to a tool call becomes a message before the call.
+    - Each call becomes a message of its own, followed by its result.
+    - Results become user messages.
+    - Calls become text.
+    - Arguments that are not a JSON object are wrapped in an object with the key "arguments".
+
+    Each rewriting is yielded in every form of `equivalent_forms`. The order and number of the rewritings depend only on
+    the roles and parts of the messages, so conversations with the same roles and parts can use the same rewriting.
     """
     seen: list[list[Message]] = []
     for arrangement, one_call_each in _arrangements(messages, write_calls):

@@ -78,12 +78,14 @@ class SpecialTokens:
     def mark(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], template: str
     ) -> tuple[list[dict[str, Any]], dict[str, Any], Marks | None]:
-        """Mark text that spells special tokens in normalized messages and in template variables.
+        """Mark text of the client that spells a special token, so that `encode` encodes it as ordinary text.
 
-        ``template`` is the source of the chat template. Added tokens that occur in it are marked too.
+        Text in normalized messages and in template variables is marked. ``template`` is the source of the chat
+        template. Added tokens that it contains are marked too, except in assistant messages.
 
         Returns:
-            The messages, the variables, and the characters used as marks, or None if nothing was marked.
+            The messages, the variables, and the characters used as marks. The characters are None if nothing was
+            marked.
 
         Raises:
             RequestError: The tokenizer cannot encode such text as ordinary text.

@@ -188,7 +188,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     [
         ("prot: 8001", "did you mean port?"),
         ("port: [", "cannot be read"),
-        ("- port", "options as names and values"),
+        ("- port", "must map option names to values"),
         ("port: true", "--port: expected a whole number"),
         ("enforce-eager: 7", "enforce-eager"),
         ("port: http", "--port: expected a whole number"),

@@ -69,7 +69,7 @@ def test_what_can_work_passes(tmp_path: Path, model: Path, caplog: pytest.LogCap
         (("--draft-model", "./no-such-directory"), "no-such-directory"),
         (("--draft-head", "./no-such-directory"), "no-such-directory"),
         (("--draft-head", "tests"), "has no config.json"),
-        (("--chat-template", "{% if %}"), "--chat-template, line 1"),
+        (("--chat-template", "{% if %}"), "--chat-template is not a valid template: line 1"),
         (("tests",), "config.json"),
         (("pyproject.toml",), "is a file"),
         (("--cache-dir", "/proc/cache"), "--cache-dir /proc/cache cannot be written (/proc: "),

@@ -106,7 +106,7 @@ def test_an_answer_of_a_schema_may_be_a_call_instead_where_calls_are_possible() 
         False,
         False,
     ]
-    with pytest.raises(RequestError, match="not possible with this model's tool call format"):
+    with pytest.raises(RequestError, match="cannot be combined with tools in this model's tool call format"):
         plan(MessageFormat("pythonic"), tools=[TOOL], response_format=FORM)
 
 

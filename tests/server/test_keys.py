@@ -108,7 +108,7 @@ def test_a_file_holds_a_key_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixt
         (b"", "contains no key"),
         (b"# none\n", "contains no key"),
         (b"good\nb\xc3\xa4d\n", "key 2"),
-        (b"\xff\n", "not text"),
+        (b"\xff\n", "is not a UTF-8 text file"),
         (b"secret\tkey", "key 1"),
     ],
 )

@@ -449,7 +449,7 @@ def test_a_deletion_that_was_broken_off_is_ended_by_the_next_start_or_the_next_d
     )
     tenants = opened(rules, directory=tmp_path)
     tenants.sweep()
-    assert old.exists() and "the next deletion removes it" in caplog.text  # or the number is wrong
+    assert old.exists() and "the next deletion removes them" in caplog.text  # or the number is wrong
     new = taught(tenants, tmp_path)
     tenants = opened(rules, directory=tmp_path)
     tenants.sweep()
