@@ -276,7 +276,7 @@ def test_what_a_namespace_learned_is_there_after_a_restart(tmp_path: Path, caplo
     kept.write_bytes(kept.read_bytes()[:-1])
     with CacheManager(config, "0" * 32, inline=True) as caches:
         assert SuffixDrafter().model_of(caches.get().learned).num_learned == 0
-    assert "a new model is trained" in caplog.text
+    assert "A new model is trained" in caplog.text
 
 
 def test_what_is_saved_while_a_drafter_learns_was_true_at_one_moment(tmp_path: Path) -> None:

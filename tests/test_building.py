@@ -202,7 +202,7 @@ def test_a_cache_that_was_being_replaced_is_put_back(corpus: Path, model: Path, 
     before = ids_of(out)
     resumable_directory(out).mkdir()
     out.rename(resumable_directory(out) / "old")
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match="does not exist"):
         build([str(corpus / "none")], out, options_for(model, force=True))
     with working_directory(out, fresh=True):
         assert ids_of(out) == before
@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_written_is_named(corpus: Path, model: Path) 
 def test_what_is_finished_is_kept_where_a_later_line_is_wrong(corpus: Path, model: Path, tmp_path: Path) -> None:
     (corpus / "z.jsonl").write_text("{broken")
     out = tmp_path / "out"
-    with pytest.raises(InputError, match=r"z\.jsonl:1: not JSON"):
+    with pytest.raises(InputError, match=r"z\.jsonl:1: the line is not JSON"):
         build([str(corpus)], out, options_for(model))
     (corpus / "z.jsonl").write_text('{"text": "mended"}')
     assert build([str(corpus)], out, options_for(model)).num_reused_tokens > 10_000

@@ -140,7 +140,7 @@ def test_what_was_taken_away_when_a_command_was_killed_is_there_for_the_next(tmp
         assert read_cache(path) == TEXTS + TEXTS
         return
     write_cache(path, TEXTS[:1])  # a server was started meanwhile
-    with pytest.raises(ConfigError, match="former content of"):
+    with pytest.raises(ConfigError, match="The former content is in"):
         merge([path], path, force=True)
     assert read_cache(path) == TEXTS[:1] and read_cache(working / "old") == TEXTS
 

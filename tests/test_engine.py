@@ -194,7 +194,9 @@ def test_what_withholds_drafts_is_said(monkeypatch: pytest.MonkeyPatch, caplog: 
     )
     assert 16 <= engine.relative_pass_cost(16) <= 24
     (record,) = caplog.records
-    assert record.message.startswith("promising drafts were not verified for 200 steps (verifying drafts costs more")
+    assert record.message.startswith(
+        "for 200 decoding steps, drafts with a high acceptance estimate were not verified (verifying drafts costs more"
+    )
 
 
 def test_what_never_drafts_says_why() -> None:

@@ -474,4 +474,4 @@ def test_live_traffic_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
         assert report["requests"] == 3 and report["inputs"] == [publisher.endpoint]
     assert main(["evaluate", "log.jsonl", "--kv-events", "tcp://localhost:1"]) == 2
     assert main(["evaluate"]) == 2
-    assert capsys.readouterr().err.count("give either log files or --kv-events") == 2
+    assert capsys.readouterr().err.count("give log files or --kv-events") == 2

@@ -66,7 +66,7 @@ def test_heads_are_in_the_dtype_of_the_target(kind: str, tmp_path: Path) -> None
     assert {tensor.dtype for tensor in run_head(head, model)} == {torch.bfloat16}
 
 
-ANOTHER = "it was made for another model: its config.json says {} {}, the model has"
+ANOTHER = "the head was made for another model: its config.json says {} {}, but this model has"
 EXPECTED = r"tensor {} has the shape \({}, {}\), expected"
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("medusa", has("1.1.weight", 32000, 64), EXPECTED.format("1.1.weight", 32000, 64)),
     ("mtp", has("model.layers.2.eh_proj.weight", 128, 256), "eh_proj.weight has the shape"),
     *(
-        (kind, lacks(name), f"lacks 1 of its tensors, {name}: ")
+        (kind, lacks(name), rf"lacks 1 of its tensors \({name}\): ")
         for kind, name in (
             ("eagle", "layers.0.self_attn.o_proj.weight"),
             ("medusa", "1.0.linear.bias"),
@@ -167,7 +167,7 @@ def test_what_does_not_fit_of_eagle3_is_said_in_one_line(case: str, tmp_path: Pa
 
 
 def test_layers_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="too few for the usual choice"):
+    with pytest.raises(ModelError, match="too few for the default choice"):
         load_head(published.eagle3(tmp_path), target())
     listed = {"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}
     head = load_head(published.eagle3(tmp_path, eagle_config=listed), deep())

@@ -130,7 +130,7 @@ def test_a_model_whose_layers_are_built_in_another_way_has_no_module() -> None:
     with pytest.raises(ModelError, match=r"cannot be used with .*'layers'"):
         mtp_layers(tiny_model("GPT-2"))
     windows = tiny_model("Gemma 3", layer_types=["sliding_attention"] * 2)
-    with pytest.raises(ModelError, match="none of its layers attends to the whole text"):
+    with pytest.raises(ModelError, match="none of the model's layers has full attention"):
         mtp_layers(windows)
 
 

@@ -138,7 +138,7 @@ def test_batches_that_number_alike_are_joined_in_pairs_or_not_at_all(tmp_path: P
     texts = [codec.decode([*each.examples[0].token_ids]) for each in read]
     assert all(f"of {name}" in text and f"said {name}" in text for name, text in zip("ab", texts, strict=True))
     (tmp_path / "a_out_errors.jsonl").write_bytes(jsonl(batch_line("request-9", "of nobody")))
-    with pytest.raises(InputError, match="begin with the same custom_id"):
+    with pytest.raises(InputError, match="begin with the custom_id"):
         find_sources([str(tmp_path)])
 
 
@@ -220,7 +220,7 @@ def test_requests_are_read_whatever_their_file_is_called(
     expected = chat_examples(codec, [USER, ANSWER])
     found = records(tmp_path / name)
     if name == "comment.log":
-        with pytest.raises(InputError, match=r"comment\.log:1: not JSON"):
+        with pytest.raises(InputError, match=r"comment\.log:1: the line is not JSON"):
             encode_record(found.pop(0), codec)
     assert [encode_record(record, codec).examples for record in found] == [expected] * 3
 
@@ -252,15 +252,23 @@ def test_rows_of_csv_are_records(name: str, data: bytes, tmp_path: Path, codec: 
         ("log.eval", zipped(THREE), "is a zip archive"),
         ("logs.db", b"SQLite format 3\x00" + b"\x00" * 99, "is an SQLite database"),
         ("logs.bin", b"something\x00\x01", "binary data"),
-        ("wide.jsonl", THREE.decode().encode("utf-16"), ":1: UTF-16 text"),
-        ("wide.txt", THREE.decode().encode("utf-16-le"), ":1: UTF-16 text"),
-        ("stream.txt", b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', ":1: JSON after other text"),
-        ("events.log", b'event: message_start\ndata: {"type": "message_start"}\n\n', ":1: JSON after other text"),
-        ("container.log", b"2026-01-01T00:00:00Z stdout F " + THREE, ":1: JSON after other text"),
-        ("python.log", str(CHAT).encode(), ":1: not JSON"),
+        ("wide.jsonl", THREE.decode().encode("utf-16"), ":1: the text is UTF-16"),
+        ("wide.txt", THREE.decode().encode("utf-16-le"), ":1: the text is UTF-16"),
+        (
+            "stream.txt",
+            b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n',
+            ":1: the line has other text before its JSON",
+        ),
+        (
+            "events.log",
+            b'event: message_start\ndata: {"type": "message_start"}\n\n',
+            ":1: the line has other text before its JSON",
+        ),
+        ("container.log", b"2026-01-01T00:00:00Z stdout F " + THREE, ":1: the line has other text before its JSON"),
+        ("python.log", str(CHAT).encode(), ":1: the line is not JSON"),
         ("export.csv", b"prompt,completion\na,b,c\n", "row 1 has more cells"),
         ("export.csv", b'prompt,completion\na,"b\n', "row 1 is not CSV"),
-        ("export.csv", b"a,b\nc,d\n", 'row 1: no usable fields: found "a", "b"'),
+        ("export.csv", b"a,b\nc,d\n", 'row 1: the record has no usable fields (found: "a", "b")'),
     ],
 )
 def test_what_cannot_be_learned_is_refused_by_name(
@@ -302,10 +310,10 @@ def test_an_object_over_several_lines_is_a_record_or_holds_them(
 
 def test_a_line_that_is_cut_is_told_from_an_object_over_several_lines(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "in.json").write_bytes(b'{"messages": [{"role"\n' + THREE)
-    with pytest.raises(InputError, match=r"in\.json:1: not JSON"):
+    with pytest.raises(InputError, match=r"in\.json:1: the line is not JSON"):
         [encode_record(record, codec) for record in records(tmp_path / "in.json")]
     (tmp_path / "in.json").write_bytes(PRETTY + PRETTY[:-9])
-    with pytest.raises(InputError, match=r"in\.json: not JSON over several lines \("):
+    with pytest.raises(InputError, match=r"in\.json is not JSON over several lines \("):
         records(tmp_path / "in.json")
 
 
@@ -362,7 +370,7 @@ def test_urls_are_read_as_files_are(tmp_path: Path) -> None:
     try:
         assert texts("memory://logs") == ["first", *TEXTS]
         assert texts("memory://logs/*.zst") == TEXTS
-        with pytest.raises(InputError, match="no such file"):
+        with pytest.raises(InputError, match="does not exist"):
             texts("memory://logs/none.jsonl")
     finally:
         memory.rm("/logs", recursive=True)
@@ -442,7 +450,7 @@ def test_a_line_without_end_is_refused_whatever_it_was_packed_in(
     bomb = b"x" * (64 << 20)
     for name, packed in (("bomb.jsonl.zst", zst(bomb)), ("bomb.jsonl.gz", gzip.compress(bomb, 1))):
         (tmp_path / name).write_bytes(packed)
-        with pytest.raises(InputError, match=f"{name}:1: a line has more than 1 MiB"):
+        with pytest.raises(InputError, match=f"{name}:1: the line has more than 1 MiB"):
             records(tmp_path / name)
 
 

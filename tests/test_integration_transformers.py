@@ -345,13 +345,13 @@ def test_ids_that_the_model_has_not_are_not_drafted(cache: NamespaceCache) -> No
         ({"coupled": CoupledSampling(1), "do_sample": False}, "pass do_sample=True"),
         ({"inputs": torch.ones(2, 3, dtype=torch.long)}, r"one prompt of shape \[1, n\], got \[2, 3\]"),
         ({"model": "Mamba"}, "cannot remove tokens from its state"),
-        ({"use_cache": False}, "use_cache=False cannot remove rejected draft tokens: leave use_cache out"),
+        ({"use_cache": False}, "with use_cache=False, rejected draft tokens cannot be removed: omit use_cache"),
         (
             {"generation_config": GenerationConfig(use_cache=False)},
-            "use_cache=False cannot remove rejected draft tokens",
+            "with use_cache=False, rejected draft tokens cannot be removed",
         ),
-        ({"cache_implementation": "static"}, "StaticCache cannot remove .*: leave cache_implementation out"),
-        ({"past_key_values": StaticCache}, "StaticCache cannot remove rejected draft tokens"),
+        ({"cache_implementation": "static"}, "with StaticCache, .* cannot be removed: omit cache_implementation"),
+        ({"past_key_values": StaticCache}, "with StaticCache, rejected draft tokens cannot be removed"),
     ],
 )
 def test_what_cannot_be_drafted_for_is_refused(kwargs: dict[str, Any], message: str) -> None:

@@ -257,8 +257,8 @@ def test_a_runner_that_lacks_something_is_left_alone(
     original = watched.shutdown
     proposer = SuffixProposer(vllm_config())
     assert caplog.messages[-1] == (
-        "SSD does not support the V1 model runner of the installed vLLM, so there are no drafts: there is no "
-        "engine_of_nobody:make, and 1 more"
+        "SSD does not support the V1 model runner of the installed vLLM: there is no "
+        "engine_of_nobody:make, and 1 more. Requests are served without drafts"
     )
     assert watched.shutdown is original
     assert proposer.propose([[1]], np.zeros(1, np.int32), np.zeros((1, 4), np.int32)) == [[]]

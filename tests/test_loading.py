@@ -67,8 +67,8 @@ def test_a_tokenizer_of_another_model_and_one_without_an_end_are_warned_about(
     own = load_model(checkpoint, device="cpu").config.vocab_size
     codec = TextCodec.load(str(MODEL_PATH))
     for size, ids, warning in (
-        (own + 1, (0,), f"has {own + 1} token ids but the model only {own}"),
-        (own, (), "there is no end-of-text token"),
+        (own + 1, (0,), f"has {own + 1} token ids, but the model has only {own}"),
+        (own, (), "no end-of-text token is known"),
     ):
         caplog.clear()
         codec.vocab_size, codec.eos_token_ids = size, ids

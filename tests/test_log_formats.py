@@ -594,9 +594,12 @@ def test_other_names_of_roles_and_texts_are_read(codec: TextCodec) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": {"raw": "q", "label": "l"}, "response": {"output": "a"}}, '"prompt" must be .* of "raw", "label"'),
-        ({"input": [{"message": ASK}, {"type": "x"}], "output": "a"}, '"input".0. has no "role", but "message"'),
-        ({"messages": [{"message": ASK}]}, '"messages".0. has no "role", but "message"'),
+        (
+            {"prompt": {"raw": "q", "label": "l"}, "response": {"output": "a"}},
+            '"prompt" must be .* with the keys "raw", "label"',
+        ),
+        ({"input": [{"message": ASK}, {"type": "x"}], "output": "a"}, '"input".0. has no "role" .its keys: "message"'),
+        ({"messages": [{"message": ASK}]}, '"messages".0. has no "role" .its keys: "message"'),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "image": "x"}]}, SAY]},
             "messages.0..content.0. is",

@@ -160,7 +160,7 @@ def test_a_session_is_read_whole_and_its_faults_are_told(tmp_path: Path, codec: 
     (source,) = find_sources([str(path)])
     assert split_source(source, 10) == [(source, path.stat().st_size)]
     path.write_text(path.read_text() + "{broken\n")
-    with pytest.raises(InputError, match=r"session\.jsonl:11: not JSON"):
+    with pytest.raises(InputError, match=r"session\.jsonl:11: the line is not JSON"):
         [encode_record(record, codec) for record in read_sources([source], lambda num_bytes: None)]
     path.write_text(json.dumps(CLAUDE[0]))
     with pytest.raises(InputError, match=r"session\.jsonl:1: .* has no message"):

@@ -159,7 +159,7 @@ def test_what_is_restored_is_what_would_be_kept_and_damaged_bytes_are_refused(ke
 def test_what_is_no_number_is_refused(value: float, place: int) -> None:
     numbers = [0.5, 2.0, 0.0, 0.5, 0.0]
     numbers[place] = value
-    with pytest.raises(ValueError, match="numbers that are invalid"):
+    with pytest.raises(ValueError, match="contains invalid numbers"):
         AcceptanceModel.from_bytes(stored(*numbers))
 
 

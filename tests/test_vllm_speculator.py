@@ -358,8 +358,8 @@ def test_without_its_hooks_nothing_is_registered(
     vllm_plugin.register()
     vllm_plugin.register()
     assert [record.message for record in caplog.records] == [
-        "SSD does not support the V2 model runner of the installed vLLM, so vLLM's n-gram method drafts: there is no "
-        "engine_of_nobody:make, and 1 more"
+        "SSD does not support the V2 model runner of the installed vLLM: there is no "
+        "engine_of_nobody:make, and 1 more. vLLM's own n-gram method drafts instead"
     ]
 
 

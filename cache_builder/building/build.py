@@ -373,7 +373,9 @@ def build(
         jobs = _num_processes(options.jobs, sources, blocks)
         begin(sum(source.size or 0 for source in sources))
         if executor is not None and jobs == 0:
-            raise ConfigError("other machines cannot read standard input, pipes or memory://: give files or URLs")
+            raise ConfigError(
+                "a build on other machines cannot read standard input, pipes or memory://: give files or URLs"
+            )
         if executor is None:
             results = map_items(build_block, blocks, options, progress, jobs=jobs)
         else:

@@ -43,8 +43,8 @@ def working_directory(out: Path, *, fresh: bool) -> Iterator[Path]:
         _restore_output(out, path)
         if (path / _OLD).exists() and (path / "new" / MANIFEST_NAME).exists():
             raise ConfigError(
-                f"{path / _OLD} is the former content of {out}, which a killed command was replacing, but {out} is "
-                "another cache now: move one of the two away"
+                f"a command was killed while it replaced {out}. The former content is in {path / _OLD}, but {out} "
+                "now contains another cache: move one of the two away"
             )
         for child in path.iterdir():
             if fresh or child.name not in ("new", "journal"):
@@ -136,7 +136,7 @@ def check_output(out: Path, *, force: bool) -> Path:
         raise ConfigError(f"{given} is a file: give a directory with --out")
     if os.path.ismount(out):
         raise ConfigError(
-            f"{given} is a mount point and cannot be replaced by a finished cache: give a directory below it with "
+            f"{given} is a mount point, so the new cache cannot replace it: give a directory below it with "
             f"--out, such as {given / 'cache'}"
         )
     if (out / MANIFEST_NAME).exists():
@@ -147,8 +147,8 @@ def check_output(out: Path, *, force: bool) -> Path:
             )
         if others := sorted(path.name for path in out.iterdir() if not (path.is_file() and is_cache_file(path))):
             raise ConfigError(
-                f"{given} contains {', '.join(others[:3])} besides a cache, which --force would remove: give another "
-                "directory with --out"
+                f"besides a cache, {given} contains other files ({', '.join(others[:3])}), and --force would remove "
+                "them too: give another directory with --out"
             )
         DirectoryLock(out).close()
     elif out.exists() and any(path.name != LOCK_NAME for path in out.iterdir()):

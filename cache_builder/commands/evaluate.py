@@ -187,7 +187,7 @@ def _listen(options: argparse.Namespace) -> tuple[TextCodec, Log]:
 
 def _check(options: argparse.Namespace) -> None:
     if bool(options.inputs) == bool(options.kv_events):
-        raise ConfigError("give either log files or --kv-events")
+        raise ConfigError("give log files or --kv-events, but not both")
     if options.cache == "frozen" and not options.warm:
         raise ConfigError("--cache frozen searches only the directories of --warm: give --warm DIR")
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):

@@ -230,7 +230,7 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}: not JSON ({error}). Correct the file") from None
+        raise InputError(f"{name} is not valid JSON ({error}): correct the file") from None
     if isinstance(body, list) and all(type(each) is int and 0 <= each <= _LARGEST_ID for each in body):
         return body, codec
     codec = codec or _load_bundled_codec()
@@ -244,8 +244,8 @@ def _encode_prompt_file(name: str, codec: TextCodec | None) -> tuple[list[int], 
     if isinstance(body, dict) and isinstance(body.get("prompt"), str):
         return codec.encode_prompt(body["prompt"]), codec
     raise InputError(
-        f'{name}: expected {{"messages": [...]}}, {{"prompt": "..."}} or an array of token ids from 0 to '
-        f"{_LARGEST_ID}; put text into a file named .txt"
+        f'{name} must contain {{"messages": [...]}}, {{"prompt": "..."}} or an array of token ids from 0 to '
+        f"{_LARGEST_ID}. Store plain text in a file named *.txt"
     )
 
 

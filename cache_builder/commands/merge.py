@@ -38,8 +38,9 @@ def merge(
     namespaces = sorted({cache.namespace for cache in caches})
     if namespace is None and len(namespaces) > 1:
         raise ConfigError(
-            f"the caches belong to different namespaces ({', '.join(namespaces)}): set the namespace of the merged "
-            "cache with --namespace. Its requests may then get drafts from the text of all of them"
+            f"the caches belong to different namespaces ({', '.join(namespaces)}): set the namespace of the "
+            "merged cache with --namespace. Requests of this namespace may then get drafts from the text of "
+            "all these caches"
         )
     named = namespaces[0] if namespace is None else namespace
     if not any(cache.num_tokens for cache in caches):

@@ -44,10 +44,14 @@ def run(options: argparse.Namespace) -> int:
         found = find_fingerprints(client, options)
         if len(found) > 1:
             raise SSDError(
-                f"namespace {options.namespace} exists for several tokenizers: give --fingerprint, one of {found}"
+                f"namespace {options.namespace} has text of several tokenizers: give the fingerprint of one of them "
+                f"with --fingerprint ({found})"
             )
         if not found or not entries_after(client, stream_key(found[0], options.namespace), BEGINNING, 1).entries:
-            raise SSDError(f"Redis contains no text of namespace {options.namespace}: use the servers' --namespace")
+            raise SSDError(
+                f"Redis contains no text of namespace {options.namespace}: give the namespace of the servers with "
+                "--namespace"
+            )
         pull(client, found[0], options.namespace, options.out, force=options.force)
     return 0
 

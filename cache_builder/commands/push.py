@@ -147,7 +147,9 @@ def push_to_sglang(directory: Path, url: str, *, max_tokens: int = DEFAULT_MAX_T
     (cache,) = open_caches([directory])
     lengths, first = _first_that_fits(cache.segments, max_tokens)
     if first == len(lengths):
-        raise ConfigError(f"{directory} contains no text that fits into {max_tokens} tokens: nothing was pushed")
+        raise ConfigError(
+            f"no text of {directory} fits into {max_tokens} tokens, so nothing was pushed: raise --max-tokens"
+        )
     name = f"ssd-{cache.segments[-1].segment_id}"
     headers = {"content-type": "application/json"}
     if key := os.environ.get("SGLANG_API_KEY"):

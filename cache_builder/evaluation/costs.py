@@ -58,7 +58,7 @@ def _parse_curve(result: object, name: str) -> CostCurve:
     try:
         widths, costs = (np.array(result[key], np.float64) for key in ("widths", "costs"))  # type: ignore[index]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-        raise ConfigError(f"no cost curve in {name} ({error}); {_HOW}") from error
+        raise ConfigError(f"{name} contains no cost curve ({error}); {_HOW}") from error
     is_curve = widths.ndim == 1 and 2 <= len(widths) <= _MAX_POINTS and widths.shape == costs.shape
     rising = is_curve and bool(widths[0] == 1 and (np.diff(widths) > 0).all() and np.isfinite(widths).all())
     if not rising or costs[0] != 1 or not np.isfinite(costs).all() or (costs <= 0).any():
@@ -202,7 +202,7 @@ def read_step_costs(path: Path) -> StepCosts:
             raise ConfigError(f"{path.name} is not a cost curve: it has more than {_MAX_BYTES} bytes")
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"no cost curve in {path.name} ({error}); {_HOW}") from error
+        raise ConfigError(f"{path.name} contains no cost curve ({error}); {_HOW}") from error
     return parse_step_costs(found, path.name)
 
 

@@ -133,8 +133,8 @@ def read_log(
                 labels.append(label)
     if not any(map(int.__lt__, prompts, lengths)) or not any(prompts):
         raise InputError(
-            "the logs contain no answer, so nothing can be replayed. Give requests with their responses; `ssd-cache "
-            "build` and --warm accept documents"
+            "the logs contain no prompt with an answer, so nothing can be replayed: give requests with their "
+            "responses. (`ssd-cache build` and --warm also accept documents.)"
         )
     starts = np.concatenate([[0], np.cumsum(np.frombuffer(lengths, np.int64))])
     return Log(
@@ -154,7 +154,8 @@ def log_of_texts(texts: Sequence[FollowedText]) -> Log:
     """Return a log of the texts that a `Follower` has received. Raises InputError if no text has output."""
     if not any(text.prompt_length < len(text.tokens) for text in texts):
         raise InputError(
-            "no output was received. Raise --minutes; an output counts only if it fills a block of the KV cache"
+            "no output that fills a block of the KV cache was received, and shorter outputs do not count: "
+            "raise --minutes"
         )
     lengths = np.array([len(text.tokens) for text in texts], np.int64)
     return Log(

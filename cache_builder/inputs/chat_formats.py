@@ -114,7 +114,11 @@ def parse_exchanges(line: Mapping[str, Any]) -> list[Exchange] | None:
         keys = ", ".join(f'"{str(key)[:40]}"' for key in list(prompt)[:8]) if isinstance(prompt, Mapping) else ""
         raise RequestError(
             f'"{request_key}" must be text, messages or token ids, got {type(prompt).__name__}'
-            + (f" of {keys}: name the text by --field prompt=... and --field completion=..." if keys else "")
+            + (
+                f" with the keys {keys}: name the text with --field prompt=... and --field completion=..."
+                if keys
+                else ""
+            )
         )
     if isinstance(prompt, list) and answers and _repeats(prompt[-1:], answers[0]):
         return [Exchange(prompt, is_conversation=True, **options)]
@@ -129,14 +133,14 @@ _REFUSED: Final = (
     (
         {"chosen", "rejected"},
         "a pair of answers, one of them preferred (DPO),",
-        "the preferred one by --field prompt=prompt --field completion=chosen",
+        "the preferred one with --field prompt=prompt --field completion=chosen",
     ),
     (
         {"preferred_output", "non_preferred_output"},
         "a pair of answers, one of them preferred (DPO),",
-        "the preferred one by --field messages=input.messages --field completion=preferred_output",
+        "the preferred one with --field messages=input.messages --field completion=preferred_output",
     ),
-    ({"run_type", "inputs"}, "a run of LangSmith", "its messages by --field"),
+    ({"run_type", "inputs"}, "a run of LangSmith", "its messages with --field"),
     ({"answer_id", "choices"}, "an answer of MT-bench without its question", "conversations"),
     ({"parent_id", "role", "text"}, "a message of a tree such as OpenAssistant's", "whole conversations"),
 )
@@ -332,7 +336,7 @@ def _turns(messages: Any, body: Mapping[str, Any], name: str = "messages") -> An
         for turn in turns:
             if isinstance(turn, dict) and "role" not in turn:
                 keys = ", ".join(f'"{str(key)[:40]}"' for key in list(message)[:8])
-                raise RequestError(f'"{name}"[{number}] has no "role", but {keys or "no keys"}: give chat messages')
+                raise RequestError(f'"{name}"[{number}] has no "role" (its keys: {keys or "none"}): give chat messages')
         before = as_mapping(found[-1]) if found else {}
         if as_mapping(message).get("type") == "function_call" and before.get("role") == "assistant":
             found[-1] = {**before, "tool_calls": [*(before.get("tool_calls") or ()), *turns[0]["tool_calls"]]}

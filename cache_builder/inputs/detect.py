@@ -44,9 +44,9 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     """
     for at, mark, what in _REFUSED:
         if beginning.startswith(mark, at):
-            raise InputError(f"{shown}: is {what}, which is not supported: unpack or convert it, and give the files")
+            raise InputError(f"{shown} is {what}, which is not supported: unpack or convert it, and give the files")
     if _UTF_16.match(beginning):
-        raise InputError(f"{shown}:1: UTF-16 text, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
+        raise InputError(f"{shown}:1: the text is UTF-16, not UTF-8. Convert it first: iconv -f UTF-16 -t UTF-8")
     if format != "auto":
         return format
     if beginning.startswith(b"PAR1"):
@@ -56,12 +56,14 @@ def detect_format(format: Format, beginning: bytes, shown: str) -> Format:
     if _JSON.match(beginning):
         return "jsonl"
     if b"\x00" in beginning:
-        raise InputError(f"{shown}: binary data of an unknown format. Give text, JSON, CSV, Parquet or Arrow files")
+        raise InputError(
+            f"{shown} contains binary data of an unknown format: give text, JSON, CSV, Parquet or Arrow files"
+        )
     line = beginning.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if _EVENTS.match(beginning) or _has_prefixed_json(line):
         raise InputError(
-            f"{shown}:1: JSON after other text, such as a time or `data:`. Give lines that contain only JSON, or read "
-            "the file as text by --format text"
+            f"{shown}:1: the line has other text before its JSON, such as a time or `data:`. Give lines that "
+            "contain only JSON, or read the file as text with --format text"
         )
     names = set(next(csv.reader([line.decode(errors="replace")], delimiter=detect_delimiter(line)), ()))
     return "csv" if len(names & {*COLUMNS}) > 1 else "text"

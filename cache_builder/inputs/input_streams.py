@@ -37,12 +37,14 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
     except ModuleNotFoundError:
-        raise InputError(f"{url}: URLs need fsspec: pip install 'ssd-serving[builder]'") from None
+        raise InputError(
+            f"{url} cannot be read, because URLs need fsspec: pip install 'ssd-serving[builder]'"
+        ) from None
     try:
         system, path = fsspec.core.url_to_fs(url)
         return system, str(path)
     except Exception as error:  # fsspec drivers may raise any exception; the message names a missing package
-        raise InputError(f"{url}: cannot be reached: {first_line(error)}") from None
+        raise InputError(f"{url} cannot be reached: {first_line(error)}") from None
 
 
 def is_regular(name: str) -> bool:
@@ -67,7 +69,7 @@ def open_raw(name: str, progress: Progress = lambda num_bytes: None) -> Iterator
     except InputError:
         raise
     except Exception as error:  # fsspec drivers may raise any exception
-        raise InputError(f"{name}: cannot be read: {_error_reason(error)}") from None
+        raise InputError(f"{name} cannot be read: {_error_reason(error)}") from None
     with file:
         yield _count_bytes(file, progress)
 
@@ -93,10 +95,10 @@ def input_errors(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{shown}: not UTF-8 text ({error.reason}). Convert it first, for instance with iconv"
+            f"{shown} is not UTF-8 text ({error.reason}): convert it first, for instance with iconv"
         ) from None
     except OSError as error:
-        raise InputError(f"{shown}: cannot be read: {_error_reason(error)}") from None
+        raise InputError(f"{shown} cannot be read: {_error_reason(error)}") from None
 
 
 def _error_reason(error: BaseException) -> str:
@@ -160,12 +162,14 @@ class _DecompressedStream(_ForwardStream):
         try:
             import pyarrow as pa
         except ModuleNotFoundError:
-            raise InputError(f"{name}: compressed files need pyarrow: pip install 'ssd-serving[builder]'") from None
+            raise InputError(
+                f"{name} cannot be read, because compressed files need pyarrow: pip install 'ssd-serving[builder]'"
+            ) from None
         if kind == "xz":  # pyarrow does not read it
             super().__init__(lzma.LZMAFile(raw))  # noqa: SIM115  # it holds nothing but memory
         else:
             super().__init__(pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), kind))
-        self._what = f"{display_name(name)}: damaged {kind} data"
+        self._what = f"{display_name(name)} contains damaged {kind} data"
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         try:
@@ -175,4 +179,4 @@ class _DecompressedStream(_ForwardStream):
                 raise
             is_cut = isinstance(error, EOFError) or "Truncated" in str(error)
             why = "it ends too early" if is_cut else first_line(error)
-            raise InputError(f"{self._what} ({why}). Compress it again, or copy it again") from None
+            raise InputError(f"{self._what} ({why}): copy it again, or compress it again") from None

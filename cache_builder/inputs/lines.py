@@ -37,7 +37,7 @@ def _lines(shown: str, file: IO[bytes], start: int, stop: int | None) -> Iterato
         number += 1
         where = f"{shown}:{number}" if start == 0 else f"{shown}: byte {at}"
         if len(line) > LONGEST_RECORD:
-            raise InputError(f"{where}: a line has more than {LONGEST_RECORD >> 20} MiB. Try another --format")
+            raise InputError(f"{where}: the line has more than {LONGEST_RECORD >> 20} MiB. Try another --format")
         yield where, line.removeprefix(BYTE_ORDER_MARK) if at == 0 else line
         at += len(line)
 
@@ -52,7 +52,10 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
     if not is_line_by_line(beginning):
         data = file.read(_MAX_ARRAY_BYTES + 1)
         if len(data) > _MAX_ARRAY_BYTES:
-            raise InputError(f"{shown}: more than {_MAX_ARRAY_BYTES >> 30} GiB of JSON: write one object per line")
+            raise InputError(
+                f"{shown} has more than {_MAX_ARRAY_BYTES >> 30} GiB of JSON in an array or in objects over several "
+                "lines: write one object per line"
+            )
         text = data.decode("utf-8-sig", _KEPT)
         is_array = text.lstrip()[:1] == "["
         what, one = ("a JSON array", "element") if is_array else ("JSON over several lines", "object")
@@ -60,7 +63,7 @@ def json_lines(shown: str, file: IO[bytes], start: int = 0, stop: int | None = N
             for number, element in enumerate((_elements if is_array else _objects)(text), start=1):
                 yield InputRecord(f"{shown}: {one} {number}", element, is_json=True)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise InputError(f"{shown}: not {what} ({error}). Correct it, or write one object per line") from None
+            raise InputError(f"{shown} is not {what} ({error}): correct it, or write one object per line") from None
         return
     for where, line in _lines(shown, file, start, stop):
         if line.strip():
@@ -107,11 +110,11 @@ def csv_rows(shown: str, file: IO[bytes]) -> Iterator[InputRecord]:
     try:
         for number, row in enumerate(rows, start=1):
             if None in row:
-                raise InputError(f"{shown}: row {number} has more cells than the heading. Correct it")
+                raise InputError(f"{shown}: row {number} has more cells than the heading: correct the row")
             line = {name: value for name, value in row.items() if value}
             yield InputRecord(f"{shown}: row {number}", "", is_json=True, line=line)
     except csv.Error as error:
-        raise InputError(f"{shown}: row {number + 1} is not CSV ({error}). Correct it") from None
+        raise InputError(f"{shown}: row {number + 1} is not CSV ({error}): correct the row") from None
 
 
 def documents(shown: str, file: IO[bytes], start: int = 0, stop: int | None = None) -> Iterator[InputRecord]:
@@ -158,8 +161,8 @@ def join_requests(responses: Iterator[InputRecord], names: Sequence[str]) -> Ite
                 num_bytes += len(request)
                 if num_bytes > _MAX_BYTES:
                     raise InputError(
-                        f"{record.where}: its request is not in the first {_MAX_BYTES >> 30} GiB of requests: build "
-                        "from fewer batches at once, and merge the caches"
+                        f"{record.where}: the request of this response is not in the first {_MAX_BYTES >> 30} GiB of "
+                        "requests: build from fewer batches at once, and merge the caches"
                     )
         if side and (request := by_id.get(side[1], "")):
             joined = {"request": _parse_or_none(request), "response": line.get("response", line.get("result"))}

@@ -109,11 +109,15 @@ class FieldNames:
             if not equals:
                 ours, theirs = "text", option
             if ours not in NAMES or not theirs or ours in names:
-                raise ConfigError(f"--field {option}: give OURS=THEIRS, at most once for each of {', '.join(NAMES)}")
+                raise ConfigError(
+                    f"--field {option} is invalid: write OURS=THEIRS, where OURS is one of {', '.join(NAMES)} and "
+                    "occurs only once"
+                )
             names[ours] = theirs
         if names and names.keys() not in _SETS:
             raise ConfigError(
-                '--field: give "text", or "prompt" or "messages" with "completion", or "messages", or "token_ids"'
+                '--field: name one of these sets: "text", "prompt" and "completion", "messages" and "completion", '
+                '"messages", or "token_ids"'
             )
         return cls(names)
 

@@ -123,9 +123,11 @@ def fields_of(record: InputRecord) -> Mapping[str, Any]:
         line = json.loads(record.text)
     except (ValueError, RecursionError) as error:
         what = "not UTF-8 text" if isinstance(error, UnicodeEncodeError) else f"not JSON ({error})"
-        raise InputError(f"{record.where}: {what}. Correct the line, or skip such lines with --skip-invalid") from None
+        raise InputError(
+            f"{record.where}: the line is {what}. Correct it, or skip such lines with --skip-invalid"
+        ) from None
     if not isinstance(line, dict):
-        raise InputError(f"{record.where}: a JSON object was expected, got {type(line).__name__}; {UNDERSTOOD}")
+        raise InputError(f"{record.where}: the record must be a JSON object, got {type(line).__name__}; {UNDERSTOOD}")
     return line
 
 
@@ -137,7 +139,7 @@ def _encode_line(line: Mapping[str, Any], where: str, codec: TextCodec) -> Encod
         if "text" in line:
             return EncodedRecord([codec.encode_text_example(_string(line["text"], "text", where))])
         found = ", ".join(f'"{str(key)[:40]}"' for key in list(line)[:8]) or "nothing"
-        raise InputError(f"{where}: no usable fields: found {found}; {UNDERSTOOD}")
+        raise InputError(f"{where}: the record has no usable fields (found: {found}); {UNDERSTOOD}")
     examples = [example for exchange in exchanges for example in _encode_exchange(exchange, where, codec)]
     has_prompt = any(exchange.prompt is not None for exchange in exchanges) or not examples
     return EncodedRecord(examples, has_prompt, has_answer=bool(examples))
@@ -202,7 +204,8 @@ def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:
         raise InputError(f"{where}: token ids must be one list of integers, got {quote_value(value)}")
     if ids.min() < 0 or ids.max() >= codec.vocab_size:
         raise InputError(
-            f"{where}: token ids of this tokenizer are within 0..{codec.vocab_size - 1}, got {ids.min()}..{ids.max()}"
+            f"{where}: token ids must be within 0..{codec.vocab_size - 1} for this tokenizer, got "
+            f"{ids.min()}..{ids.max()}"
         )
     found: list[int] = ids.tolist()
     return found

@@ -48,7 +48,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
         line = _parse_or_none(record.text)
         num_bytes += len(record.text)
         if num_bytes > _MAX_BYTES:
-            raise InputError(f"{record.where}: a session of more than {_MAX_BYTES >> 30} GiB: split its file")
+            raise InputError(f"{record.where}: the session has more than {_MAX_BYTES >> 30} GiB: split its file")
         if isinstance(line, dict):
             lines.append(line)
         else:
@@ -58,7 +58,7 @@ def read_sessions(records: Iterator[InputRecord]) -> Iterator[InputRecord]:
         yield InputRecord(f"{first.where}: conversation {number}", "", is_json=True, line=conversation)
     if number == 0:
         raise InputError(
-            f"{first.where}: begins like the session of a coding agent, but has no message. Omit this file"
+            f"{first.where}: the file begins like the session of a coding agent, but has no message: omit this file"
         )
 
 

@@ -95,10 +95,10 @@ def _find_local(name: str, format: Format) -> Iterator[Source]:
     elif glob.has_magic(name):
         matched = sorted(glob.glob(name, recursive=True))  # noqa: PTH207  # absolute ones too
         if not matched:
-            raise InputError(f"{name}: no file matches. Check the pattern, and quote it")
+            raise InputError(f"no file matches {name}: check the pattern, and quote it")
         yield from (_file(match, format) for match in map(Path, matched) if match.is_file())
     else:
-        raise InputError(f"{name}: no such file. Check the path, or give - for standard input")
+        raise InputError(f"{name} does not exist: check the path, or give - for standard input")
 
 
 def _find_in_directory(path: Path, format: Format) -> Iterator[Source]:
@@ -107,7 +107,7 @@ def _find_in_directory(path: Path, format: Format) -> Iterator[Source]:
         if _is_known(str(file.relative_to(path))) and file.is_file() and not _is_card(str(file)):
             sources.append(_file(file, format))
     if not sources:
-        raise InputError(f"{path}: is a directory without files of known formats. Give files")
+        raise InputError(f"{path} is a directory without a file of a known format: give the files themselves")
     yield from sources
 
 
@@ -136,11 +136,11 @@ def _find_remote(name: str, format: Format) -> Iterator[Source]:
                 continue
             yield _remote_file(name if key == name else str(system.unstrip_protocol(key)), entries[key], format)
     except FileNotFoundError:
-        raise InputError(f"{name}: no such file. Check the URL") from None
+        raise InputError(f"{name} does not exist: check the URL") from None
     except Exception as error:  # fsspec drivers may raise any exception
-        raise InputError(f"{name}: cannot be read: {first_line(error)}") from None
+        raise InputError(f"{name} cannot be read: {first_line(error)}") from None
     if not entries:
-        raise InputError(f"{name}: there is no file of a known format. Check the URL")
+        raise InputError(f"{name} contains no file of a known format: check the URL")
 
 
 def _remote_file(name: str, entry: dict[str, Any], format: Format) -> Source:
@@ -195,9 +195,9 @@ def _join_batches(sources: list[Source]) -> list[Source]:
     alike = next((custom_id for custom_id in ids if ids.count(custom_id) > 1), None)
     if alike is not None and said and len(said) != len(asked):
         raise InputError(
-            f"{names[ids.index(alike)]} and others of {len(asked)} files of requests begin with the same custom_id, "
-            f"{quote_value(alike)}, and {len(said)} files contain responses: build from the two files of one batch at "
-            "a time, and merge the caches"
+            f"several of {len(asked)} files of requests begin with the custom_id {quote_value(alike)}, e.g. "
+            f"{names[ids.index(alike)]}, so the {len(said)} files of responses cannot be assigned to them: "
+            "build from the two files of one batch at a time, and merge the caches"
         )
     stamp = " ".join(f"{source.size} {source.stamp}" for source in lines if source.name in asked)
     joined = []

@@ -105,10 +105,10 @@ def _pyarrow(name: str, what: str) -> Iterator[Any]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise InputError(f"{name}: {what} file needs pyarrow: pip install 'ssd-serving[builder]'") from None
+        raise InputError(f"{name} is {what} file, which needs pyarrow: pip install 'ssd-serving[builder]'") from None
     try:
         yield pa
     except InputError:
         raise
     except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError, IndexError) as error:
-        raise InputError(f"{name}: cannot be read as {what} file: {first_line(error)[:300]}") from None
+        raise InputError(f"{name} cannot be read as {what} file: {first_line(error)[:300]}") from None

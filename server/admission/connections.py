@@ -151,7 +151,9 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if len(self._unanswered) > _MAX_AHEAD:
             self.transport.abort()
-            raise ValueError("too many requests on one connection are not answered yet")
+            raise ValueError(
+                "too many requests on one connection are not answered yet: wait for answers, or open more connections"
+            )
         super().on_headers_complete()
         cycle = self.cycle
         self._unanswered.append(cycle)

@@ -157,7 +157,10 @@ class Generations:
 
     def _complain(self, error: Exception) -> None:
         if self._is_reached:
-            log.warning("replicas cannot be told to delete a cache; this is retried: %s", type(error).__name__)
+            log.warning(
+                "replicas cannot be notified that a cache was deleted (%s): the notification is retried",
+                type(error).__name__,
+            )
         self._is_reached = False
 
 
@@ -183,8 +186,8 @@ def _read(path: Path) -> tuple[dict[str, int], bool]:
         return {}, True
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         log.error(
-            "%s, which counts the deletions of tenants' caches, is damaged (%s). Restore it from a backup. Without it, "
-            "counts are recovered only from Redis, and for caches whose directories exist",
+            "%s is damaged (%s). It counts the deletions of tenants' caches: restore it from a backup. "
+            "Otherwise, counts are recovered only from Redis and from the names of existing cache directories",
             path,
             error,
         )
@@ -401,7 +404,8 @@ class Tenants:
                 newest = max([self._generations.get(counter), *found.values()])
                 if newest > self._generations.get(counter):
                     log.error(
-                        "the count of cache deletions of tenant %s was lost and is restored from a directory name",
+                        "the number of cache deletions of tenant %s was lost, and was recovered from the name of the "
+                        "tenant's cache directory (nothing to do)",
                         tenant.name,
                     )
                     self._generations.restore(counter, newest)
@@ -411,8 +415,8 @@ class Tenants:
                     self._retired += [(due, name) for name, number in found.items() if number < newest]
                 elif found:
                     log.warning(
-                        "tenant %s has directories of deleted caches (see generations.json): %s. They are not used, "
-                        "and the next deletion removes them",
+                        "tenant %s still has directories of deleted caches: %s (see generations.json). They are not "
+                        "used. The next deletion of the tenant's cache removes these directories",
                         tenant.name,
                         ", ".join(found),
                     )

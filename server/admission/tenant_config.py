@@ -137,7 +137,7 @@ def read_private(path: Path, option: str, opened: Callable[[Path], BinaryIO] = l
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{option} {path} is longer than {_MAX_BYTES} bytes")
+        raise ConfigError(f"{option} {path} is longer than {_MAX_BYTES} bytes: check the path, or shorten the file")
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IRWXO):
         log.warning("%s %s may be read by other users: run chmod 600 on it", option, path)
     return content
@@ -191,7 +191,10 @@ def parse_rules(content: bytes, source: str) -> RulesFile:
             raise ConfigError(f"{where}: its name must have 1 to 64 characters of A-Z a-z 0-9 _ . - and no leading dot")
         for digest in table.keys:
             if (owner := owners.setdefault(digest, name)) != name:
-                raise ConfigError(f"{where}: one of its keys already belongs to tenant {quote_value(owner)}")
+                raise ConfigError(
+                    f"{where}: one of its keys already belongs to tenant {quote_value(owner)}: remove the key from one "
+                    "of the tenants"
+                )
     return RulesFile(
         _tenant("defaults", {**defaults, "keys": []}),
         tuple(_tenant(name, defaults | table.model_dump(exclude_unset=True)) for name, table in file.tenants.items()),

@@ -52,7 +52,7 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
         try:
             content = read_private(path, SECRET_OPTION)
         except ConfigError as error:
-            raise ConfigError(f"{error}; {_ADVICE}, and all replicas need the same file") from error
+            raise ConfigError(f"{error}: {_ADVICE}. All replicas need the same file") from error
         return _check_secret_length(content.strip(), f"{SECRET_OPTION} {path}")
     return (
         _check_secret_length(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
@@ -69,8 +69,8 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         return secrets.token_bytes(32)
     path = cache_directory / STATE_DIRECTORY / SECRET_NAME
     advice = (
-        f"Restore it from a copy, or give the secret that tenants' caches were made with ({SECRET_OPTION}, "
-        f"${SECRET_VARIABLE}); else remove their directories (`ssd-cache inspect {cache_directory}` lists them)"
+        f"Restore it from a copy, or give the secret that created the caches ({SECRET_OPTION}, "
+        f"${SECRET_VARIABLE}); else remove the caches (`ssd-cache inspect {cache_directory}` lists them)"
     )
     try:
         make_directory(path.parent)
@@ -78,13 +78,13 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
             found = tenant_directories(cache_directory)
             if found and not path.exists():  # another process may have created both just now
                 named = summarize_names([path.name for path in found])
-                raise ConfigError(f"{path} is missing, and {named} cannot be found without it. {advice}")
+                raise ConfigError(f"{path} is missing. Without this secret, {named} cannot be found. {advice}")
             create_file(path, [dump_secret(secrets.token_hex(32).encode())])
         content = read_private(path, SECRET_OPTION, open_file)
         try:
             kept, has_checksum = parse_secret(content)
         except ValueError as error:
-            raise ConfigError(f"{path} is damaged ({error}). {advice} and that file") from error
+            raise ConfigError(f"{path} is damaged ({error}). {advice} and {path}") from error
         secret = _check_secret_length(kept, str(path))
         if not has_checksum and len(checked := dump_secret(secret)) <= _MAX_BYTES:
             with suppress(OSError):  # without a checksum the file is still usable
@@ -92,7 +92,8 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
         return secret
     except OSError as error:
         log.warning(
-            "%s cannot be created (%s): without %s or $%s, tenants' caches are lost at the next restart",
+            "%s cannot be created (%s), so tenants' caches are lost at the next restart: make the directory "
+            "writable, or give %s or $%s",
             path,
             error.strerror,
             SECRET_OPTION,
@@ -103,7 +104,7 @@ def load_or_create_secret(cache_directory: Path | None) -> bytes:
 
 def _check_secret_length(secret: bytes, source: str) -> bytes:
     if not MIN_SECRET_BYTES <= len(secret) <= _MAX_BYTES:
-        raise ConfigError(f"{source} must hold {MIN_SECRET_BYTES} to {_MAX_BYTES} bytes: {_ADVICE}")
+        raise ConfigError(f"the secret in {source} must have {MIN_SECRET_BYTES} to {_MAX_BYTES} bytes: {_ADVICE}")
     return secret
 
 
@@ -155,8 +156,8 @@ def open_tenants(
             raise ConfigError(f"the caches of tenants in {own_caches} cannot be read: {error}") from error
         if strangers:
             log.warning(
-                "%s in %s were created with another secret or by former tenants: they are neither used nor "
-                "deleted. Restore the secret, or remove them: `ssd-cache inspect %s` lists them",
+                "%s in %s were created with another secret or belong to former tenants. They are neither used nor "
+                "deleted: restore the secret, or remove them (`ssd-cache inspect %s` lists them)",
                 summarize_names(strangers),
                 own_caches,
                 own_caches,
@@ -170,10 +171,16 @@ def _require_one_owner(rules: RulesFile, of_keys: list[Tenant]) -> None:
     given = {digest for tenant in of_keys for digest in tenant.digests}
     for tenant in rules.tenants:
         if tenant.digests & given:
-            raise ConfigError(f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove one key")
+            raise ConfigError(
+                f"a key of tenant {tenant.name!r} is also given outside the tenants file: remove the key from one "
+                "of the two places"
+            )
     taken = {tenant.name for tenant in of_keys}
     if (twice := next((tenant for tenant in rules.tenants if tenant.name in taken), None)) is not None:
-        raise ConfigError(f"tenant {twice.name!r} has the name of a key outside the tenants file: rename the tenant")
+        raise ConfigError(
+            f"tenant {twice.name!r} has the same name as a key that is given outside the tenants file: rename "
+            "the tenant"
+        )
 
 
 INTERVAL_S: Final = 1.0
@@ -217,7 +224,7 @@ class TenantReloader:
             try:
                 self._tenants.sweep()
             except Exception:
-                log.exception("deleted caches could not be removed completely; this will be retried")
+                log.exception("the files of deleted caches could not be removed completely: this is retried")
 
     def _file_states(self) -> list[tuple[int, ...] | None]:
         """Return the inode, size and change times of each watched file, None for a missing file, to notice a change."""

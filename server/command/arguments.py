@@ -129,15 +129,17 @@ class Options:
         check_tls(self.network)
         if self.cors.allow_credentials and "*" in self.cors.allowed_origins:
             raise ConfigError(
-                "--allow-credentials with --allowed-origins * would let any web page send requests as its visitor: "
-                "name the origins instead of *"
+                "--allow-credentials with --allowed-origins * would let every web site send requests in the name "
+                "of its visitors: list the allowed origins instead of *"
             )
         self.tools.check()
         _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
         check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
         check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":
-            raise ConfigError("--per-request-spec-decode-metrics reveals what --obfuscation always hides: omit one")
+            raise ConfigError(
+                "--per-request-spec-decode-metrics reveals what --obfuscation always hides: omit one of the two options"
+            )
 
 
 _GENERAL = Group("options", sort_key=0)

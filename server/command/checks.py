@@ -163,7 +163,9 @@ def _fetch_file(model: str, name: str, hub: HubOptions) -> Path:
         raise
     except Exception as error:  # of the client, of its HTTP library, of the system
         if isinstance(found, str):
-            log.warning("cannot ask the hub for a newer %s (%s): using the local copy", model, first_line(error))
+            log.warning(
+                "cannot ask the hub for a newer version of %s (%s): using the local copy", model, first_line(error)
+            )
             return Path(found)
         raise ModelError(
             f"{model!r} is not a local directory, and it cannot be downloaded from the hub: {first_line(error)[:300]}; "
@@ -317,7 +319,7 @@ def _check_redis(url: str) -> None:
         log.info("Redis at %s answers", redacted_address(url))
     except Exception as error:  # of the client, of the system, of the server's own words
         log.warning(
-            "Redis at %s does not answer (%s): continuing without it and retrying",
+            "Redis at %s does not answer (%s): the server continues without Redis, and retries",
             redacted_address(url),
             redact_password(first_line(error), url),
         )

@@ -57,7 +57,10 @@ def run_app(app: App, words: Sequence[str]) -> Any:
     try:
         return app(words, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
-        raise ConfigError(f"unrecognized argument {' '.join(error.unused_tokens or ())}: use only one MODEL") from error
+        raise ConfigError(
+            f"unrecognized argument {' '.join(error.unused_tokens or ())}: remove it, because only one MODEL "
+            "can be given"
+        ) from error
     except CycloptsError as error:
         raise ConfigError(" ".join(str(error).split()).rstrip(".")) from error
 

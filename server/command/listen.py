@@ -167,7 +167,11 @@ def fit_open_files(settings: ServerSettings) -> ServerSettings:
     most = allowed - min(_OWN_FILES, allowed // 2)
     if allowed == resource.RLIM_INFINITY or settings.limits.max_connections <= most:
         return settings
-    log.warning("the limit of %d open files allows at most %d connections: raise it (ulimit -n)", allowed, most)
+    log.warning(
+        "the limit of %d open files allows at most %d connections: raise the limit (ulimit -n) if more are needed",
+        allowed,
+        most,
+    )
     return replace(settings, limits=replace(settings.limits, max_connections=most))
 
 

@@ -67,11 +67,13 @@ class NoiseSecret:
                     create_file(path, [secrets.token_hex(_SECRET_BYTES).encode()])
                 return cls(_read(path), "directory")
             except NotAFileError as error:
-                raise ConfigError(f"{path} is not a regular file: remove it") from error
+                raise ConfigError(
+                    f"{path} (the secret of coupled sampling) is not a regular file: remove it"
+                ) from error
             except OSError as error:
                 log.warning(
-                    "%s cannot be stored (%s): after a restart, coupled sampling uses other noise, and drafts "
-                    "from earlier answers are accepted less often",
+                    "%s cannot be stored (%s). After a restart, coupled sampling uses other noise, so drafts from "
+                    "earlier answers are accepted less often. Make the directory writable",
                     path,
                     error.strerror,
                 )
@@ -83,7 +85,10 @@ def _read(path: Path) -> bytes:
         content = file.read(2 * _SECRET_BYTES + 1)
         mode = os.fstat(file.fileno()).st_mode
     if not _FILE_CONTENT.fullmatch(content):
-        raise ConfigError(f"{path} is damaged: remove it; sampled answers will differ from earlier ones")
+        raise ConfigError(
+            f"{path} (the secret of coupled sampling) is damaged: remove it. Sampled answers will then differ "
+            "from earlier ones"
+        )
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         log.warning("%s is readable by other users: run chmod 600 on it", path)
     return bytes.fromhex(content.decode())

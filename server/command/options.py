@@ -148,10 +148,13 @@ class NetworkOptions:
         check_range("--port: a port", self.port, 0, 65535)
         check_range("--shutdown-timeout", self.shutdown_timeout_s, 0, 86_400, " seconds")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError("--ssl-cert-reqs requires --ssl-ca-certs, the authorities that sign client certificates")
+            raise ConfigError(
+                "--ssl-cert-reqs requires --ssl-ca-certs: give the file of the authorities that sign client "
+                "certificates"
+            )
         for option, path in (("--ssl-keyfile", self.ssl_keyfile), ("--ssl-ca-certs", self.ssl_ca_certs)):
             if path is not None and self.ssl_certfile is None:
-                raise ConfigError(f"{option} requires --ssl-certfile, the server's own certificate")
+                raise ConfigError(f"{option} requires --ssl-certfile: give the server's own certificate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,8 +70,8 @@ def open_noise(options: Options, secret: bytes | None) -> NoiseSecret | None:
         return NoiseSecret.from_seed(options.engine.seed)
     if options.cache.redis is not None:
         log.warning(
-            "--coupled-sampling without a secret: replicas give different answers and draft less from each other's "
-            "answers; give all replicas the same %s or $%s",
+            "--coupled-sampling has no secret, so replicas give different answers, and drafts from each "
+            "other's answers are accepted less often: give all replicas the same %s or $%s",
             SECRET_OPTION,
             SECRET_VARIABLE,
         )
@@ -102,8 +102,8 @@ def make_tenants(options: Options, settings: ServerSettings, secret: bytes | Non
     has_own_caches = has_keys and not options.requests.share_cache_across_keys
     if redis_url is not None and has_own_caches and secret is None:
         raise ConfigError(
-            f"--redis with API keys requires one secret for all servers, from which cache names are derived: give "
-            f"{SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
+            "--redis with API keys requires the same secret on all servers, because cache names are derived "
+            f"from it: give {SECRET_OPTION} or ${SECRET_VARIABLE}, or --share-cache-across-keys"
         )
     if secret is None:
         secret = load_or_create_secret(directory if has_own_caches else None)
@@ -331,7 +331,9 @@ def serve(
         return summary_of(engine, options, settings, len(tenants.accounts()), loader.noise)
 
     server = HttpServer(config, worker, summary, address, timeout_s)
-    log.info("loading %s; %s answers /live now, and other requests once it is loaded", options.model.path, address)
+    log.info(
+        "loading %s: %s answers /live now, and other requests when the model is loaded", options.model.path, address
+    )
     worker.start()
     if tenants.is_closed:
         watch.start()
@@ -359,7 +361,7 @@ def serve(
         # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
         # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.
         if not stopped and not is_loading:
-            log.warning("the process ends before the engine has stopped: text that is not on disk yet is lost")
+            log.warning("the process exits before the engine has stopped: text that is not on disk yet is lost")
         logging.shutdown()
         os._exit(status)
     return status

@@ -236,7 +236,11 @@ def add_admin(app: FastAPI, service: Service) -> None:
     async def delete_own_cache(request: Request) -> dict[str, Any]:
         account = account_of(request.scope)
         if not tenants.is_closed:
-            raise ApiError(403, "without API keys, all clients share one cache, which no request can delete")
+            raise ApiError(
+                403,
+                "this server has no API keys, so all clients share one cache, and no request can delete it: stop "
+                "the server and remove its cache directory",
+            )
         account.enter()
         return await lane.run(tenants.delete_cache, account.name)
 

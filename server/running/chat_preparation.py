@@ -119,8 +119,8 @@ def plan_answer(
             reader, calls = _calls(use, form, functions, codec, limits)
         elif reader is None:
             raise RequestError(
-                "this model's tool calls cannot be parsed: the server was started without a parser for their format "
-                '(--tool-call-parser). Send tool_choice "required", "none" or a name',
+                "this model's tool calls cannot be parsed, because the server was started without a parser for "
+                'their format (--tool-call-parser). Send tool_choice "required", "none" or the name of a function',
                 param="tool_choice",
             )
     seen = special_tokens(reader, form.reasoning)

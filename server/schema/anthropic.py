@@ -184,8 +184,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be an object, got {type(tool).__name__}", param="tools")
     if tool.get("type") not in (None, "custom"):
         raise RequestError(
-            f'{where} is of type {quote_value(tool["type"])}: only tools of type "custom" are known, with a name, a '
-            "description and an input_schema, and clients run them",
+            f'{where} is of type {quote_value(tool["type"])}, but only type "custom" is supported. Such a tool '
+            "has a name, a description and an input_schema, and the client runs it",
             param="tools",
         )
     for name, value in tool.items():

@@ -61,7 +61,9 @@ class AcceptanceModel:
             return cls() if learned.stored is None else cls.from_bytes(learned.stored)
         except ValueError as error:
             log.warning(
-                "the stored acceptance model of a namespace cannot be used, so a new model is trained: %s", error
+                "the stored acceptance model of a namespace cannot be used: %s. A new model is trained instead "
+                "(nothing to do)",
+                error,
             )
             return cls()
 
@@ -95,17 +97,18 @@ class AcceptanceModel:
         """
         if len(stored) != _SIZE or stored[:8] != _MAGIC:
             raise ValueError(
-                f"it is no acceptance model of this SSD version: it has {len(stored)} bytes, expected {_SIZE}"
+                f"the stored {len(stored)} bytes are not an acceptance model of this SSD version, which has {_SIZE} "
+                "bytes and a fixed header"
             )
         body, (checksum,) = stored[: -_CHECKSUM.size], _CHECKSUM.unpack(stored[-_CHECKSUM.size :])
         if xxhash.xxh3_64_intdigest(body) != checksum:
-            raise ValueError("the acceptance model's checksum does not match")
+            raise ValueError("the acceptance model is damaged: its checksum does not match")
         _, version, entries, sets, inputs, num_learned = _HEADER.unpack_from(body)
         if (version, entries, sets, inputs) != (_VERSION, ENTRIES, NUM_WEIGHT_SETS, NUM_FEATURES):
             raise ValueError(f"the acceptance model has version {version}, expected {_VERSION}")
         kept = np.frombuffer(body, "<f4", _NUM_FLOATS, _HEADER.size).astype(np.float64)
         if not np.isfinite(kept).all() or not 0 <= num_learned < 2**53:
-            raise ValueError("the acceptance model contains numbers that are invalid")
+            raise ValueError("the acceptance model is damaged: it contains invalid numbers")
         probabilities, counts, weights, knots = clip_to_learnable(
             kept[:ENTRIES], kept[ENTRIES : 2 * ENTRIES], kept[2 * ENTRIES : -_NUM_KNOTS], kept[-_NUM_KNOTS:]
         )

@@ -205,7 +205,7 @@ class MemberDrafter:
         self._failures_in_a_row += 1
         if self._num_failures.bit_count() == 1:
             log.exception(
-                "%s failed, so some requests have no drafts from it in this step (%d failures so far)",
+                "%s failed (%d times so far): in this step, some requests get no drafts from this drafter",
                 type(self.drafter).__name__,
                 self._num_failures,
             )

@@ -600,13 +600,15 @@ def _warn_about_tokenizer(codec: TextCodec, num_logits: int) -> None:
     """Log a warning if the tokenizer does not fit the model, or if there is no end-of-text token."""
     if codec.vocab_size > num_logits:
         log.warning(
-            "the tokenizer has %d token ids but the model only %d, so the two do not match. Prompts with larger token "
-            "ids are rejected. Check --tokenizer and the files of the model",
+            "the tokenizer has %d token ids, but the model has only %d, so they do not belong together. "
+            "Prompts with token ids that the model lacks are rejected. Check --tokenizer and the files of the "
+            "model",
             codec.vocab_size,
             num_logits,
         )
     if not codec.eos_token_ids:
         log.warning(
-            "there is no end-of-text token: neither the tokenizer nor generation_config.json nor config.json names one "
-            "(eos_token_id). Outputs end only by max_tokens, stop or stop_token_ids"
+            "no end-of-text token is known: the tokenizer, generation_config.json and config.json do not "
+            "define eos_token_id. Outputs end only at max_tokens, stop or stop_token_ids. Define eos_token_id "
+            "in generation_config.json"
         )

@@ -420,7 +420,11 @@ def _open_caches(directory: str | Path | None, codec: TextCodec) -> CacheManager
     try:
         return CacheManager(CacheConfig(directory=Path(directory)), codec.fingerprint)
     except CacheLocked as error:
-        log.warning("%s. This process drafts from the text stored there now, but does not store new text", error)
+        log.warning(
+            "%s. This process therefore only reads the cache directory: it drafts from the stored text, but "
+            "stores no new text",
+            error,
+        )
     caches = CacheManager(CacheConfig(), codec.fingerprint)
     try:
         caches.add_prebuilt_directory(Path(directory) / caches.namespace)

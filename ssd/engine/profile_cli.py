@@ -218,7 +218,10 @@ class _CostProfile:
             raise ConfigError(f"prompts must be a list of lists of token ids ({error})") from error
         prompts = [prompt for prompt in prompts if len(prompt) >= 2][:_MAX_PROMPTS]
         if not prompts or any(not 0 <= token_id < self._codec.vocab_size for each in prompts for token_id in each):
-            raise ConfigError("each prompt must have at least two tokens, with ids of the model's own tokenizer")
+            raise ConfigError(
+                "prompts must contain a prompt of at least two tokens, and only token ids within "
+                f"0..{self._codec.vocab_size - 1}"
+            )
         return prompts
 
     def measure(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -287,7 +290,9 @@ class _LogProfile:
 
     def __init__(self, codec: TextCodec, settings: Settings, name: str) -> None:
         if settings["fingerprint"] != codec.fingerprint:
-            raise ConfigError(f"the log was read with another tokenizer than that of {name}: give --tokenizer {name}")
+            raise ConfigError(
+                f"the log was tokenized with another tokenizer than that of {name}: give --tokenizer {name}"
+            )
         self._codec, self._settings, self._name = codec, settings, name
         self._draft = DraftConfig(num_speculative_tokens=int(settings["draft_limit"]))
 

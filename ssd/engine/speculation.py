@@ -56,7 +56,10 @@ def supported_shape(shape: DraftShape, target: Target) -> DraftShape:
     if target.can_verify_trees:
         return shape
     if shape == "tree":
-        log.warning("the model runner %s verifies only chains, so drafts are chains instead of trees", target.backend)
+        log.warning(
+            "the model runner %s verifies only chains: drafts are chains instead of trees (nothing to do)",
+            target.backend,
+        )
     return "chain"
 
 
@@ -278,7 +281,11 @@ class SpeculationManager:
         if is_withheld and not self._is_withheld:
             self._num_withheld_periods += 1
             if self._num_withheld_periods.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-                log.warning("promising drafts were not verified for %d steps (%s)", _WITHHELD_STEPS, self.status.reason)
+                log.warning(
+                    "for %d decoding steps, drafts with a high acceptance estimate were not verified (%s)",
+                    _WITHHELD_STEPS,
+                    self.status.reason,
+                )
         self._is_withheld = is_withheld
 
     def drop_request(self, sequence: Sequence) -> None:

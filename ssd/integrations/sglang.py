@@ -62,7 +62,10 @@ class SsdCorpus:
         """
         if getattr(_server_args, "tp_size", 1) == 1:
             return super().__new__(cls)
-        log.warning("SSD drafts only without tensor parallelism, so SGLang keeps its own n-gram corpus")
+        log.warning(
+            "SSD does not draft if tensor parallelism is used (tp_size > 1): SGLang drafts from its own n-gram "
+            "corpus instead"
+        )
         return _own_corpus()(*args, **kwargs)
 
     def __init__(self, *, draft_token_num: int, max_trie_depth: int = 18, **_: object) -> None:
@@ -206,7 +209,9 @@ class SsdCorpus:
     def _record_failure(self, what: str) -> None:
         self.num_failures += 1
         if self.num_failures.bit_count() == 1:
-            log.exception("%s failed, SGLang continues without it (%d times so far)", what, self.num_failures)
+            log.exception(
+                "%s failed (%d times so far): SGLang continues without this operation", what, self.num_failures
+            )
 
 
 def _own_corpus() -> Any:

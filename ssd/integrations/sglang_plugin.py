@@ -42,7 +42,8 @@ def register() -> None:
         return
     if missing := missing_hooks(HOOKS):
         log.warning(
-            "SSD does not support the installed SGLang, so SGLang keeps its own n-gram corpus: %s", "; ".join(missing)
+            "SSD does not support the installed SGLang: %s. SGLang drafts from its own n-gram corpus instead",
+            "; ".join(missing),
         )
         return
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")

@@ -392,9 +392,14 @@ def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Ma
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:
             raise RequestError(f"{name} must be 1: a draft continues one sequence", param=name)
     if model.config.is_encoder_decoder:
-        raise RequestError(f"{type(model).__name__} is an encoder-decoder model, but a draft must continue the prompt")
+        raise RequestError(
+            f"{type(model).__name__} is an encoder-decoder model, which is not supported: call model.generate"
+        )
     if getattr(model, "_is_stateful", False):
-        raise RequestError(f"{type(model).__name__} cannot remove tokens from its state, so it cannot verify drafts")
+        raise RequestError(
+            f"{type(model).__name__} cannot remove tokens from its state, so it cannot verify drafts: call "
+            "model.generate"
+        )
 
 
 def _check_cache(prepared: Mapping[str, Any]) -> None:
@@ -407,6 +412,7 @@ def _check_cache(prepared: Mapping[str, Any]) -> None:
     else:
         return
     raise RequestError(
-        f"{found} cannot remove rejected draft tokens: leave {param} out (or past_key_values), or call model.generate",
+        f"with {found}, rejected draft tokens cannot be removed: omit {param} (or past_key_values), or call "
+        "model.generate",
         param=param,
     )

@@ -149,7 +149,9 @@ class VllmDrafter:
         """Count the current exception and log it. The caller does not raise it, so that vLLM's requests continue."""
         self._num_failures += 1
         if self._num_failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-            log.exception("%s failed, vLLM continues without it (%d times so far)", what, self._num_failures)
+            log.exception(
+                "%s failed (%d times so far): vLLM continues without this operation", what, self._num_failures
+            )
 
 
 def length_before_stop(codec: TextCodec, tokens: list[int], rules: StopRules) -> int:
@@ -178,12 +180,14 @@ def should_draft(vllm_config: Any) -> bool:
     version = str(getattr(_module("vllm"), "__version__", TESTED_VERSIONS[0]))
     if getattr(model, "is_hybrid", False) or getattr(model, "is_attention_free", False):
         raise ConfigError(
-            f"{model.model} keeps a running state (Mamba, linear attention), which vLLM {version} corrupts if a step "
-            "without draft follows an accepted draft (vLLM issue 39273, not fixed yet): serve the model without drafts"
+            f"{model.model} keeps a running state (Mamba, linear attention). vLLM {version} corrupts this state "
+            "if a step without draft follows an accepted draft (vLLM issue 39273, not fixed yet): serve the "
+            "model without drafts"
         )
     if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         log.warning(
-            "SSD was not tested with the installed vLLM %s, but with %s. If there are no drafts, install one of these",
+            "SSD was not tested with the installed vLLM %s, only with %s. If there are no drafts, install a "
+            "tested version",
             version,
             ", ".join(f"{tested}.x" for tested in TESTED_VERSIONS),
         )
@@ -217,10 +221,12 @@ def _load_codec(model: Any, settings: IntegrationSettings) -> TextCodec | None:
     except ModelError as error:
         if settings.is_shared:
             raise ModelError(
-                f"the cache is shared, so its tokenizer must be known, but {error}. Name the tokenizer with "
-                'SSD_TOKENIZER or additional_config["ssd"]["tokenizer"]'
+                f"the cache is shared, so its tokenizer must be known, but {error}. Set SSD_TOKENIZER or "
+                'additional_config["ssd"]["tokenizer"] to the name of the tokenizer'
             ) from error
         log.warning(
-            "the tokenizer cannot be loaded, so the end-of-text token is unknown and drafts may go beyond it: %s", error
+            "the tokenizer cannot be loaded: %s. SSD does not know the end-of-text token, so drafts may "
+            "continue after it; outputs are correct",
+            error,
         )
         return None

@@ -49,7 +49,8 @@ def register() -> None:
     missing = missing_hooks(V2_HOOKS)
     if missing:
         log.warning(
-            "SSD does not support the V2 model runner of the installed vLLM, so vLLM's n-gram method drafts: %s",
+            "SSD does not support the V2 model runner of the installed vLLM: %s. vLLM's own n-gram method "
+            "drafts instead",
             _summarise(missing),
         )
         return
@@ -70,7 +71,7 @@ def wrap_v1_runner() -> bool:
     """
     if missing := missing_hooks(V1_HOOKS):
         log.warning(
-            "SSD does not support the V1 model runner of the installed vLLM, so there are no drafts: %s",
+            "SSD does not support the V1 model runner of the installed vLLM: %s. Requests are served without drafts",
             _summarise(missing),
         )
         return False
@@ -156,8 +157,8 @@ def _close(drafter: Any, shutdown: Callable[..., Any], runner: Any, *args: Any, 
 def _refuse_v1_runner(init: Callable[..., Any], scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     if selects_ssd(vllm_config) and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            'vLLM runs its V1 model runner here, and "model": "ssd" is for V2: use "method": "custom_class" and '
-            '"model": "ssd.integrations.vllm.SuffixProposer" instead'
+            'vLLM uses its V1 model runner, but "model": "ssd" requires the V2 model runner: set "method": '
+            '"custom_class" and "model": "ssd.integrations.vllm.SuffixProposer" instead'
         )
     init(scheduler, vllm_config, *args, **kwargs)
 

@@ -127,12 +127,15 @@ class Speculator(VllmDrafter):
         if self._core is None:
             return
         log.info(
-            "SSD drafts instead of vLLM's n-gram method. The configured method is \"%s\" only because vLLM's checks "
-            "and its asynchronous scheduling accept it; prompt_lookup_* have no effect",
+            "SSD drafts in place of vLLM's method \"%s\". This method is configured only because vLLM's checks "
+            "and asynchronous scheduling accept its name; prompt_lookup_* have no effect",
             METHOD,
         )
         if not self.enable_adaptive_verification:
-            log.info("vLLM verifies %d tokens per request in every step, even if SSD has no draft", self._width)
+            log.info(
+                "in every step, vLLM verifies %d tokens per request, even if SSD has no draft (nothing to do)",
+                self._width,
+            )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Do nothing: the drafter has no CUDA graph."""
@@ -329,7 +332,8 @@ class Speculator(VllmDrafter):
         )
         if missing:
             log.warning(
-                "SSD missed output tokens of %d requests, so these get no drafts and are not cached; outputs are right",
+                "SSD missed output tokens of %d requests: these requests get no more drafts, and their text is not "
+                "cached. Their outputs are correct",
                 len(missing),
             )
 

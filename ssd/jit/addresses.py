@@ -119,7 +119,7 @@ if CHECKED:
             else:
                 high = middle
         if low == 0 or num_bytes < 0 or address + num_bytes > _load_int64(table + 16 * low):
-            raise IndexError("a kernel accessed memory that is not registered, or not any more")
+            raise IndexError("a kernel accessed memory that is not registered, or no longer registered")
 
 else:
 

@@ -334,7 +334,7 @@ def _numba_cache(function: Callable[..., Any], stamp: str) -> Any:
             numba_cache.cache_path, f"{numba_cache._impl.filename_base}.checked", None
         )
     if not hasattr(numba_cache._cache_file, "_source_stamp"):
-        raise AttributeError("this version of numba has no source stamp that could be replaced")
+        raise AttributeError("the installed version of numba has no _source_stamp that could be replaced")
     numba_cache._cache_file._source_stamp = stamp
     return numba_cache
 
@@ -361,8 +361,8 @@ def _warn_once(what: str, error: Exception) -> None:
     if what not in _warned:
         _warned.add(what)
         log.warning(
-            "compiled kernels %s (%s: %s), so every process compiles them again, which takes some seconds. "
-            "Set NUMBA_CACHE_DIR to a writable directory",
+            "the machine code of kernels %s (%s: %s). Every process therefore compiles them again, which takes "
+            "some seconds. Set NUMBA_CACHE_DIR to a writable directory",
             what,
             type(error).__name__,
             error,

@@ -161,7 +161,9 @@ class Target(ABC):
         each. The caller must call `start_copy_to_host` on the last pass's output before, and `record_tokens` with the
         tokens of that output afterwards. ``noise`` is as for `forward`.
         """
-        raise NotImplementedError(f"the runner {self.backend!r} cannot launch a pass before its tokens are read")
+        raise NotImplementedError(
+            f"the runner {self.backend!r} cannot launch a forward pass before the tokens of the last pass are read"
+        )
 
     def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
         """Record the ids of tokens that `run_ahead` appended to slots, int64[B, 1], at the positions ``starts``."""

@@ -87,7 +87,8 @@ class BackgroundLoop:
         self._has_logged = True
         reason = redact_password(f"{type(error).__name__}: {error}", self._url)
         log.warning(
-            "sharing of text is interrupted (thread %s, %s) and is retried; requests continue. %d failures so far: %s",
+            "sharing of text is interrupted (thread %s, %s) and is retried; requests continue. Failures so "
+            "far: %d; the last one: %s",
             self._thread.name,
             redacted_address(self._url),
             self.num_failures,

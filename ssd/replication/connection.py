@@ -90,7 +90,7 @@ def _parse(url: str) -> RedisAddress:
     user, at, names = authority.rpartition("@")
     service, _, database = ("", "", path) if is_cluster else path.partition("/")
     if (database not in ("", "0")) if is_cluster else not service:
-        raise ValueError("a cluster has no databases, sentinels name a service")
+        raise ValueError("a URL of a cluster must not name a database, and a URL of sentinels must name a service")
     plain, number = scheme.partition("-")[0], int(database or 0)
     options: dict[str, Any] = parse_url(f"{plain}://{user}{at}host/{number}?{query}")  # type: ignore[no-untyped-call]
     hosts = tuple(_host(name, 6379 if is_cluster else _SENTINEL_PORT) for name in names.split(","))

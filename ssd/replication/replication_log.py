@@ -285,7 +285,10 @@ class ReplicationLog:
         """
         check_fingerprint(fingerprint)
         if max_tokens < MAX_ENTRY_TOKENS or max_queued_tokens < MAX_ENTRY_TOKENS:
-            raise ConfigError(f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, one full entry")
+            raise ConfigError(
+                f"max_tokens and max_queued_tokens must be at least {MAX_ENTRY_TOKENS}, got {max_tokens} and "
+                f"{max_queued_tokens}"
+            )
         self._fingerprint = fingerprint
         self._publisher = Publisher(url, max_entries=max_entries_of(max_tokens), max_queued_tokens=max_queued_tokens)
         self.subscriber = Subscriber(url, vocab_size=vocab_size, max_tokens=max_tokens)

@@ -428,7 +428,9 @@ class CacheManager:
         if kind not in self._logged:
             self._logged.add(kind)
             log.error(
-                "namespace=%.80s was not opened, so its requests get no drafts from it (logged once): %s", name, error
+                "namespace=%.80s was not opened (logged once): %s. Its requests get no drafts from its cache",
+                name,
+                error,
             )
 
     def _run(self) -> None:

@@ -498,9 +498,9 @@ class DurableSegments:
         if not self._is_outage:
             self._is_outage = True
             log.error(
-                "cache namespace=%s: %s: %s. Requests are served as before. New text stays in memory, and a restart "
-                "loses it, until the directory can be written again; this is retried every %.0f s. Free disk space, or "
-                "mount the directory writable",
+                "cache namespace=%s: %s: %s. Requests are served as before. New text stays in memory, and a "
+                "restart loses it. Writing is retried every %.0f s: free disk space, or mount the directory "
+                "writable",
                 self._name,
                 what,
                 error,

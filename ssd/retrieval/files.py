@@ -346,14 +346,14 @@ def _from_json(content: Any) -> Manifest:
         shared=content.get("shared"),  # any JSON: ``Checkpoint.from_json`` validates it
     )
     if not all(map(is_segment_id, manifest.segment_ids)):
-        raise ValueError("it has an invalid segment id")
+        raise ValueError("the manifest has an invalid segment id")
     if len(set(manifest.segment_ids)) < len(manifest.segments):
-        raise ValueError("it names a segment twice")
+        raise ValueError("the manifest names a segment twice")
     if not (isinstance(manifest.fingerprint, str) and isinstance(manifest.namespace, str)):
-        raise ValueError("its fingerprint or its namespace is missing")
+        raise ValueError("the manifest has no fingerprint or no namespace")
     for number in (manifest.generation, manifest.next_position):
         if type(number) is not int or not 0 <= number <= MAX_POSITION:
-            raise ValueError("it has invalid numbers")
+            raise ValueError("the manifest has invalid numbers")
     return manifest
 
 
@@ -383,7 +383,7 @@ def parse_checked_json(name: str, text: bytes) -> Any:
     if version != MANIFEST_FORMAT and type(version) is int and MANIFEST_FORMAT < version <= MAX_FORMAT:
         raise _NewerFormat(version)
     if not is_whole or version != MANIFEST_FORMAT:
-        raise ValueError("its checksum does not match")
+        raise ValueError("the checksum does not match")
     return {key: value for key, value in content.items() if key != "format"}
 
 

@@ -83,7 +83,8 @@ class NamespaceEntry:
                         cache.append(tokens, prompt_length=prompt_length)
                     if self._num_lost_tokens:
                         error = TimeoutError(
-                            f"{self._num_lost_tokens} tokens did not fit into the buffer for text that arrived"
+                            f"{self._num_lost_tokens} tokens did not fit into the buffer that holds text "
+                            "until the cache is open"
                         )
                         cache.report_failure("some text that arrived while the cache was opened was not stored", error)
                     self._waiting.clear()

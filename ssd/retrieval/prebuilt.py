@@ -53,8 +53,8 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
         return
     if wanted > free:
         raise StoreUnavailable(
-            f"{path} requires {wanted / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free: free some, or "
-            "shrink the cache with `ssd-cache prune`"
+            f"{path} requires {wanted / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free: free "
+            "memory, or shrink the cache with `ssd-cache prune`"
         )
 
 

@@ -72,7 +72,9 @@ def _find_sorter() -> Callable[[int, int, int], int]:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32]
         function.restype = ctypes.c_int32
         return function
-    raise ImportError("pydivsufsort is installed without its libdivsufsort.so: install it from its wheel")
+    raise ImportError(
+        "pydivsufsort is installed without its file libdivsufsort.so: install the wheel of pydivsufsort again"
+    )
 
 
 _divsufsort = _find_sorter()

@@ -340,7 +340,7 @@ def _numbers_in_words(messages: Sequence[Message], told: Sequence[Message]) -> l
 def _left_out_error(losses: Sequence[Loss], param: str) -> RequestError:
     named = ", ".join(map(str, losses[:5])) + (f" and {len(losses) - 5} more" if len(losses) > 5 else "")
     return RequestError(
-        f"the chat template has no place for {named}: omit this part, send it as a message of the user, or give "
+        f"the chat template has no place for {named}: omit this part, send it in a user message, or give "
         "another chat template (--chat-template FILE)",
         param=param,
     )
@@ -441,7 +441,9 @@ def encode_bad_words(codec: TextCodec, words: Sequence[str]) -> tuple[tuple[int,
     for word in words:
         alone, spaced = (tuple(codec.encode_completion(text)) for text in (word.lstrip(), " " + word.lstrip()))
         if not alone:
-            raise RequestError(f"bad_words has {quote_value(word)}, which has no tokens: omit it", param="bad_words")
+            raise RequestError(
+                f"bad_words has the entry {quote_value(word)}, which has no tokens: omit this entry", param="bad_words"
+            )
         found[alone] = None
         # If the space is a token of its own, the word alone is found after it.
         if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):

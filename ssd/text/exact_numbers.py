@@ -79,7 +79,10 @@ class ExactRules:
             allowed = [value for value in values if _is_within(node, value)]
             if allowed:
                 return " | ".join(map(self._literal, allowed))
-            raise SchemaError(f"no value of the enum at {at or '/'} satisfies the other keywords there")
+            raise SchemaError(
+                f"no value of the enum at {at or '/'} satisfies the other keywords of this schema: correct the enum "
+                "or the keywords"
+            )
         if keys <= {"anyOf"}:
             return " | ".join(self.rule(each, f"{at}/anyOf/{number}") for number, each in enumerate(node["anyOf"]))
         kind = types_of(node)
@@ -88,7 +91,10 @@ class ExactRules:
         if kind == {"array"} and keys <= {"type", "items", "minItems", "maxItems"}:
             return self._array(node, at)
         names = ", ".join(sorted(keys - {"type"}))
-        raise SchemaError(f"the schema at {at or '/'} has numbers beyond 2^53, which cannot be combined with {names}")
+        raise SchemaError(
+            f"the schema at {at or '/'} has numbers beyond 2^53, which cannot be combined with {names}: omit "
+            f"{names}, or use smaller numbers"
+        )
 
     def _object(self, node: dict[str, Any], at: str) -> str:
         properties, required = node.get("properties", {}), node.get("required", [])

@@ -153,7 +153,7 @@ class GrammarCompiler:
             ) from None
         if not self._eos_token_ids:
             raise RequestError(
-                f"{output.param} needs a tokenizer with an end-of-text token, and this model's has none",
+                f"{output.param} needs an end-of-text token, but this model's tokenizer has none: omit {output.param}",
                 param=output.param,
             )
         try:
@@ -240,7 +240,7 @@ def _grammars_of(output: StructuredOutput, token_names: Mapping[str, str]) -> li
         try:
             return [_json_entry(prepare_schema(json.loads(output.source)))]
         except RecursionError:
-            raise ValueError("the schema is nested too deeply") from None
+            raise ValueError("the schema is nested too deeply: use fewer levels") from None
     if output.kind == "regex":
         (entry,) = json.loads(LLMatcher.grammar_from_regex(output.source))["grammars"]
         return [entry]

@@ -148,7 +148,10 @@ def _bounded(tokenizer: Any) -> Any:
                 names = [piece["SpecialToken"]["id"] for piece in part.get("single", ()) if "SpecialToken" in piece]
                 growth += sum(len(special[name]["ids"]) for name in names if name in special)
         if growth > _MAX_GROWTH:
-            raise ValueError(f"the {name} in tokenizer.json makes a text more than {_MAX_GROWTH} times as long")
+            raise ValueError(
+                f"the {name} in tokenizer.json can make a text more than {_MAX_GROWTH} times as long: use another "
+                "tokenizer"
+            )
     return tokenizer
 
 

@@ -133,7 +133,7 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
         text = json.dumps(schema, allow_nan=False, ensure_ascii=False)
         made: Any = json.loads(text.encode())
         if made is False:
-            raise SchemaError("the schema false allows no value")
+            raise SchemaError("no value satisfies the schema false: give an object, or true")
         if made is True:
             made = {}
         preparation = _Preparation(made, strict)
@@ -142,13 +142,13 @@ def prepare_schema(schema: Schema, *, strict: bool = True) -> dict[str, Any]:
         closed: dict[str, Any] = close_objects(made)
         return closed
     except RecursionError:
-        raise SchemaError("the schema is nested too deeply") from None
+        raise SchemaError("the schema is nested too deeply: use fewer levels") from None
     except SchemaError:
         raise
     except UnicodeEncodeError:
-        raise SchemaError("the schema has half of a surrogate pair, which is no character") from None
+        raise SchemaError("the schema contains half of a surrogate pair, which is not a character: remove it") from None
     except ValueError:
-        raise SchemaError("the schema has a number that is not finite") from None
+        raise SchemaError("the schema has a number that is not finite (NaN or infinity): use finite numbers") from None
 
 
 def children(node: Mapping[str, Any], at: str) -> Iterator[tuple[Schema, str]]:
@@ -526,7 +526,8 @@ class _Preparation:
         self._num_pairs += sum(len(node.get(key, [])) ** 2 for key in ("anyOf", "oneOf"))
         if self._num_pairs > _MAX_PAIRS:
             raise SchemaError(
-                "it has too many branches in anyOf and oneOf: a single list may have 256 branches, several lists fewer"
+                "the schema has too many branches in anyOf and oneOf: use at most 256 branches in a single list, "
+                "and fewer if there are several lists"
             )
         if "oneOf" not in node or "anyOf" in node:
             return

@@ -69,7 +69,8 @@ class SpecialTokens:
         self._marked_tokens = lru_cache(maxsize=8)(self._find_marked_tokens)
         if len(self._ids) > 0x110000 - _SENTINELS:
             raise ModelError(
-                f"the tokenizer has {len(self._ids)} special tokens, at most {0x110000 - _SENTINELS} can be used"
+                f"the tokenizer has {len(self._ids)} special tokens, but at most {0x110000 - _SENTINELS} are "
+                "supported: use another tokenizer"
             )
         secret = "".join(chr(_SENTINELS - 1 - secrets.randbelow(0xFFFE)) for _ in range(8))
         # 128 random bits and a number for each added token; drawn here because threads may race for the first use.
@@ -258,13 +259,15 @@ def _unused_characters(*texts: str) -> Marks:
     free = [chr(point) for point in _PRIVATE if chr(point) not in taken][:2]
     if len(free) < 2:
         raise RequestError(
-            "messages contain every private code point of Unicode, but SSD needs two: leave some out", param="messages"
+            "messages contain all private-use characters of Unicode, but SSD needs two of them: remove some of "
+            "these characters",
+            param="messages",
         )
     return Marks(*free)
 
 
 def _special_token_error() -> RequestError:
     return RequestError(
-        "messages contain a special token of this model, which its tokenizer cannot encode as text: leave it out",
+        "messages contain a special token of this model that its tokenizer cannot encode as text: remove the token",
         param="messages",
     )

@@ -137,7 +137,7 @@ def test_damaged_small_files_end_no_start_and_hide_no_cache_or_are_named(
         assert ask(port, "DELETE", "/v1/cache", headers=KEY).json["deleted"]
         assert not path.exists()
         stopped(process)
-    assert "is restored from a directory name" in capfd.readouterr().err
+    assert "was recovered from the name" in capfd.readouterr().err
 
 
 def test_no_deletion_is_answered_while_a_cache_that_nobody_can_name_lies_there(

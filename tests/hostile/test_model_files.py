@@ -45,7 +45,7 @@ BOMBS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda t: t["added_tokens"].extend(
             {**t["added_tokens"][0], "id": 5000 + i, "content": f"<|z{i}|>"} for i in range(200_000)
         ),
-        "special tokens, at most",
+        "special tokens, but at most",
     ),
     "merges of what is no token": (lambda t: t["model"].update(merges=[["aaaaaaaa", "bbbb"]] * 10**5), "vocabulary"),
     "deep nesting": (lambda t: NESTED, "recursion"),

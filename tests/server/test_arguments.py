@@ -98,7 +98,7 @@ def test_the_word_serve_and_the_option_model_are_understood() -> None:
         (("--kv-cache-memory-bytes", "4Q"), "4GiB"),
         (("--max-model-len", "1.5K5"), "32k"),
         (("--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
-        (("--allowed-origins", "*", "--allow-credentials"), "name the origins"),
+        (("--allowed-origins", "*", "--allow-credentials"), "list the allowed origins"),
         (("--allowed-origins", "[1]"), "strings"),
         (("--obfuscation", "always", "--per-request-spec-decode-metrics", "summary"), "omit one"),
         (("--allowed-origins", '["a'), "JSON"),

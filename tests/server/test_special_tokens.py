@@ -166,7 +166,7 @@ def test_attributes_of_tokens_hold() -> None:
 def test_what_cannot_be_kept_apart_is_refused() -> None:
     codec = codec_with(template=TEMPLATE)
     every = "".join(map(chr, range(0xE000, 0xF900)))
-    with pytest.raises(RequestError, match="private code point"):
+    with pytest.raises(RequestError, match="private-use character"):
         codec.encode_chat([{"role": "user", "content": every + SPELLED}])
     assert codec.encode_chat([{"role": "user", "content": every}])
 
@@ -176,13 +176,13 @@ def test_what_cannot_be_kept_apart_is_refused() -> None:
     assert codec.encode_chat([{"role": "user", "content": "abc"}])[-1] == 1
     ids = codec.encode_chat([{"role": "user", "content": "is x <"}])  # it ends as a token begins, and is none
     assert ids == slow.encode("is x <</s>", add_special_tokens=False)
-    with pytest.raises(RequestError, match="leave it out"):
+    with pytest.raises(RequestError, match="remove the token"):
         codec.encode_chat([{"role": "user", "content": "</"}], chat_template="{{ messages[0].content }}s>")
     words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = codec_with(AddedToken("</s>", special=True), base=words, template="{{ messages[0].content }}</s>")
     for one in (codec, made):  # no tokenizer of Rust's; a model that has the token as a word
-        with pytest.raises(RequestError, match="leave it out") as error:
+        with pytest.raises(RequestError, match="remove the token") as error:
             one.encode_chat([{"role": "user", "content": "a </s> b"}])
         assert error.value.param == "messages"
 

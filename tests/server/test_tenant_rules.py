@@ -367,7 +367,8 @@ def test_a_lost_secret_is_not_made_anew_where_tenants_have_caches(rules: Path, t
     home = tmp_path / "cache"
     path = taught(opened(rules, directory=home), home)
     with pytest.raises(
-        ConfigError, match=rf"secret is missing, and 1 cache\(s\).*{path.name}.*cannot be found.*inspect"
+        ConfigError,
+        match=rf"secret is missing\. Without this secret, 1 cache\(s\).*{path.name}.*cannot be found.*inspect",
     ):
         load_or_create_secret(home)
     assert not (home / ".ssd" / "secret").exists()
@@ -422,7 +423,7 @@ def test_a_lost_number_of_deletions_hides_no_cache_and_keeps_none_from_its_delet
         tenants = opened(rules, directory=tmp_path)
         use = tenants.cache_use(account_of(tenants, "alices-key"), "default", None)
         assert tmp_path / (use.namespace or "") == path
-        assert "deletions of tenant alice was lost and is restored" in caplog.text
+        assert "deletions of tenant alice was lost, and was recovered" in caplog.text
     assert tenants.delete_cache("alice")["deleted"] and not path.exists()
 
 
@@ -449,7 +450,7 @@ def test_a_deletion_that_was_broken_off_is_ended_by_the_next_start_or_the_next_d
     )
     tenants = opened(rules, directory=tmp_path)
     tenants.sweep()
-    assert old.exists() and "the next deletion removes them" in caplog.text  # or the number is wrong
+    assert old.exists() and "next deletion of the tenant's cache removes" in caplog.text  # or the number is wrong
     new = taught(tenants, tmp_path)
     tenants = opened(rules, directory=tmp_path)
     tenants.sweep()

@@ -299,7 +299,8 @@ class CudaGraphRunner:
             self._graphs.clear()
             self.failure = first_line(failure)
             log.warning(
-                "CUDA graphs are disabled, so forward passes are slower: the capture of %s failed: %s",
+                "CUDA graphs are disabled, because the capture of %s failed: %s. Forward passes are slower, but "
+                "correct",
                 shape,
                 self.failure,
             )
@@ -365,7 +366,8 @@ class CapturedMoves:
         except Exception as failure:  # moving layer by layer is right in any case
             self._has_failed = True
             log.warning(
-                "accepted KV entries of draft trees are moved layer by layer, without a CUDA graph: %s",
+                "the CUDA graph that moves accepted KV entries of draft trees failed: %s. The entries are moved "
+                "layer by layer, which is slower, but correct",
                 first_line(failure),
             )
             return False

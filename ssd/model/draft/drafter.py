@@ -285,8 +285,8 @@ def load_draft_model(
     vocab_size: int = model.config.get_text_config().vocab_size
     if vocab_size < codec.vocab_size:
         raise ModelError(
-            f"draft model {str(name_or_path)!r} scores {vocab_size} tokens, but its tokenizer has {codec.vocab_size}: "
-            "its files do not belong together. Download it again"
+            f"draft model {str(name_or_path)!r} scores {vocab_size} tokens, but its own tokenizer has "
+            f"{codec.vocab_size}, so its files do not belong together: download the draft model again"
         )
     limit = model_limit(model)
     draft_target = open_target(

@@ -110,17 +110,20 @@ _FIELDS = (
 def _llama_config(config: Config, target: PreTrainedModel) -> LlamaConfig:
     """Return a draft head's Llama configuration; raises ModelError if it is invalid or has more than one layer."""
     if (read_positive(config, "head_dim") or 1) > _MAX_HEAD_DIM:
-        raise ModelError(f"its head_dim is {config['head_dim']}, the maximum is {_MAX_HEAD_DIM}: use another head")
+        raise ModelError(
+            f"the head's head_dim is {config['head_dim']}, but at most {_MAX_HEAD_DIM} is supported: use another head"
+        )
     if read_positive(config, "num_hidden_layers") not in (None, 1):
         raise ModelError(
-            "it has several layers (num_hidden_layers), but only heads with one layer are supported: use such a head"
+            "the head has several layers (num_hidden_layers), but only heads with one layer are supported: use "
+            "such a head"
         )
     fields: dict[str, Any] = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     fields.setdefault("hidden_size", target.config.get_text_config().hidden_size)
     try:
         found = LlamaConfig(**json.loads(json.dumps(fields)), num_hidden_layers=1)
     except Exception as failure:
-        raise ModelError(f"its config.json cannot be read: {first_line(failure)}") from failure
+        raise ModelError(f"the head's config.json cannot be read: {first_line(failure)}") from failure
     found._attn_implementation = ATTENTION_NAME
     return found
 
@@ -148,19 +151,19 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     if names:  # speculators
         inner, listed = config.get("transformer_layer_config"), config.get("eagle_aux_hidden_state_layer_ids") or None
         if not isinstance(inner, dict):
-            raise ModelError("its config.json lacks transformer_layer_config: download the head again")
+            raise ModelError("the head's config.json lacks transformer_layer_config: download the head again")
         layer = inner
         if config.get("norm_before_fc"):
             raise ModelError(
-                "it normalizes hidden states before it fuses them (norm_before_fc), which is not supported: use "
-                "another head"
+                "the head normalizes hidden states before it fuses them (norm_before_fc), and SSD does not support "
+                "this: use another head"
             )
         config = {"vocab_size": layer.get("vocab_size"), "norm_before_residual": True, **config}
     require_same(config, target, ("vocab_size",))
     if (wide := read_positive(config, "target_hidden_size")) not in (None, own.hidden_size):
         raise ModelError(
-            f"it was made for another model: its config.json says target_hidden_size {wide}, the model has "
-            f"{own.hidden_size}. Use the head that was trained for this model"
+            f"the head was made for another model: its config.json says target_hidden_size {wide}, but this "
+            f"model has {own.hidden_size}. Use the head that was trained for this model"
         )
     shape = _llama_config({**layer, "vocab_size": own.vocab_size}, target)
     mapping, made = _draft_to_target(tensors, own.vocab_size), {}
@@ -168,7 +171,8 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
         made["draft_to_target"] = mapping
         if (wanted := read_positive(config, "draft_vocab_size")) not in (None, len(mapping)):
             raise ModelError(
-                f"draft_vocab_size is {wanted}, but d2t has {len(mapping)} entries: download the head again"
+                f"the head's draft_vocab_size is {wanted}, but its tensor d2t has {len(mapping)} entries: download "
+                "the head again"
             )
     embed = _embeddings(tensors, target, shape)
     layers = _feature_layers(target, listed, 0 if names else 1)
@@ -184,7 +188,7 @@ def _eagle3(config: Config, tensors: Tensors, target: PreTrainedModel, _: Matche
     theirs = {name.replace("midlayer.", names.get("midlayer.", "midlayer.")) for name in shapes_of(head)}
     unknown = {name for name in set(tensors) - theirs - _UNREAD if "rotary" not in name}
     if unknown:
-        raise ModelError(f"it has unsupported tensors, {', '.join(sorted(unknown)[:4])}: use another head")
+        raise ModelError(f"the head has unsupported tensors ({', '.join(sorted(unknown)[:4])}): use another head")
     return _fill_head(head, tensors, names, target, **made)
 
 
@@ -194,12 +198,12 @@ def _draft_to_target(tensors: Tensors, vocab_size: int) -> torch.Tensor | None:
         return None
     offsets = tensors["d2t"]
     if offsets.ndim != 1 or offsets.dtype.is_floating_point or not len(offsets):
-        raise ModelError("its tensor d2t is not a list of integers: download the head again")
+        raise ModelError("the head's tensor d2t is not a list of integers: download the head again")
     token_ids = offsets.to(torch.int64) + torch.arange(len(offsets))
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocab_size:
         raise ModelError(
-            f"its tensor d2t has token ids outside 0..{vocab_size - 1}: it was made for a model with another "
-            "vocabulary. Use the head that was trained for this model"
+            f"the head's tensor d2t has token ids outside 0..{vocab_size - 1}, so the head was made for a model "
+            "with another vocabulary. Use the head that was trained for this model"
         )
     return token_ids
 
@@ -218,8 +222,8 @@ def _embeddings(
             return lambda token_ids: torch.nn.functional.embedding(token_ids, weight)
     elif shape.hidden_size != hidden_size:
         raise ModelError(
-            f"its layer has hidden_size {shape.hidden_size}, the model {hidden_size}, "
-            f"and it has no {_EMBED} of its own: it was made for another model, or some of its files are missing"
+            f"the head's layer has hidden_size {shape.hidden_size}, but the model has {hidden_size}, and the "
+            f"head has no tensor {_EMBED}. The head was made for another model, or some of its files are missing"
         )
     return lambda token_ids: target.get_input_embeddings()(token_ids)
 
@@ -234,8 +238,8 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
     if listed is None:
         if count < 6:
             raise ModelError(
-                f"config.json does not say which layers the head reads, and {count} layers are too few for the usual "
-                "choice. Use the head that was trained for this model"
+                f"the head's config.json does not say which layers the head reads, and {count} model layers are too "
+                "few for the default choice. Use the head that was trained for this model"
             )
         return 2, count // 2, count - 3
     if (
@@ -244,7 +248,8 @@ def _feature_layers(target: PreTrainedModel, listed: Any = None, before: int = 0
         or not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 1 << 15 for index in listed)
     ):
         raise ModelError(
-            "eagle_aux_hidden_state_layer_ids in config.json is not a list of layers: download the head again"
+            "eagle_aux_hidden_state_layer_ids in the head's config.json is not a list of layers: download the "
+            "head again"
         )
     return tuple(before + index for index in listed)
 
@@ -378,7 +383,7 @@ def run_head(head: Head, target: PreTrainedModel) -> list[torch.Tensor]:
     rows = SlotRows.build(cache, [0], _LENGTH, device)
     logits, following = head(torch.zeros_like(rows.positions), features, rows.positions, slot_rows=rows)
     if head.attends and not cache.bytes_per_token:
-        raise TypeError("its layers do not use slot attention")
+        raise TypeError("the head's layers do not use slot attention")
     return [each for each in (features, logits, following) if each.numel()]
 
 
@@ -405,7 +410,7 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
         head = layout.build(config, tensors, model, matches).eval().requires_grad_(False)
         run_head(head, model)
     except Exception as error:  # from an architecture or an unusual configuration
-        why = f"it cannot be used with {type(model).__name__}: {first_line(error)[:200]}. Download it again"
+        why = f"the head cannot be used with {type(model).__name__}: {first_line(error)[:200]}. Download the head again"
         why = str(error) if isinstance(error, ModelError) else why
         raise ModelError(f"draft head {str(name_or_path)!r}, {layout.name}: {why}") from error
     if model.device.type == "cpu":

@@ -323,7 +323,9 @@ def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         decoder = model.get_decoder()
         layers, norm = list(decoder.layers), decoder.norm
     except Exception as failure:  # from an architecture with another structure, which has no MTP module
-        raise ModelError(f"{refused}: the structure of its layers is unknown ({first_line(failure)})") from failure
+        raise ModelError(
+            f"{refused}: the structure of the model's layers is unknown ({first_line(failure)})"
+        ) from failure
     for module in decoder.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = 0
@@ -335,5 +337,5 @@ def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
         if kind in (None, "full_attention")
     ]
     if not found:
-        raise ModelError(f"{refused}: none of its layers attends to the whole text")
+        raise ModelError(f"{refused}: none of the model's layers has full attention")
     return found[::-1]

@@ -35,7 +35,7 @@ def find_directory(name_or_path: str | Path, hub: HubOptions | None = None) -> P
     if path.is_dir():
         return path
     if path.exists():
-        raise ModelError(f"draft head {str(path)!r} is a file. {_ADVICE}")
+        raise ModelError(f"draft head {str(path)!r} is a file, not a directory. {_ADVICE}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -91,7 +91,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             try:
                 return torch.stack([torch.cat([self[part] for part in each]) for each in parts])
             except RuntimeError as error:
-                raise ModelError(f"its experts of {name} differ in shape: download the head again") from error
+                raise ModelError(f"the head's experts of {name} differ in shape: download the head again") from error
         path = self._paths[name]
         try:
             with safe_open(path, "pt") as file:
@@ -138,7 +138,8 @@ def read_positive(config: Config, name: str) -> int | None:
     value: Any = config.get(name)
     if value is not None and (type(value) is not int or not 1 <= value < 1 << 31):
         raise ModelError(
-            f"{name} in its config.json must be a positive integer, got {str(value)[:40]!r}: download the head again"
+            f"{name} in the head's config.json must be a positive integer, got {str(value)[:40]!r}: download "
+            "the head again"
         )
     return value
 
@@ -150,7 +151,7 @@ def require_same(config: Config, target: PreTrainedModel, fields: Iterable[str])
         wanted, found = getattr(own, field, None), read_positive(config, field)
         if found is not None and wanted is not None and found != wanted:
             raise ModelError(
-                f"it was made for another model: its config.json says {field} {found}, the model has "
+                f"the head was made for another model: its config.json says {field} {found}, but this model has "
                 f"{wanted}. Use the head that was trained for this model"
             )
 
@@ -162,12 +163,12 @@ def read_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> dic
     for name, tensor in found.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             raise ModelError(
-                f"its tensor {name} is quantised to {tensor.dtype}, which is not supported: use another head"
+                f"the head's tensor {name} is quantised to {tensor.dtype}, which is not supported: use another head"
             )
         if tensor.shape != shapes[name]:
             raise ModelError(
-                f"its tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}: it was "
-                "made for another model, or its files do not belong together"
+                f"the head's tensor {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes[name])}: use "
+                "the head that was trained for this model, or download it again"
             )
     return found
 
@@ -177,8 +178,8 @@ def require_tensors(names: Collection[str], wanted: Iterable[str]) -> None:
     if absent:
         listed = ", ".join(absent[:_NAMED]) + (" ..." if len(absent) > _NAMED else "")
         raise ModelError(
-            f"it lacks {len(absent)} of its tensors, {listed}: some of its files are missing, or it was "
-            "made for another kind of model. Download it again"
+            f"the head lacks {len(absent)} of its tensors ({listed}): some of its files are missing, or it was "
+            "made for another kind of model. Download the head again"
         )
 
 

@@ -53,8 +53,8 @@ class HiddenStateTap:
         for layer in sorted(set(layers)):
             if not FINAL <= layer <= len(found):
                 raise ModelError(
-                    f"the draft head reads the output of layer {layer}, but {type(model).__name__} has {len(found)}: "
-                    "the head was made for another model"
+                    f"the draft head reads the output of layer {layer}, but {type(model).__name__} has only "
+                    f"{len(found)} layers: use the head that was trained for this model"
                 )
             if layer == 0:
                 self._hooks.append(found[0].register_forward_pre_hook(self._before_all, with_kwargs=True))

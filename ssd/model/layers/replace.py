@@ -102,7 +102,7 @@ def replace_layers(
         reason = "the model reads the weights of its layers directly"
     except Exception as failure:  # from a compiler, for example
         reason = f"a forward pass with the faster layers fails ({first_line(failure)})"
-    log.warning("the layers of %s are not replaced by faster ones: %s", type(model).__name__, reason)
+    log.warning("%s keeps its original layers, which are slower than SSD's: %s", type(model).__name__, reason)
     for parent, name, make_original in replaced:
         setattr(parent, name, make_original())
     return False

@@ -73,8 +73,8 @@ class Adapters:
                 error, reason = float("inf"), first_line(failure)
             if not error < tolerance:
                 raise ModelError(
-                    f"{type(model).__name__} with adapter {one or other!r} does not reproduce peft's logits: "
-                    f"{reason}: {MERGE}"
+                    f"{type(model).__name__} does not reproduce peft's logits with adapter {one or other!r} "
+                    f"({reason}): {MERGE}"
                 )
 
 
@@ -124,8 +124,9 @@ def _load_with_peft(model: PreTrainedModel, paths: Mapping[str, str]) -> Any:
         missing = [key for key in result.missing_keys if f".{name}." in key]
         if missing or result.unexpected_keys:
             raise ModelError(
-                f"adapter {name!r} of {path} was made for another model: {len(missing)} of its weights are missing, "
-                f"{len(result.unexpected_keys)} are not used by the model"
+                f"adapter {name!r} of {path} was made for another model: the adapter lacks {len(missing)} weights, "
+                f"and has {len(result.unexpected_keys)} weights that the model does not use. Use an adapter of this "
+                "model"
             )
     return wrapped.eval()
 
@@ -142,7 +143,9 @@ def _require_lora(name: str, config: Any) -> None:
 def _lora_weights(path: str, layer: Any) -> dict[str, LoraWeights]:
     if type(layer.get_base_layer()) is not torch.nn.Linear or layer.lora_embedding_A:
         kind = type(layer.get_base_layer()).__name__
-        raise ModelError(f"an adapter changes {path}, a {kind}: only adapters of linear layers are supported")
+        raise ModelError(
+            f"an adapter changes {path}, a {kind}, but only adapters of linear layers are supported: {MERGE}"
+        )
     return {
         name: LoraWeights(down.weight.detach(), layer.lora_B[name].weight.detach(), float(layer.scaling[name]))
         for name, down in layer.lora_A.items()

@@ -63,14 +63,14 @@ def faster_type(model: PreTrainedModel) -> torch.dtype:
             packed = PackedLinear(weight.to(dtype), None)
             packed.rows = find_invariant_shapes(packed.product, size, tried, dtype)
             if dtype == torch.bfloat16 and not packed.rows.is_exact:
-                log.info("using float32, because bfloat16 is not batch-invariant on this machine")
+                log.info("the model computes in float32, because bfloat16 is not batch-invariant on this machine")
                 return torch.float32
             took = sum(seconds_of(packed, torch.zeros(width, size, dtype=dtype)) for width in _WIDTHS)
             seconds[dtype] += took * len(layers) * num_outputs / tried
     share = seconds[torch.bfloat16] / seconds[torch.float32]
     found = torch.bfloat16 if share < _WORTH else torch.float32
     log.info(
-        "using %s: linear layers in the checkpoint's bfloat16 take %.2f times as long as in float32",
+        "the model computes in %s: on this machine, linear layers in bfloat16 take %.2f times as long as in float32",
         str(found).removeprefix("torch."),
         share,
     )
@@ -95,12 +95,15 @@ def fix_rope(model: PreTrainedModel, max_length: int | None) -> int | None:
         return max_length
     if max_length is None:
         log.warning(
-            "max_model_len is %d: with a larger value, LongRoPE would change the outputs of short texts too", original
+            "max_model_len is limited to %d, because LongRoPE would also change the outputs of short texts "
+            "with a larger value. Set max_model_len to allow longer texts",
+            original,
         )
         return original
     if max_length > original:
         log.warning(
-            "max_model_len %d exceeds %d, so all texts, also short ones, use LongRoPE's frequencies for long texts",
+            "max_model_len %d exceeds %d, so LongRoPE's frequencies for long texts apply to all texts, and "
+            "change the outputs of short texts. Lower max_model_len to prevent this",
             max_length,
             original,
         )
@@ -263,7 +266,7 @@ def open_target(
         log.warning("%s", slots.shortage)
     held, kv_bytes = weight_bytes(model), slots.num_slots * (slots.max_length + extra) * bytes_per_token
     log.info(
-        "%s takes %.2f GB: weights %.2f, KV cache of %d sequences of %d tokens %.2f",
+        "%s takes %.2f GB: %.2f GB of weights and a KV cache (%d sequences of %d tokens) of %.2f GB",
         type(model).__name__,
         (held + kv_bytes) / 1e9,
         held / 1e9,
@@ -274,9 +277,11 @@ def open_target(
     if found.kind is not SlotRunner:
         how = f"{type(model).__name__} uses the runner {found.kind.backend!r} ({found.reason})"
         if adapters:
-            raise ModelError(f"{how}, which does not support LoRA adapters: {MERGE}")
+            raise ModelError(f"{how}. This runner does not support LoRA adapters: {MERGE}")
         if tapped is not None:
-            raise ModelError(f"{how}, whose hidden states a draft head cannot read: omit the draft head")
+            raise ModelError(
+                f"{how}. With this runner, a draft head cannot read the model's hidden states: omit the draft head"
+            )
         log.warning("%s", how)
         other: Target = found.kind(model, slots.num_slots, slots.max_length)
         verify_batch_invariance(other, batch_invariant)

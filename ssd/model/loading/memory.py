@@ -84,8 +84,8 @@ def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
     usable = int(total * utilization) - max(0, total - free)
     if usable <= 0:
         raise ModelError(
-            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are already in use, more than "
-            f"--gpu-memory-utilization {utilization} allows: raise it, or free memory"
+            f"{max(0, total - free) / 1e9:.1f} of {total / 1e9:.1f} GB of {device} are already in use, more "
+            f"than --gpu-memory-utilization {utilization} allows: raise this option, or free memory"
         )
     return usable
 

@@ -41,16 +41,16 @@ def replace_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor])
     """
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise ModelError(
-            "weights cannot be replaced while LoRA adapters are loaded, which belong to the current weights: "
-            "load the model without adapters"
+            "weights cannot be replaced while LoRA adapters are loaded, because the adapters belong to the "
+            "current weights: load the model without adapters"
         )
     groups = list(_weight_groups(model))
     selected = [[_select_weight(place, weights) for place in places] for places, _put in groups]
     known = {name for places, _ in groups for place in places for name in place.names}
     if unknown := sorted(weights.keys() - known):
         raise ModelError(
-            f"{type(model).__name__} has no weight {unknown[0]}: give the state_dict of a model of this architecture, "
-            "without a wrapper's prefix"
+            f"{type(model).__name__} has no weight {unknown[0]}: give the state_dict of this architecture, "
+            "without the prefix of a wrapper such as torch.compile"
         )
     with one_thread_if_small(model):  # as when it was loaded, so that layers get the same layout
         for (_places, put), found in zip(groups, selected, strict=True):
@@ -64,13 +64,14 @@ def _select_weight(place: StoredWeight, weights: Mapping[str, torch.Tensor]) -> 
     found = weights[name].detach()
     if (tuple(found.shape), found.dtype) != (place.shape, place.dtype):
         raise ModelError(
-            f"the new weight {name} is {_describe(tuple(found.shape), found.dtype)}, and the model's is "
+            f"the new weight {name} is {_describe(tuple(found.shape), found.dtype)}, but the model's weight is "
             f"{_describe(place.shape, place.dtype)}: give weights of the same shape and dtype"
         )
     for other in place.names:
         if other != name and other in weights and not _is_same(found, weights[other]):
             raise ModelError(
-                f"the new weights {name} and {other} differ, but the model shares one weight for both: give equal ones"
+                f"the new weights {name} and {other} differ, but the model shares one weight for both: give equal "
+                "weights"
             )
     return found
 

@@ -70,7 +70,12 @@ def attach_first_valid(
             if error <= tolerance:
                 log.info("forward passes use %s: relative error %.2g", name, error)
                 return
-            log.warning("%s differ from eager passes and are not used: relative error %.2g", name, error)
+            log.warning(
+                "%s differ from eager passes and are not used (relative error %.2g): forward passes are slower, "
+                "but correct",
+                name,
+                error,
+            )
         # The driver, the compiler or the model may fail; eager passes are right in any case.
         except Exception as failure:
             log.warning("%s cannot be used: %s", name, first_line(failure))

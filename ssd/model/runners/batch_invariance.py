@@ -114,9 +114,9 @@ def verify_batch_invariance(target: Target, wanted: BatchInvariant) -> None:
     differ = str(found["differ"])
     if differ and wanted == "on":
         raise ModelError(
-            f"--batch-invariant on: {type(target.model).__name__} ({target.backend}) does not compute bit-identical "
-            f"logits here: {differ}. "
-            "Omit the option to serve the model with outputs that are equal up to rounding"
+            f"--batch-invariant on: {type(target.model).__name__} ({target.backend}) does not compute "
+            f"bit-identical logits on this machine: {differ}. Omit the option to serve the model with outputs "
+            "that are equal up to rounding"
         )
     if differ and kernels is not None:
         differ += "; --batch-invariant on uses SSD's batch-invariant kernels instead, which verify draft chains only"

@@ -197,12 +197,12 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 def _try_slot_runner(model: PreTrainedModel, expected: list[torch.Tensor], limit: float) -> RunnerChoice:
     if not getattr(model, "_supports_attention_backend", False):
-        raise TypeError("its attention cannot be replaced")
+        raise TypeError("the model's attention cannot be replaced")
     target = SlotRunner(model, PROBE_SLOTS, PROBE_LENGTH, PROBE_WIDTH)
     error = measure_error(target, expected)
     check_windows(target)
     if error >= limit:
-        raise ValueError(f"slot attention differs from its own by {error:.2g}")
+        raise ValueError(f"logits with slot attention differ from the model's own logits by {error:.2g}")
     return RunnerChoice(SlotRunner, bytes_per_token=target.kv_cache.bytes_per_token, tolerance=limit)
 
 

@@ -152,7 +152,7 @@ class RecurrentRunner(SequentialRunner):
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         names = [name for name in _CACHE_NAMES if has_argument(model, name)]
         if not names:
-            raise TypeError("the model's forward has no argument for a state")
+            raise TypeError("the model's forward method has no argument for a cache or state")
         self._state_name = names[0]
         super().__init__(model, num_slots, max_length)
 
@@ -173,7 +173,7 @@ class RecurrentRunner(SequentialRunner):
         output = self.model(input_ids=ids, use_cache=True, **{self._state_name: self._caches[slot]}, **kwargs)
         self._caches[slot] = getattr(output, self._state_name, None)
         if self._caches[slot] is None:
-            raise TypeError("the model returns no state")
+            raise TypeError("the model returns no cache or state")
         logits: torch.Tensor = output.logits[0]
         return logits
 
