@@ -138,7 +138,7 @@ EAGLE3_REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "another hidden size": (lambda path: published.eagle3(path, hidden_size=32), "embed_tokens"),
     "another target": (
         lambda path: published.eagle3(path, target_hidden_size=128),
-        "target_hidden_size 128, the model has 64",
+        "target_hidden_size 128, but this model has 64",
     ),
     "more ids than entries": (lambda path: published.eagle3(path, draft_vocab_size=81), "d2t has 80 entries"),
     "no such layer": (lambda path: published.speculators(path, eagle_aux_hidden_state_layer_ids=[2, 4]), "fc.weight"),
@@ -152,7 +152,7 @@ EAGLE3_REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "several layers": (lambda path: published.eagle3(path, num_hidden_layers=2), "several layers"),
     "normed before": (lambda path: published.speculators(path, norm_before_fc=True), "norm_before_fc"),
-    "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), "tensors, gate.weight"),
+    "unread": (lambda path: published.speculators(path, {"gate.weight": torch.ones(3)}), r"tensors \(gate.weight\)"),
     "missing": (lambda path: published.eagle3(path, {"norm.weight": None}), "norm.weight"),
     "ids outside": (lambda path: published.eagle3(path, {"d2t": torch.full((80,), VOCAB)}), "outside 0..299"),
 }

@@ -268,7 +268,7 @@ def test_rows_of_csv_are_records(name: str, data: bytes, tmp_path: Path, codec: 
         ("python.log", str(CHAT).encode(), ":1: the line is not JSON"),
         ("export.csv", b"prompt,completion\na,b,c\n", "row 1 has more cells"),
         ("export.csv", b'prompt,completion\na,"b\n', "row 1 is not CSV"),
-        ("export.csv", b"a,b\nc,d\n", 'row 1: the record has no usable fields (found: "a", "b")'),
+        ("export.csv", b"a,b\nc,d\n", 'row 1: the record has no usable fields .found: "a", "b"'),
     ],
 )
 def test_what_cannot_be_learned_is_refused_by_name(

@@ -204,8 +204,8 @@ def _ids(value: Any, where: str, codec: TextCodec) -> list[int]:
         raise InputError(f"{where}: token ids must be one list of integers, got {quote_value(value)}")
     if ids.min() < 0 or ids.max() >= codec.vocab_size:
         raise InputError(
-            f"{where}: token ids must be within 0..{codec.vocab_size - 1} for this tokenizer, got "
-            f"{ids.min()}..{ids.max()}"
+            f"{where}: token ids must be within 0..{codec.vocab_size - 1}, got {ids.min()}..{ids.max()}: use "
+            "the tokenizer that produced them"
         )
     found: list[int] = ids.tolist()
     return found
