@@ -332,9 +332,11 @@ class Tenants:
         """Read the operator's files again and return the number of tenants. Raises ConfigError if a file is invalid."""
         tenants = self._read()
         if self.is_closed and not tenants:
-            raise ConfigError("the files no longer contain an API key: the current keys stay valid; add a key")
+            raise ConfigError("the files no longer contain an API key, so the current keys stay valid: add a key")
         if not self.is_closed and tenants:
-            raise ConfigError("the server was started without API keys and ignores new ones: restart it to use them")
+            raise ConfigError(
+                "the server was started without API keys and ignores new keys: restart the server to use the keys"
+            )
         self._replace(tenants)
         return len(tenants)
 
@@ -380,7 +382,8 @@ class Tenants:
         if strangers := [name for name in self._foreign_directories(unknown) if name not in near]:
             failures.append(
                 f"the known caches of tenant {name} are deleted, but {summarize_names(strangers)} in {self._directory} "
-                "belong to another secret or to former tenants, and may contain text of this one: remove them by hand"
+                "belong to another secret or to former tenants, and may contain text of this tenant: remove them "
+                "by hand"
             )
         log.info("the cache of tenant %s was deleted%s", name, f", but {failures[0]}" if failures else "")
         if failures:

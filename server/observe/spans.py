@@ -120,7 +120,9 @@ def _log_once(exporter: SpanExporter, name: str) -> SpanExporter:
             num_lost = 0
         else:
             if not num_lost:
-                log.warning("trace spans do not reach %s; requests are served without tracing", name)
+                log.warning(
+                    "trace spans do not reach %s, so requests are served without tracing: check the collector", name
+                )
             num_lost += len(spans)
         return result
 

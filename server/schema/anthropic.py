@@ -192,7 +192,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
         if value is None or name == "type" or name in _NAMES or name in _HINTS or value in _WITHOUT.get(name, ()):
             continue
         raise RequestError(
-            f"{where} has the field {quote_value(name)}, which is not supported: leave it out", param="tools"
+            f"{where} has the field {quote_value(name)}, which is not supported: omit the field", param="tools"
         )
     if not isinstance(tool.get("input_schema"), Mapping):
         given = quote_value(tool.get("input_schema"))

@@ -166,7 +166,8 @@ class ChatTemplateFields(BaseModel):
             )
         if self.add_special_tokens:
             raise RequestError(
-                "add_special_tokens is not supported with messages, because the chat template adds them: omit it",
+                "add_special_tokens is not supported with messages, because the chat template adds the special "
+                "tokens: omit add_special_tokens",
                 param="add_special_tokens",
             )
         use = self.tool_use()

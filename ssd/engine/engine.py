@@ -150,7 +150,8 @@ class Engine:
         """
         if drafter != "ssd" and (draft_model is not None or draft_head is not None):
             raise ConfigError(
-                f'a draft model or draft head requires the drafter "ssd", got {drafter!r}: use "ssd", or omit it'
+                f'a draft model or draft head requires the drafter "ssd", got {drafter!r}: set the drafter to '
+                '"ssd", or omit the drafter'
             )
         config, draft = config or EngineConfig(), draft or DraftConfig()
         if not draft.num_speculative_tokens:  # they would never be used

@@ -438,7 +438,7 @@ def _log_if_slow(work: Callable[[], None]) -> None:
 
     def log_compilation() -> None:
         if kernel_counts().compiled:
-            log.warning("compiling kernels, which takes a minute or two, once per machine and version")
+            log.warning("compiling kernels: this takes a minute or two, once per machine and version")
 
     timer = Timer(_LOG_AFTER_S, log_compilation)
     timer.daemon = True

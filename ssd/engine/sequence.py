@@ -336,7 +336,8 @@ def open_sequence(
     """
     if request.adapter is not None and request.adapter not in adapters:
         raise RequestError(
-            f"there is no adapter {quote_value(request.adapter)}: use the name of a loaded adapter, or omit it",
+            f"there is no adapter {quote_value(request.adapter)}: use the name of a loaded adapter, or omit the "
+            "adapter",
             param="model",
         )
     _check(
@@ -413,7 +414,7 @@ def _check(
         )
     if sampling.stop and not has_tokenizer:
         raise RequestError(
-            "stop strings need a tokenizer, which this engine does not have: use stop_token_ids", param="stop"
+            "stop strings need a tokenizer, but this engine has none: use stop_token_ids instead", param="stop"
         )
 
 
@@ -429,6 +430,6 @@ def _grammar_of(request: Request, grammars: GrammarCompiler | None) -> GrammarSt
         return None
     if grammars is None:
         raise RequestError(
-            f"{output.param} needs a tokenizer, which this engine does not have: omit it", param=output.param
+            f"{output.param} needs a tokenizer, but this engine has none: omit {output.param}", param=output.param
         )
     return grammars.compile(output, request.tenant)

@@ -386,7 +386,7 @@ def _check_supported(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: Ma
         )
     for name in _OTHER_ASSISTANTS:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise RequestError(f"{name} makes drafts of its own: omit it, or call model.generate", param=name)
+            raise RequestError(f"{name} makes drafts of its own: omit {name}, or call model.generate", param=name)
     config = kwargs.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
         if (kwargs.get(name) or getattr(config, name, None) or 1) != 1:

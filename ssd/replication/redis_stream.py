@@ -158,10 +158,10 @@ def check_entries(entries: Sequence[RawEntry], *, after: bytes) -> None:
     last = id_key(after)
     for entry in entries:
         if type(entry) not in (tuple, list) or len(entry) != 2:
-            raise WrongReplyError("the reply has an element that is no stream entry")
+            raise WrongReplyError("the reply of Redis has an element that is not a stream entry")
         entry_id, fields = entry
         if type(entry_id) is not bytes or not is_entry_id(entry_id) or not (fields is None or type(fields) is dict):
-            raise WrongReplyError("the reply has an element that is no stream entry")
+            raise WrongReplyError("the reply of Redis has an element that is not a stream entry")
         if (place := id_key(entry_id)) <= last:
             raise WrongReplyError("the reply of Redis has entries that are out of order")
         last = place

@@ -295,8 +295,8 @@ class CacheManager:
             return self._make(namespace, directory)
         except OSError as error:
             raise StoreUnavailable(
-                f"the cache directory {path} cannot be used: {error}. Use a writable directory; pass a read-only one "
-                "with --warm"
+                f"the cache directory {path} cannot be used: {error}. Use a writable directory, or pass a read-only "
+                "directory with --warm"
             ) from error
 
     def _make(self, namespace: NamespaceEntry, directory: SegmentDirectory | None) -> NamespaceCache:

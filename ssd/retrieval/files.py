@@ -229,8 +229,8 @@ class DirectoryLock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CacheLocked(
-                f"another process writes {self._path}. Stop it, or use another directory for this process (several "
-                "servers share text through Redis, not through a directory)"
+                f"another process writes {self._path}. Stop that process, or use another directory for this "
+                "process. (Several servers share text through Redis, not through a directory.)"
             ) from None
 
 
@@ -323,8 +323,9 @@ def read_manifest(
         raise SegmentCorrupt(f"{manifest_path} is damaged ({error}). {_ADVICE}") from None
     if fingerprint is not None and manifest.fingerprint != fingerprint:
         raise TokenizerMismatch(
-            f"{path} was made with tokenizer {manifest.fingerprint:.40}, but the current one is {fingerprint}, in "
-            "which its token ids mean other text. Use another directory, or the tokenizer of this one"
+            f"{path} was made with tokenizer {manifest.fingerprint:.40}, but the current tokenizer is "
+            f"{fingerprint}, so the stored token ids would mean other text. Use another directory, or the "
+            "tokenizer of the cache"
         )
     if namespace is not None and manifest.namespace != namespace:
         raise NamespaceMismatch(

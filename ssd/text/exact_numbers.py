@@ -104,7 +104,9 @@ class ExactRules:
             item = f"{self._rule_of(name)} {self._colon} {self.rule(extra, f'{at}/additionalProperties')}"
             return f'"{{" ({item} ({self._comma} {item})*)? "}}"'
         if not {*required} <= properties.keys():
-            raise SchemaError(f"required at {at}/required names keys that are not in properties")
+            raise SchemaError(
+                f"required at {at}/required names keys that are not in properties: add them to properties"
+            )
         items = [
             (f"{_quote(name)} {self._colon} {self.rule(schema, f'{at}/properties/{escape(name)}')}", name in required)
             for name, schema in properties.items()

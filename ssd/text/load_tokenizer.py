@@ -124,8 +124,8 @@ def load_tokenizer(name_or_path: str, hub: HubOptions | None = None) -> Any:
     except Exception as error:  # the libraries' errors have no narrower common base
         if not path.exists():
             raise ModelError(
-                f"no tokenizer for {name_or_path!r}: it is neither a local directory nor a model id that can be "
-                f"downloaded ({unreachable or first_line(error)[:300]})"
+                f"no tokenizer found for {name_or_path!r}: this is neither a local directory nor a model id that "
+                f"can be downloaded ({unreachable or first_line(error)[:300]})"
             ) from error
         raise ModelError(f"the tokenizer in {name_or_path} cannot be loaded: {first_line(error)[:300]}") from error
 

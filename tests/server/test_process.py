@@ -185,7 +185,11 @@ def test_a_server_killed_while_grammars_compile_leaves_its_cache_to_one_of_two_t
         wait_until(lambda: one.poll() is not None or other.poll() is not None, START_S)
         (ended, served, port) = (one, other, second) if other.poll() is None else (other, one, first)
         (complaint,) = (line for line in log.read_text().splitlines() if line.startswith("ssd-serve: error: "))
-        assert ended.returncode == 2 and "another process writes" in complaint and "default. Stop it" in complaint
+        assert (
+            ended.returncode == 2
+            and "another process writes" in complaint
+            and "default. Stop that process" in complaint
+        )
         until_ready(port, served)
         assert cache_tokens(port) >= 40
 

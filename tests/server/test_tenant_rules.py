@@ -382,7 +382,7 @@ def test_caches_that_the_secret_does_not_explain_are_named_and_no_deletion_calls
     tenants = open_tenants(SETTINGS, b"another secret of it", path=rules, cache_directory=home)
     (line,) = [record.getMessage() for record in caplog.records]
     assert path.name in line and "another secret" in line
-    with pytest.raises(ApiError, match=rf"{path.name}.*may contain text of this one") as failure:
+    with pytest.raises(ApiError, match=rf"{path.name}.*may contain text of this tenant") as failure:
         tenants.delete_cache("alice")
     assert failure.value.status == 500 and path.exists()
     (home / ".ssd" / "secret").write_bytes(dump_secret(b"another secret of it"))

@@ -403,8 +403,8 @@ def load_head(name_or_path: str | Path, model: PreTrainedModel, hub: HubOptions 
         some = ", ".join(sorted(names)[:_SHOWN])
         known = "; ".join(each.name for each in LAYOUTS)
         raise ModelError(
-            f"draft head {str(name_or_path)!r} has none of the supported layouts, which are: {known}. It has "
-            f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert it, or omit it"
+            f"draft head {str(name_or_path)!r} has none of the supported layouts ({known}). It has "
+            f"{len(names)} tensors: {some}{' ...' if len(names) > _SHOWN else ''}. Convert the head, or omit it"
         )
     try:
         head = layout.build(config, tensors, model, matches).eval().requires_grad_(False)

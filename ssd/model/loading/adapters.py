@@ -134,7 +134,9 @@ def _load_with_peft(model: PreTrainedModel, paths: Mapping[str, str]) -> Any:
 def _require_lora(name: str, config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
-        raise ModelError(f"adapter {name!r} is of kind {kind}: only LoRA adapters are supported")
+        raise ModelError(
+            f"adapter {name!r} is of kind {kind}, but only LoRA adapters are supported: use a LoRA adapter"
+        )
     used = [setting for setting in _UNSUPPORTED if getattr(config, setting, None)]
     if used or getattr(config, "bias", "none") != "none":
         raise ModelError(f"adapter {name!r} changes more than linear layers ({', '.join(used) or 'bias'}): {MERGE}")

@@ -68,7 +68,7 @@ def attach_first_valid(
             )
             error = measure_graph_error(target)
             if error <= tolerance:
-                log.info("forward passes use %s: relative error %.2g", name, error)
+                log.info("forward passes use %s (relative error to eager passes: %.2g)", name, error)
                 return
             log.warning(
                 "%s differ from eager passes and are not used (relative error %.2g): forward passes are slower, "

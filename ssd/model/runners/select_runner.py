@@ -112,12 +112,16 @@ def can_verify_trees(target: SlotRunner, *, tolerance: float) -> bool:
     try:
         error = relative_error(score_as_trees(target, 0, text, score_alone(target, 0, text), random))
     except Exception:
-        log.warning("%s cannot verify draft trees, so drafts are chains", type(target.model).__name__, exc_info=True)
+        log.warning(
+            "%s cannot verify draft trees, so drafts are chains (nothing to do)",
+            type(target.model).__name__,
+            exc_info=True,
+        )
         target.rollback(0, 0)
         return False
     if not error < tolerance:
         log.warning(
-            "draft trees change the logits of %s (relative error %.2g), so drafts are chains",
+            "draft trees change the logits of %s (relative error %.2g), so drafts are chains (nothing to do)",
             type(target.model).__name__,
             error,
         )
