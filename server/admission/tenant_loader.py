@@ -52,7 +52,7 @@ def read_given_secret(path: Path | None, text: str | None) -> bytes | None:
         try:
             content = read_private(path, SECRET_OPTION)
         except ConfigError as error:
-            raise ConfigError(f"{error}: {_ADVICE}. All replicas need the same file") from error
+            raise ConfigError(f"{error}. {_ADVICE}; all replicas need the same file") from error
         return _check_secret_length(content.strip(), f"{SECRET_OPTION} {path}")
     return (
         _check_secret_length(text.encode("utf-8", "surrogateescape").strip(), f"${SECRET_VARIABLE}") if text else None
