@@ -119,8 +119,8 @@ def open_tenants(
 ) -> Tenants:
     """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
 
-    ``keys`` never change, and ``read_keys`` returns the current keys of the key file at each reload. ``counters``
-    exchange deletion counts of caches between replicas.
+    ``keys`` are API keys that stay valid until the server stops. ``read_keys`` returns the API keys in the key file,
+    now and at each reload. ``counters`` exchange deletion counts of caches between replicas.
     """
     names = NamespaceNames(secret)
 

@@ -99,7 +99,7 @@ class AnthropicAnswer(PartsAnswer):
         return counts
 
     def _stopped(self, choice: ChoiceState) -> dict[str, Any]:
-        """Return the response fields ``stop_reason`` and ``stop_sequence``. The whole text must be parsed before."""
+        """Return the response fields ``stop_reason`` and ``stop_sequence``, after the complete text has been parsed."""
         reason = choice.finish_reason
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}

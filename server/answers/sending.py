@@ -43,7 +43,8 @@ class ClientDisconnected(Exception):
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``; if the client disconnects meanwhile, cancel it and raise ClientDisconnected.
 
-    Before, the request's body must have been read, because this function discards what it receives.
+    The request's body must have been read before the call, because this function discards everything that the client
+    still sends.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(receive))

@@ -180,8 +180,8 @@ def stop_signals() -> list[signal.Signals]:
 _LOADING_GC_THRESHOLD = 50_000
 """The garbage collection threshold while the server is loading, in new objects.
 
-Importing torch and transformers creates 400,000 permanent objects, and with Python's default threshold collections took
-a fifth of the imports' time.
+Importing torch and transformers creates 400,000 permanent objects. With Python's default threshold, a fifth of the
+import time was spent on garbage collection.
 """
 
 
@@ -229,7 +229,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Log once that the server is ready, and return True, which stops it, if the engine has failed.
+        """Log once that the server is ready. If the engine has failed, return True, which stops the server.
 
         Uvicorn calls this method several times a second.
         """

@@ -180,7 +180,7 @@ class EngineLoader:
         return engine
 
     def sharing_stats(self) -> Mapping[str, ReplicationStats]:
-        """Return, for each cache namespace, the statistics of sharing its text with replicas; empty without Redis."""
+        """Map each cache namespace to statistics about the text that it shares with replicas. Empty without Redis."""
         return {} if self.log is None else {self._options.cache.namespace: self.log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheManager:

@@ -61,19 +61,22 @@ IGNORED: Mapping[str, str] = {
     "session_id": "the server keeps no sessions",
     "spaces_between_special_tokens": "the supported tokenizers insert no spaces there",
 }
-"""Request fields that are ignored because they do not change the output, with the reason."""
+"""Maps each request field that is ignored to the reason. None of these fields would change the output."""
 
 ELSEWHERE = frozenset(
     """cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat n_predict
     options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms typical_p usage vllm_xargs
     """.split()
 )
-"""Names of request fields that only other inference servers know. They are rejected, but may appear in the log."""
+"""Names of request fields that only other inference servers have. Such fields are rejected like any unknown field. The
+log shows these names, but no other unknown name, which may be private text.
+"""
 
 UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
-"""The type of tables of refused request fields, which would change the output.
+"""The type of tables of request fields that are rejected because they would change the output.
 
-A table maps a field to the values that are accepted because they have no effect, and to the reason for refusing others.
+A table maps a field to the values that are accepted because they have no effect, and to the reason for rejecting
+other values.
 """
 
 REFUSED: UnsupportedFields = {
@@ -92,7 +95,8 @@ REFUSED: UnsupportedFields = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Unsupported fields of completions and chat completions. If a body class declares such a field, it supports the field.
+"""The unsupported fields of completions and chat completions. A body class that declares one of these fields supports
+this field.
 """
 
 

@@ -40,7 +40,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """A JSON object that contains the object ``function``. If the nesting is missing, the error shows the right one."""
+    """A JSON object with an object ``function``. If ``name`` is outside it, the error says where the name belongs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -249,7 +249,9 @@ def _convert_text_parts(given: Any) -> Any:
 
 
 OF_RESULT = BeforeValidator(_convert_text_parts)
-"""A pydantic validator that converts documents, images and other parts of a tool's result to text parts."""
+"""A pydantic validator that converts all parts of a tool result to text parts. A text document becomes its text; an
+image becomes a note that it was left out.
+"""
 
 
 def joined(texts: list[Any]) -> str:
