@@ -86,7 +86,10 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """The receive buffer that all connections share, because the event loop reads from one connection at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. If too many connections are open, mark its requests with ``TOO_MANY`` or close it."""
+        """Accept a connection. Above ``max_connections``, mark its requests with ``TOO_MANY``.
+
+        If more than `num_beyond` connections are above ``max_connections``, close the connection immediately.
+        """
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         # Responses are written to this object instead of the transport, so that `_finish` closes the connection.
@@ -123,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next received bytes, which is larger inside a request body of known length."""
+        """Return the buffer for the next received bytes. It is larger while a body of known length is received."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:

@@ -153,8 +153,8 @@ class TokenBucket:
     def change(self, per_minute: int | None, now: float) -> None:
         """Change the bucket's rate and capacity to ``per_minute``.
 
-        Tokens that were taken in the last minute stay taken, so the change neither refills the bucket nor increases its
-        debt.
+        Tokens that were taken in the last minute stay taken. So the change does not refill the bucket, and it does not
+        make a negative content more negative.
         """
         used = 0.0 if self.per_minute is None else self.per_minute - self.available(now)
         owed = max(0.0, used - (self.per_minute or 0))

@@ -220,7 +220,7 @@ class TenantReloader:
                 log.exception("deleted caches could not be removed completely; this will be retried")
 
     def _file_states(self) -> list[tuple[int, ...] | None]:
-        """Return the inode, size and change times of each watched file, None for a missing file, to notice a change."""
+        """Return the inode, size and change times of each watched file; None for a missing file."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

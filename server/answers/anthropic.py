@@ -41,7 +41,7 @@ class _BlockPart(AnswerPart):
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse a tool call's arguments, which may be truncated with ``is_cut``. Returns None if they are no object."""
+    """Parse the arguments of a tool call, which may be truncated if ``is_cut``. None if they are not an object."""
     if not arguments:
         return {}
     try:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _CHUNK_BYTES = 1 << 18
 """The number of bytes of a complete response that are sent in one step.
 
-Responses with more bytes occupy a memory budget that all clients share, until the client has read them.
+A response with more bytes counts against a memory budget that all clients share, until its client has read it.
 """
 
 

@@ -57,8 +57,8 @@ The dictionary maps each option to its accepted values, and to the reason why an
 """
 _MEANINGLESS = """enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling
     no-async-scheduling enable-lora enable-auto-tool-choice""".split()
-"""Options of ``vllm serve`` that are accepted without effect, because this server always does what they enable, or has
-nothing that they could change.
+"""Options of ``vllm serve`` that are accepted without effect. They concern a behaviour that this server always has, or
+a feature that it does not have.
 """
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",

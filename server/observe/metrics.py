@@ -89,7 +89,9 @@ _SIZES = frozenset(
         "lag_seconds",
     }
 )
-"""The statistics of cache namespaces that may decrease, so they are exported as gauges. All others are counters."""
+"""The names of those cache statistics whose values may decrease, so they are exported as gauges. All other cache
+statistics are counters.
+"""
 
 
 class NamespaceFamilies:

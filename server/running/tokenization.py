@@ -36,7 +36,7 @@ _CHARACTERS_A_TEXT = 64
 
 
 class Tokenization:
-    """Tokenizes and detokenizes texts for requests on other threads, and rejects too long texts before tokenization."""
+    """Tokenizes and detokenizes texts on thread pools. Texts that are too long are rejected before tokenization."""
 
     def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings

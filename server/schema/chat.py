@@ -286,7 +286,7 @@ class Conversation:
             self.add(role, text)
 
     def assistant(self, field: AssistantField) -> dict[str, Any]:
-        """Return the message for the part ``field`` of an assistant message: the last one or, if needed, a new one."""
+        """Return the message for the assistant's part ``field``: the last message or, if needed, a new one."""
         rank = _ORDER.index(field)
         if self._last_rank < 0 or rank < self._last_rank or (rank == self._last_rank and field != "tool_calls"):
             self.add("assistant", "")

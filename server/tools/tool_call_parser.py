@@ -190,9 +190,9 @@ class CallFormat:
 class ToolCallParser:
     """Parses the tool calls of one message incrementally.
 
-    A call is reported from its first argument on, because its beginning may still turn out to be ordinary text. In
-    formats without markers only calls of ``functions`` are recognized. For values without quotes, the schemas of
-    ``functions`` determine the types.
+    A call is reported as soon as its name and the beginning of its arguments are known, because until then it may still
+    turn out to be ordinary text. In formats without markers only calls of ``functions`` are recognized. For values
+    without quotes, the schemas of ``functions`` determine the types.
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
