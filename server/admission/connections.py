@@ -98,7 +98,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._head_since: float | None = None
         self._head_bytes = 0  # received bytes of headers, or of trailers after a chunked body
         self._is_head = self._has_body = self._is_chunked = self._is_discarding = False
-        self._expected_bytes = 0  # of the rest of a body with a content-length
+        self._expected_bytes = 0  # bytes of a body with content-length that have not arrived
         self._pieces: list[bytes] = []  # body chunks in the bytes received last
         self._unanswered: list[RequestResponseCycle] = []
         self._sending: LeakyBucket | None = None

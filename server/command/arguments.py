@@ -133,7 +133,7 @@ class Options:
                 "name the origins instead of *"
             )
         self.tools.check()
-        _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
+        _ = self.engine.config, self.speculation.draft, self.cache.config  # these properties check the options
         check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
         check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":

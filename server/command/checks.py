@@ -161,7 +161,7 @@ def _fetch_file(model: str, name: str, hub: HubOptions) -> Path:
         raise ModelError(f"{model!r} is neither a local directory nor a model id: {_ADVICE}") from error
     except ModelError:
         raise
-    except Exception as error:  # of the client, of its HTTP library, of the system
+    except Exception as error:  # of the hub client, its HTTP library or the system
         if isinstance(found, str):
             log.warning("cannot ask the hub for a newer %s (%s): using the local copy", model, first_line(error))
             return Path(found)
@@ -315,7 +315,7 @@ def _check_redis(url: str) -> None:
     try:
         client.ping()
         log.info("Redis at %s answers", redacted_address(url))
-    except Exception as error:  # of the client, of the system, of the server's own words
+    except Exception as error:  # of the Redis client, the Redis server or the system
         log.warning(
             "Redis at %s does not answer (%s): continuing without it and retrying",
             redacted_address(url),

@@ -251,7 +251,7 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:
-                connection.shutdown()  # once it is answered
+                connection.shutdown()  # closes the connection after the response
         self.drained = await self._worker.drain(self._shutdown_timeout_s, lambda: self.force_exit)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn then leaves the application waiting, and its end would be logged as an error

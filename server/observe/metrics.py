@@ -230,7 +230,7 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def exposition(self) -> bytes:
-        with self._scraping:  # what namespaces grew by is added up at each scrape
+        with self._scraping:  # `NamespaceFamilies` is not thread-safe
             return generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
@@ -272,7 +272,7 @@ class ServerMetrics(Collector):
         engine = self._worker.loaded_engine
         if engine is not None:
             yield from self._collect_engine(engine)
-            shared = self._sharing_stats()  # of the log, by the one namespace it is named after
+            shared = self._sharing_stats()  # one entry: the replication log of the server's namespace
             yield from self._replication.collect(self._name_tenants(shared))
             for log in shared.values():
                 yield from self._streams.collect(self._name_tenants(log.streams))

@@ -292,7 +292,7 @@ class AnthropicChat(Body):
             self.context_management.edit(messages)
         if not messages:
             raise RequestError("messages contain no text: give at least one text", param="messages")
-        last = messages[-1]  # the output continues it, if it is the assistant's and has no tool call
+        last = messages[-1]  # if it is the assistant's and has no tool call, the output continues it
         template: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in _THINKS:
             template["enable_thinking"] = _THINKS[self.thinking.type]

@@ -194,7 +194,7 @@ class Body(BaseModel):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.supported_fields(content)
         unknown = [name for name in fields if name not in cls.model_fields]
-        if unknown and not ignores_unknown:  # before anything else, since it explains other mistakes
+        if unknown and not ignores_unknown:  # first, because an unknown field explains other errors
             raise _unknown_field(unknown[0], suggest_name(unknown[0], cls.model_fields))
         for name in unknown:
             del fields[name]
@@ -263,7 +263,7 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
     ]
     first, place = min(found, key=lambda each: _rank(*each))
     name = _path(where, place)
-    if first["type"] == UNKNOWN_FIELD:  # it explains the others
+    if first["type"] == UNKNOWN_FIELD:  # an unknown field explains the other errors
         return _unknown_field(_path(name, [first["ctx"]["name"]]), first["ctx"]["near"], param)
     param = param or (str(place[0]) if place else None)
     if first["type"] == "missing":
@@ -283,7 +283,7 @@ def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, in
 
     If a field may have several types, pydantic reports errors for each type.
     """
-    is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # which explains what else is wrong
+    is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # explains other errors
     is_said = complaint["type"] in ("value_error", "union_tag_invalid") or is_of_type
     return complaint["type"] != UNKNOWN_FIELD, -len(place), not is_said, _is_kind(complaint)
 
