@@ -38,7 +38,7 @@ class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
     Each call has a cost of at least ``unit``. A call raises QueueFull if the tenant has other calls that wait or run,
-    and the total cost of all these calls would exceed ``(num_threads + max_waiting) * unit``. If the server has no
+    and their total cost including this call would exceed ``(num_threads + max_waiting) * unit``. If the server has no
     tenants, all requests share this limit and are served in round-robin order. All methods must be called from one
     event loop. ``name`` says in error messages what kind of work the pool does.
     """

@@ -33,7 +33,8 @@ class SharedBudget:
 
     The requests of one tenant together may hold at most half of the units that other tenants do not hold. So another
     tenant always finds room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A tenant with a single
-    request may hold all of the units that other tenants do not hold. ``what`` names the units in error messages.
+    request may hold all of the units that other tenants do not hold. Without tenants, any request may hold all units
+    that are left. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:

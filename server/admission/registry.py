@@ -119,7 +119,7 @@ class Generations:
             return number, is_notified
 
     def restore(self, name: str, number: int) -> None:
-        """Set a lost deletion count to ``number``, which was found from a cache directory's name. Raises OSError."""
+        """Set a lost deletion count to ``number``, which a cache directory's name has revealed. Raises OSError."""
         with self._counting:
             self._set({name: number})
 

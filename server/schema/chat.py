@@ -140,7 +140,7 @@ class ChatTemplateFields(BaseModel):
         return given
 
     def tool_use(self) -> ToolUse | None:
-        """Return how tools are used; None if there are none. Raises RequestError if the fields are contradictory."""
+        """Return how the model may use tools; None if the request has none. Raises RequestError if fields conflict."""
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -279,7 +279,7 @@ class Conversation:
         self._last_rank = -1
 
     def add_text(self, role: str, text: str) -> None:
-        """Add a text to the conversation. A text of the assistant is added to its last message if possible."""
+        """Add a text to the conversation. An assistant's text is added to the assistant's last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
