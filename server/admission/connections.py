@@ -45,18 +45,21 @@ _MAX_CHECK_INTERVAL_S = 5.0
 _HEAD_BYTES = 64 << 10
 """The maximum size of an HTTP request's headers in bytes; the parser (httptools) has no limit of its own."""
 _MAX_AHEAD = 8
-"""The maximum number of pipelined HTTP requests on a connection that wait behind the request that is answered first, so
-one more than this number can be unanswered. uvicorn has no limit.
+"""The maximum number of pipelined HTTP requests on a connection that wait while an earlier request is answered. One
+more request closes the connection. uvicorn has no such limit.
 """
 _UNSENT_BYTES = 64 << 10
 """The maximum number of response bytes buffered for a client; asyncio's default with TLS is eight times as high."""
 
 _RECEIVED_BYTES = 256 << 10
 _SLICE_BYTES = 4 << 10
-"""The number of bytes of headers or chunked bodies that are parsed in one step, which takes up to 0.3 ms."""
+"""The number of bytes of headers or chunked bodies that are parsed in one step. Parsing so many bytes can take 0.3 ms.
+"""
 _FREE_CHUNKS = 1024
 _CHUNK_BYTES = 64
-"""The minimum average size in bytes of a request body's HTTP chunks, required after ``_FREE_CHUNKS`` chunks."""
+"""The minimum average size in bytes of the HTTP chunks of a request body. Only bodies with more than ``_FREE_CHUNKS``
+chunks are checked.
+"""
 _LINGER_S = 1.0
 """The seconds for which a connection stays open after a response that was sent before the whole request body had
 arrived. If it were closed at once, the client might lose the response.
@@ -64,9 +67,9 @@ arrived. If it were closed at once, the client might lose the response.
 
 
 def num_beyond(limits: Limits) -> int:
-    """Return how many connections above ``max_connections`` are accepted, only to answer their requests with 503.
+    """Return the number of connections beyond ``max_connections`` that are accepted, so that their requests get a 503.
 
-    Further connections are closed immediately.
+    Any further connection is closed immediately.
     """
     return max(1, min(_MAX_BEYOND, limits.max_connections // 8))
 
@@ -83,7 +86,10 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """The receive buffer that all connections share, because the event loop reads from one connection at a time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection. If too many connections are open, mark its requests with ``TOO_MANY`` or close it."""
+        """Accept a connection. Above ``max_connections``, mark its requests with ``TOO_MANY``.
+
+        If more than `num_beyond` connections are above ``max_connections``, close the connection immediately.
+        """
         super().connection_made(transport)
         transport.set_write_buffer_limits(_UNSENT_BYTES)
         # Responses are written to this object instead of the transport, so that `_finish` closes the connection.
@@ -92,7 +98,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._head_since: float | None = None
         self._head_bytes = 0  # received bytes of headers, or of trailers after a chunked body
         self._is_head = self._has_body = self._is_chunked = self._is_discarding = False
-        self._expected_bytes = 0  # of the rest of a body with a content-length
+        self._expected_bytes = 0  # bytes of a body with content-length that have not arrived
         self._pieces: list[bytes] = []  # body chunks in the bytes received last
         self._unanswered: list[RequestResponseCycle] = []
         self._sending: LeakyBucket | None = None
@@ -120,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 cycle.message_event.set()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next received bytes, which is larger inside a request body of known length."""
+        """Return the buffer for the next received bytes. It is larger while a body of known length is received."""
         return self.received[: max(_SLICE_BYTES, self._expected_bytes)]
 
     def buffer_updated(self, num_bytes: int) -> None:
@@ -128,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.data_received(bytes(self.received[:num_bytes]))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and start the time limit for headers unless a request is being answered."""
+        """Parse received bytes. If no request is being answered, start the time limit for the next headers."""
         self._head_bytes += len(data)
         if self._is_chunked:
             self._body_bytes += len(data)
@@ -208,7 +214,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.cycle.message_event.set()
 
     def _finish(self) -> None:
-        """Close the connection after a response. If the client still sends its body, discard it for a second first."""
+        """Close the connection after a response; if the body is incomplete, discard more of it for a second first."""
         if not self._has_body or self.transport.is_closing():
             self.transport.close()
             return
@@ -278,8 +284,8 @@ class BodyReader:
     async def read(self, request: Request, check: Callable[[Any], T], *, max_values: int) -> T:
         """Receive a request's body, parse it as JSON, and return the result of ``check`` for the parsed value.
 
-        A large body may contain at most ``max_values`` JSON values. Raises RequestError, ApiError (413 or 408) or
-        QueueFull.
+        A body above 64 KiB may contain at most ``max_values`` JSON values. Raises RequestError if the body is invalid,
+        ApiError if it is too large (413), too slow (408) or in tiny chunks (400), or QueueFull.
         """
         with self._memory.reserve() as memory:
             content = await self._receive(request, memory)

@@ -19,22 +19,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LONG_CHARACTERS = 1 << 14
-"""Texts with more characters than this (about 10 ms of work) are tokenized by the thread pool for long texts."""
+"""Texts with more characters than this are tokenized by the thread pool for long texts. Tokenizing so many characters
+takes about 10 ms.
+"""
 
 LONG_GRAMMAR = 1 << 12
-"""Grammars with a higher estimated cost than this (about 10 ms) are compiled by the thread pool for slow grammars."""
+"""Grammars with a higher estimated cost than this are compiled by the thread pool for slow grammars. Compiling a
+grammar of this cost takes about 10 ms.
+"""
 
 LARGE_BODY_BYTES = 1 << 20
-"""Request bodies with more bytes than this are parsed by the thread pool for large bodies, in up to 0.2 s each."""
+"""Request bodies with more bytes than this are parsed by the thread pool for large bodies, because parsing one can take
+0.2 s.
+"""
 
 
 class FairExecutor:
     """A thread pool that serves tenants in round-robin order, so that a tenant with many calls delays only itself.
 
-    Each call has a cost of at least ``unit``. If a tenant's waiting and running calls would cost more than
-    ``(num_threads + max_waiting) * unit`` in total, a further call raises QueueFull. If the server has no tenants, all
-    requests share this limit and are served in round-robin order. All methods must be called from one event loop.
-    Error messages contain ``name``, the kind of work.
+    Each call has a cost of at least ``unit``. A call raises QueueFull if the tenant has other calls that wait or run,
+    and their total cost including this call would exceed ``(num_threads + max_waiting) * unit``. If the server has no
+    tenants, all requests share this limit and are served in round-robin order. All methods must be called from one
+    event loop. ``name`` says in error messages what kind of work the pool does.
     """
 
     def __init__(self, name: str, *, num_threads: int, max_waiting: int, unit: int = 1) -> None:
@@ -124,7 +130,7 @@ class FairExecutors:
         self._long_grammars = FairExecutor("compiling long grammars", num_threads=1, max_waiting=16)
         self.tools = FairExecutor("/tokenize and /detokenize", num_threads=1, max_waiting=16)
         self.management = FairExecutor("managing tenants", num_threads=1, max_waiting=16)
-        """The thread pool for deleting tenants' caches, which waits for files and for Redis."""
+        """The thread pool for the deletion of tenants' caches, because a deletion waits for files and for Redis."""
         self.metrics = FairExecutor("reading metrics", num_threads=1, max_waiting=16)
         """The thread pool for /metrics, which needs no API key and must not delay clients with a key."""
         self.answers = FairExecutor("writing answers", num_threads=2, max_waiting=4096)

@@ -31,9 +31,10 @@ REFUSALS: Final = ("queue", "requests", "tokens")
 class SharedBudget:
     """A budget of ``limit`` units, e.g. bytes of request bodies, that the requests of all tenants share. Thread-safe.
 
-    A tenant may reserve half of the units that other tenants have not reserved, so that another tenant always finds
-    room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). If only one request of the tenant holds units,
-    it may reserve all of them. ``what`` names the units in error messages.
+    The requests of one tenant together may hold at most half of the units that other tenants do not hold. So another
+    tenant always finds room (Choudhury and Hahne, "Dynamic queue length thresholds", 1998). A tenant with a single
+    request may hold all of the units that other tenants do not hold. Without tenants, any request may hold all units
+    that are left. ``what`` names the units in error messages.
     """
 
     def __init__(self, limit: int, what: str) -> None:
@@ -91,7 +92,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         self._is_accepted = False
 
     def grow(self, amount: int) -> None:
-        """Reserve ``amount`` more units. If the tenant's part of the budget is used up, raise QueueFull."""
+        """Reserve ``amount`` more units. Raises QueueFull if the tenant may not hold that many, see `SharedBudget`."""
         self._budget.acquire(self._tenant, amount, self.amount)
         self.amount += amount
 
@@ -126,7 +127,7 @@ class Reservation(AbstractContextManager["Reservation"]):
 class TokenBucket:
     """A token bucket that limits a rate per minute. The bucket starts full, and its content may become negative.
 
-    ``per_minute=None`` means unlimited. The times ``now`` in seconds must not decrease between calls.
+    ``per_minute=None`` means unlimited. ``now`` is the current time in seconds, which must not decrease between calls.
     """
 
     def __init__(self, per_minute: int | None, now: float) -> None:
@@ -153,8 +154,8 @@ class TokenBucket:
     def change(self, per_minute: int | None, now: float) -> None:
         """Change the bucket's rate and capacity to ``per_minute``.
 
-        Tokens that were taken in the last minute stay taken, so the change neither refills the bucket nor increases its
-        debt.
+        Tokens that were taken in the last minute stay taken. So the change does not refill the bucket, and it does not
+        make a negative content more negative.
         """
         used = 0.0 if self.per_minute is None else self.per_minute - self.available(now)
         owed = max(0.0, used - (self.per_minute or 0))
@@ -186,7 +187,7 @@ class Account:
 
     Attributes:
         num_in_flight: The number of choices that wait or run now. All other counts are since the server's start.
-        num_refused: The number of rejected requests by the limit that was reached, see ``REFUSALS``.
+        num_refused: The number of rejected requests for each limit in ``REFUSALS``.
     """
 
     def __init__(self, tenant: Tenant, clock: Callable[[], float] = time.monotonic) -> None:

@@ -48,7 +48,7 @@ class NamespaceNames:
     secret: bytes
 
     def tenant(self, base: str, seed: str, generation: int) -> str:
-        """Return the namespace of a tenant's cache for a model; ``generation`` counts deletions of the cache."""
+        """Return the namespace of a tenant's cache for a model. ``generation`` is the cache's deletion count."""
         return "t" + self._digest("tenant", base, seed, generation)
 
     def salted_namespace(self, namespace: str, salt: str) -> str:
@@ -67,7 +67,10 @@ class NamespaceNames:
         return Owner(secret_id(self.secret), self._digest("owner", seed))
 
     def short_name(self, digest: str) -> str:
-        """Return a name for an API key without a named tenant: 8 digits of its HMAC, too few to verify guessed keys."""
+        """Return the name of the tenant for an API key outside the tenants file: 8 digits of the key's HMAC.
+
+        So few digits cannot verify a guessed key.
+        """
         return self._digest("name", digest)[:8]
 
     def _digest(self, *parts: str | int) -> str:
@@ -116,12 +119,16 @@ class Generations:
             return number, is_notified
 
     def restore(self, name: str, number: int) -> None:
-        """Restore a lost deletion count, which was derived from the name of a cache's directory. Raises OSError."""
+        """Set a lost deletion count to ``number``, which a cache directory's name has revealed. Raises OSError."""
         with self._counting:
             self._set({name: number})
 
     def exchange(self, names: Iterable[str]) -> dict[str, int]:
-        """Exchange deletion counts with replicas. Returns the old count of each cache that a replica has deleted."""
+        """Exchange deletion counts with the replicas.
+
+        Returns the former count of each counter that a replica has increased; the name of the deleted cache is derived
+        from the former count. The result is empty if Redis cannot be reached.
+        """
         with self._counting:
             asked = list(names)
             if self._shared is None or not asked:
@@ -210,8 +217,8 @@ _RETIRED_S: Final = 60.0
 """For this many seconds after a cache's deletion, text that running requests still add to it is deleted too."""
 _MAX_RETIRED: Final = 1024
 _NEAR: Final = 256
-"""To find out whether an unknown cache directory belongs to a tenant, its name is compared with the names for the
-``_NEAR`` deletion counts before the tenant's known count, the count itself, and ``_NEAR - 1`` counts after it.
+"""An unknown cache directory may belong to a tenant whose deletion count was lost. So its name is compared with the
+names for all deletion counts from ``_NEAR`` below the known count to ``_NEAR - 1`` above it.
 """
 
 

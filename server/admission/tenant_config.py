@@ -48,7 +48,7 @@ class Tenant:
         seed: The text from which the name of the tenant's cache is derived; a tenant that is renamed keeps its cache.
         digests: The SHA-256 digests of the tenant's API keys, see `digest_of`.
         reads_shared: Whether drafts also come from the shared cache, which the operator fills.
-        is_operator: Whether requests add their text to the shared cache and may manage other tenants.
+        is_operator: Whether the tenant may manage other tenants, and its requests add their text to the shared cache.
     """
 
     name: str

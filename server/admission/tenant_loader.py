@@ -120,8 +120,8 @@ def open_tenants(
 ) -> Tenants:
     """Create the tenants from API keys and the tenants file at ``path``. Raises ConfigError.
 
-    ``keys`` never change, and ``read_keys`` returns the current keys of the key file at each reload. ``counters``
-    exchange deletion counts of caches between replicas.
+    ``keys`` are API keys that stay valid until the server stops. ``read_keys`` returns the API keys in the key file,
+    now and at each reload. ``counters`` exchange deletion counts of caches between replicas.
     """
     names = NamespaceNames(secret)
 
@@ -227,7 +227,7 @@ class TenantReloader:
                 log.exception("the files of deleted caches could not be removed completely: this is retried")
 
     def _file_states(self) -> list[tuple[int, ...] | None]:
-        """Return the inode, size and change times of each watched file, None for a missing file, to notice a change."""
+        """Return the inode, size and change times of each watched file; None for a missing file."""
         found: list[tuple[int, ...] | None] = []
         for path in self._paths:
             try:

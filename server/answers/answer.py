@@ -161,8 +161,8 @@ class Answer(ABC):
     async def opening(self, index: int, usage: Usage | None = None) -> bytes:
         """Return the server-sent events that precede the text of a choice, e.g. the chunk that repeats the prompt.
 
-        The first call also returns the first chunk of every choice, e.g. with its role. ``usage`` replaces the
-        generation's own token counts in these events.
+        The first call also returns the first chunk of every choice, e.g. with its role. ``usage`` contains the token
+        counts for these events (default: the current counts of the generation).
         """
         begun = () if self._has_begun else range(len(self.generation.choices))
         self._has_begun = True
@@ -180,8 +180,8 @@ class Answer(ABC):
     def piece(self, index: int, output: RequestOutput, usage: Usage | None = None) -> bytes:
         """Return the server-sent events for new output of a choice.
 
-        The finish reason comes in an event of its own without text. ``usage`` replaces the generation's own token
-        counts.
+        The finish reason is sent in a separate event without text. ``usage`` contains the token counts for these events
+        (default: the current counts of the generation).
         """
         choices = []
         if contents := self.text_chunks(index, output):

@@ -41,7 +41,7 @@ class _BlockPart(AnswerPart):
 
 
 def _object(arguments: str, *, is_cut: bool) -> dict[str, Any] | None:
-    """Parse a tool call's arguments, which may be truncated with ``is_cut``. Returns None if they are no object."""
+    """Parse the arguments of a tool call, which may be truncated if ``is_cut``. None if they are not an object."""
     if not arguments:
         return {}
     try:
@@ -99,7 +99,7 @@ class AnthropicAnswer(PartsAnswer):
         return counts
 
     def _stopped(self, choice: ChoiceState) -> dict[str, Any]:
-        """Return the response fields ``stop_reason`` and ``stop_sequence``. The whole text must be parsed before."""
+        """Return the response fields ``stop_reason`` and ``stop_sequence``, after the complete text has been parsed."""
         reason = choice.finish_reason
         if reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}

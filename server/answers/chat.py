@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 _FEW_TOKENS = 512
-"""Outputs of up to this many tokens are parsed for tool calls on the event loop, in about a millisecond."""
+"""Outputs of up to this many tokens are parsed for tool calls on the event loop, because parsing them takes only about
+a millisecond.
+"""
 
 
 class ChatAnswer(Answer):

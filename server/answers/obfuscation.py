@@ -42,7 +42,7 @@ class _ChoiceBuffer:
     def add(self, output: RequestOutput) -> None:
         """Append new output and split off complete chunks.
 
-        The text of a chunk is the text by which its tokens extend the decoded text of all earlier tokens.
+        The text of a chunk is the text that its tokens add to the decoded text of all earlier tokens.
         """
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
@@ -81,7 +81,7 @@ class EqualChunks:
         self._choices[index].add(output)
 
     def next_round(self) -> list[tuple[int, RequestOutput]]:
-        """Return the next chunk of every unfinished choice, by index; empty if one of these chunks is incomplete."""
+        """Return the next chunk of every unfinished choice with the choice's index; empty if a chunk is incomplete."""
         if not all(choice.pieces or choice.ended for choice in self._choices):
             return []
         return [(index, choice.pieces.popleft()) for index, choice in enumerate(self._choices) if choice.pieces]
@@ -117,8 +117,8 @@ class TickClock:
 async def finish_at_tick(generation: Generation, pace: TickClock, piece_tokens: int) -> None:
     """Wait until all choices of a response that is not streamed have ended, and then for a certain tick of the clock.
 
-    At this tick an obfuscated stream of the same length would end at the earliest. The response time then reveals
-    little about how many draft tokens were accepted.
+    This is the first tick at which an obfuscated stream of the same length could end, or the next tick if that tick has
+    passed. So the response time reveals little about how many draft tokens were accepted.
     """
     await generation.finish()
     longest = max((len(choice.token_ids) for choice in generation.choices), default=0)

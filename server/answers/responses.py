@@ -162,7 +162,7 @@ class ResponseAnswer(PartsAnswer):
 
 
 def _request_fields(body: ResponsesBody) -> dict[str, Any]:
-    """Return the part of a /v1/responses body that repeats the request, with fixed values for unsupported features."""
+    """Return the fields of a response that repeat the request, with fixed values for unsupported features."""
     form = None if body.text is None or body.text.format is None else body.text.format
     blank = dict.fromkeys(("name", "description", "parameters", "strict"))
     return {

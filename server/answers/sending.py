@@ -32,7 +32,7 @@ T = TypeVar("T")
 _CHUNK_BYTES = 1 << 18
 """The number of bytes of a complete response that are sent in one step.
 
-Responses with more bytes occupy a memory budget that all clients share, until the client has read them.
+A response with more bytes counts against a memory budget that all clients share, until its client has read it.
 """
 
 
@@ -43,7 +43,8 @@ class ClientDisconnected(Exception):
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work``; if the client disconnects meanwhile, cancel it and raise ClientDisconnected.
 
-    Before, the request's body must have been read, because this function discards what it receives.
+    The request's body must have been read before the call, because this function discards everything that the client
+    still sends.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(receive))

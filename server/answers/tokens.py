@@ -98,7 +98,7 @@ class TokenAttribution:
 
 @dataclass(slots=True)
 class WrittenText:
-    """How much of a choice's text was sent, to compute the ``text_offset`` of its next tokens.
+    """The part of a choice's text that was sent, needed to compute the ``text_offset`` of the choice's next tokens.
 
     ``length`` is a number of characters. ``decoder`` keeps the first bytes of a character that later tokens complete.
     """

@@ -28,8 +28,8 @@ _TYPES = {
     503: "overloaded_error",
 }
 NO_THREADS = "thread_unsupported_request"
-"""The error code for requests that want the server to store a conversation, which it cannot. Clients that know the code
-then send the whole conversation with each request.
+"""The error code for requests that use a stored conversation, because the server stores no conversations. Clients that
+know the code then send the whole conversation with each request.
 """
 
 

@@ -14,7 +14,9 @@ _Fixed = Annotated[N, Parameter(parse=False)]
 """The type of a field in `Limits` that is not a command line option."""
 
 SMALL_BODY_BYTES = 64 << 10
-"""The maximum size of a request body that is parsed on the event loop, within about a millisecond."""
+"""The maximum size of a request body that is parsed on the event loop, because parsing it takes only about a
+millisecond.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +27,20 @@ class Limits:
     """Maximum size of a request's body in bytes, including HTTP chunk headers and extensions."""
     # Parsing a string in JSON blocks all threads of the process, for up to 5 ms per megabyte.
     max_body_values: _Fixed[int] = 1 << 18
-    """The maximum number of values, names and brackets in a body's JSON; at least twice the context length."""
+    """The maximum number of values, names and brackets in a body's JSON, or twice the context length if that is more.
+    """
     # Parsing this many values blocks other threads for up to 60 ms; any prompt of token ids is allowed.
     max_body_seconds: _Fixed[float] = 20.0
-    """The maximum time in seconds for receiving a body; unlimited if it arrives at ``min_bytes_per_second``."""
+    """The maximum time in seconds for receiving a body that arrives more slowly than ``min_bytes_per_second``. A faster
+    body has no time limit.
+    """
     max_bodies_bytes: _Fixed[int] = 128 << 20
-    """The maximum total size of request bodies above 64 KiB that are being received or parsed. A tenant may use half of
-    the bytes that other tenants do not use.
+    """The maximum total size of request bodies above 64 KiB that are being received or parsed. If a tenant has several
+    such bodies, they may use at most half of the bytes that other tenants do not use.
     """
     max_answers_bytes: _Fixed[int] = 1 << 30
-    """The maximum total size of complete responses above 256 KiB that clients have not read yet. A tenant may use half
-    of the bytes that other tenants do not use.
+    """The maximum total size of complete responses above 256 KiB that clients have not read yet. If a tenant has
+    several such responses, they may use at most half of the bytes that other tenants do not use.
     """
     max_choices: int = 1024
     """Maximum number of choices of a request, which is the number of prompts times `n`."""

@@ -57,8 +57,8 @@ The dictionary maps each option to its accepted values, and to the reason why an
 """
 _MEANINGLESS = """enable-chunked-prefill disable-frontend-multiprocessing enable-request-id-headers async-scheduling
     no-async-scheduling enable-lora enable-auto-tool-choice""".split()
-"""Options of ``vllm serve`` that are accepted without effect, because this server always does what they enable, or has
-nothing that they could change.
+"""Options of ``vllm serve`` that are accepted without effect. They concern a behaviour that this server always has, or
+a feature that it does not have.
 """
 _ELSEWHERE = {
     "hf-token": "other users can read the command line: set $HF_TOKEN",
@@ -133,7 +133,7 @@ class Options:
                 "of its visitors: list the allowed origins instead of *"
             )
         self.tools.check()
-        _ = self.engine.config, self.speculation.draft, self.cache.config  # they check what they are made of
+        _ = self.engine.config, self.speculation.draft, self.cache.config  # these properties check the options
         check_range("--obfuscation-tokens", streams.obfuscation_tokens, 1, 4096)
         check_range("--obfuscation-interval", streams.obfuscation_interval_s, 0, 60, " seconds")
         if self.observe.spec_decode_metrics != "none" and streams.obfuscation == "always":

@@ -161,7 +161,7 @@ def _fetch_file(model: str, name: str, hub: HubOptions) -> Path:
         raise ModelError(f"{model!r} is neither a local directory nor a model id: {_ADVICE}") from error
     except ModelError:
         raise
-    except Exception as error:  # of the client, of its HTTP library, of the system
+    except Exception as error:  # of the hub client, its HTTP library or the system
         if isinstance(found, str):
             log.warning(
                 "cannot ask the hub for a newer version of %s (%s): using the local copy", model, first_line(error)
@@ -317,7 +317,7 @@ def _check_redis(url: str) -> None:
     try:
         client.ping()
         log.info("Redis at %s answers", redacted_address(url))
-    except Exception as error:  # of the client, of the system, of the server's own words
+    except Exception as error:  # of the Redis client, the Redis server or the system
         log.warning(
             "Redis at %s does not answer (%s): the server continues without Redis, and retries",
             redacted_address(url),

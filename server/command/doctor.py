@@ -47,7 +47,7 @@ class Report:
     def check(self, name: str, find: Callable[[], str]) -> None:
         try:
             self.line(name, find())
-        except Exception as error:  # of libraries, of Redis, of the system: whatever it is, it is the finding
+        except Exception as error:  # any error is the result of the check
             text = str(error) if isinstance(error, SSDError) else f"{type(error).__name__}: {first_line(error)}"
             self.line(name, text, is_ok=False)
 

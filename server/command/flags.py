@@ -48,7 +48,7 @@ def group(title: str, *, show: bool = True) -> Parameter:
 
 
 def check_range(option: str, value: float, least: int, most: int, unit: str = "") -> None:
-    if not least <= value <= most:  # as a NaN is not
+    if not least <= value <= most:  # also rejects NaN
         raise ConfigError(f"{option} must be within {least}..{most}{unit}, got {value}")
 
 

@@ -184,8 +184,8 @@ def stop_signals() -> list[signal.Signals]:
 _LOADING_GC_THRESHOLD = 50_000
 """The garbage collection threshold while the server is loading, in new objects.
 
-Importing torch and transformers creates 400,000 permanent objects, and with Python's default threshold collections took
-a fifth of the imports' time.
+Importing torch and transformers creates 400,000 permanent objects. With Python's default threshold, a fifth of the
+import time was spent on garbage collection.
 """
 
 
@@ -233,7 +233,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Log once that the server is ready, and return True, which stops it, if the engine has failed.
+        """Log once that the server is ready. If the engine has failed, return True, which stops the server.
 
         Uvicorn calls this method several times a second.
         """
@@ -255,7 +255,7 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
             if cycle is not None and not cycle.response_complete:
-                connection.shutdown()  # once it is answered
+                connection.shutdown()  # closes the connection after the response
         self.drained = await self._worker.drain(self._shutdown_timeout_s, lambda: self.force_exit)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn then leaves the application waiting, and its end would be logged as an error

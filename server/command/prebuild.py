@@ -16,7 +16,7 @@ def main() -> None:
     if not prebuild():
         print("no kernels are prebuilt on this processor: each machine compiles them at its first start")
         return
-    from server.command.arguments import parse_arguments  # these import kernels, which must come after `prebuild`
+    from server.command.arguments import parse_arguments  # imports kernels, so after `prebuild`
     from server.command.start import EngineLoader
     from ssd.bundled import HEAD_PATH
     from ssd.drafting.batch_drafter import BatchDrafter

@@ -180,7 +180,7 @@ class EngineLoader:
         return engine
 
     def sharing_stats(self) -> Mapping[str, ReplicationStats]:
-        """Return, for each cache namespace, the statistics of sharing its text with replicas; empty without Redis."""
+        """Map each cache namespace to statistics about the text that it shares with replicas. Empty without Redis."""
         return {} if self.log is None else {self._options.cache.namespace: self.log.stats()}
 
     def _open_caches(self, codec: TextCodec, resources: ExitStack) -> CacheManager:
@@ -317,8 +317,9 @@ def serve(
         access_log=False,
         http=protocol_within(settings.limits),
         ws="none",
-        loop="asyncio",  # uvloop keeps the interpreter from the engine while it writes: 3 % fewer tokens/s
-        # No more at once than there are files for beyond the limit: each that finds none is tried again a second later.
+        loop="asyncio",  # uvloop holds the interpreter's lock while it writes: 3 % fewer tokens/s
+        # At most as many accepts at once as there are file descriptors beyond ``max_connections``, because asyncio
+        # repeats each accept that finds no free descriptor a second later.
         backlog=min(_ACCEPTED_AT_ONCE, num_beyond(settings.limits)),
         timeout_keep_alive=math.ceil(settings.limits.max_idle_seconds),
         timeout_graceful_shutdown=_CONNECTIONS_S,
@@ -358,8 +359,8 @@ def serve(
             "flushed" if stopped else "not completely flushed",
         )
     if not stopped or any(thread.name == "ssd-compile" for thread in threading.enumerate()):
-        # A thread is inside a long call of a library's; it cannot be interrupted, and nothing waits for it. One that
-        # compiles would find LLVM torn down where the process ends in order, which then ends by a signal.
+        # A thread is inside a long library call, which cannot be interrupted. If the process ended normally, a thread
+        # that compiles would use LLVM after its teardown, and a signal would end the process.
         if not stopped and not is_loading:
             log.warning("the process exits before the engine has stopped: text that is not on disk yet is lost")
         logging.shutdown()

@@ -46,8 +46,8 @@ B = TypeVar("B", bound=Body)
 _CHATS: dict[type[Body], type[ChatAnswer]] = {ResponsesBody: ResponseAnswer, AnthropicBody: AnthropicAnswer}
 """Maps the request bodies of other APIs to the classes that serialize their responses."""
 _FEW_TOKENS = 1 << 14
-"""Requests whose estimated cost is at most that of this number of tokens are submitted on the event loop, within
-milliseconds. Others are submitted on a thread pool.
+"""Requests with at most this estimated cost (`GenerationPlan.cost`, in prompt tokens) are submitted on the event loop,
+which takes some milliseconds. Others are submitted on a thread pool.
 """
 
 

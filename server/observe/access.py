@@ -40,8 +40,8 @@ class HttpCounts:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()
-        """The number of requests by path, method and status class; "4xx" if the client disconnected before the
-        response.
+        """The number of requests by path, method and status class, e.g. "2xx". A request whose client disconnected
+        before the response counts as "4xx".
         """
         self.refused: Counter[str] = Counter()
         """The number of rejected requests by reason (see `rejection_reason`). Internal errors (500) are not counted."""

@@ -26,7 +26,7 @@ OURS = ("ssd", "server", "cache_builder")
 _LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MAX_WAITING = 8192
 _PATIENCE_S = 2.0
-"""The seconds that the process waits at exit until queued log lines are written."""
+"""The maximum time in seconds for which the process waits at exit, so that queued log lines are written."""
 _NO_FILES = (
     "no file descriptor is free: connections wait until others close. Allow more (ulimit -n, LimitNOFILE) or lower "
     "--max-connections"
@@ -149,9 +149,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def traceback_text(error: BaseException | None) -> str:
-    """Return a traceback with its causes, without messages that may quote the content of a request.
+    """Return the traceback of an exception and of its causes.
 
-    These are the messages of ValueError, LookupError and TypeError.
+    The messages of ValueError, LookupError and TypeError are left out, because they may quote the content of a request.
     """
     lines: list[str] = []
     while error is not None:

@@ -89,7 +89,9 @@ _SIZES = frozenset(
         "lag_seconds",
     }
 )
-"""The statistics of cache namespaces that may decrease, so they are exported as gauges. All others are counters."""
+"""The names of those cache statistics whose values may decrease, so they are exported as gauges. All other cache
+statistics are counters.
+"""
 
 
 class NamespaceFamilies:
@@ -228,7 +230,7 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def exposition(self) -> bytes:
-        with self._scraping:  # what namespaces grew by is added up at each scrape
+        with self._scraping:  # `NamespaceFamilies` is not thread-safe
             return generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
@@ -270,7 +272,7 @@ class ServerMetrics(Collector):
         engine = self._worker.loaded_engine
         if engine is not None:
             yield from self._collect_engine(engine)
-            shared = self._sharing_stats()  # of the log, by the one namespace it is named after
+            shared = self._sharing_stats()  # one entry: the replication log of the server's namespace
             yield from self._replication.collect(self._name_tenants(shared))
             for log in shared.values():
                 yield from self._streams.collect(self._name_tenants(log.streams))

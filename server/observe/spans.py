@@ -23,7 +23,7 @@ OPTION = "--otlp-traces-endpoint"
 _TIMEOUT_S = 5.0
 """The seconds after which an attempt to send spans to the collector, with its retries, is given up."""
 _PATIENCE_S = 2.0
-"""The seconds that the process waits at exit until queued spans are sent."""
+"""The maximum time in seconds for which the process waits at exit, so that queued spans are sent."""
 _DEFAULT_PATH = "/v1/traces"
 
 _OPERATIONS = {"/v1/completions": "text_completion"}

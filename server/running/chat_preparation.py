@@ -214,7 +214,7 @@ class ChatPreparer:
         body, form = self._adapt_to_template(engine, body)
         prompt = await self._texts.messages(engine, body, **_writing(form))
         codec, limits, use = codec_of(engine), self._settings.limits, body.tool_use()
-        if use is not None and (use.mode == "required" or body.structured_output() is not None):  # a grammar of all
+        if use is not None and (use.mode == "required" or body.structured_output() is not None):  # builds a grammar
             return prompt, await self._lanes.answers.run(plan_answer, body, form, codec, prompt, limits)
         return prompt, plan_answer(body, form, codec, prompt, limits)
 

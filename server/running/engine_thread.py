@@ -148,7 +148,10 @@ class Worker:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count an HTTP request while it is handled. Raises ServerNotReady while the server shuts down."""
+        """Return a context in which an HTTP request is handled, so that `drain` waits for the request.
+
+        Raises ServerNotReady while the server shuts down.
+        """
         if self.state is WorkerState.STOPPING:
             raise ServerNotReady(_SHUTTING_DOWN)
         self._num_inside += 1

@@ -33,7 +33,7 @@ _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0
 
 
 class Latencies:
-    """Prometheus histograms of request sizes, and of latencies with one observation per choice."""
+    """Prometheus histograms of the choices per request, of each choice's latencies, and of the event loop's delays."""
 
     def __init__(self, registry: CollectorRegistry, labels: tuple[str, str]) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:

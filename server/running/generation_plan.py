@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MAX_LOGPROBS = 1 << 20
 """The maximum number of log-probabilities in a response, including those of alternative tokens."""
 _TOKENS_A_CHOICE = 256
-"""The estimated fixed cost of submitting one choice: as much as for this number of additional prompt tokens."""
+"""The estimated fixed cost of submitting one choice. It equals the cost of submitting this number of prompt tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class GenerationPlan:
 
     @property
     def num_queued_tokens(self) -> int:
-        """The number of prompt and prediction tokens. Those of a prompt with several choices count once per choice."""
+        """The number of prompt and prediction tokens of all choices. A prompt with n choices counts n times."""
         return self.body.n * self.num_prompt_tokens + self.num_choices * len(self.prediction or ())
 
     @property

@@ -32,11 +32,11 @@ _TOKENS_CUT = 64
 _BYTES_A_TOKEN, _BYTES_A_BYTE = 400, 64
 """Upper estimates of the peak memory of tokenization, in bytes per token and per UTF-8 byte (measured: 330 and 16)."""
 _CHARACTERS_A_TEXT = 64
-"""The estimated fixed cost of tokenizing one text: as much as for this number of additional characters."""
+"""The estimated fixed cost of tokenizing one text. It equals the cost of tokenizing this number of characters."""
 
 
 class Tokenization:
-    """Tokenizes and detokenizes texts for requests on other threads, and rejects too long texts before tokenization."""
+    """Tokenizes and detokenizes texts on thread pools. Texts that are too long are rejected before tokenization."""
 
     def __init__(self, lanes: FairExecutors, settings: ServerSettings) -> None:
         self._lanes, self._limits, self._settings = lanes, settings.limits, settings
@@ -178,10 +178,10 @@ def _encode(codec: TextCodec, text: str, *, most: int, param: str, special: bool
 
 
 def check_token_count(codec: TextCodec, text: str, most_tokens: int, param: str) -> None:
-    """Raise ContextTooLong if a text clearly has too many tokens, or QueueFull if memory for tokenization is short.
+    """Raise ContextTooLong if a long text has too many tokens, or QueueFull if memory for its tokenization is short.
 
-    The tokens of a long text are counted chunk by chunk, because a tokenizer that runs out of memory aborts the
-    process.
+    The tokens are counted chunk by chunk, because a tokenizer that runs out of memory aborts the process. This count
+    may be slightly too high, so a small excess is allowed.
     """
     if len(text) <= _PIECE_CHARACTERS:
         return

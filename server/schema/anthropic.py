@@ -34,7 +34,7 @@ _IGNORED: Mapping[str, str] = {
     "diagnostics": "the server does not store earlier requests for comparison",
     "speed": "the server has only one speed",
 }
-"""Request fields that are ignored because they do not change the output, with the reason."""
+"""Maps each request field that is ignored to the reason. None of these fields would change the output."""
 
 _NO_TOOLS = "the server does not run tools or access the network. Define tools, and run them in the client"
 
@@ -94,7 +94,7 @@ class _Result(_ContentBlock):
 
     @property
     def text(self) -> str:
-        """Return the text of a tool result. If the call failed, it begins with "Error", which is added if missing."""
+        """Return the text of a tool result. The text of a failed call begins with "Error"; if missing, it is added."""
         text = joined(self.content)
         return f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
 
@@ -152,11 +152,12 @@ def messages_of(system: str | list[Any] | None, turns: list[Any]) -> list[dict[s
 
 
 _WITHOUT: Mapping[str, tuple[Any, ...]] = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
-"""Fields of a tool definition that are supported only with the given values, which have no effect."""
+"""Unsupported fields of a tool definition, mapped to the values that are accepted because they have no effect."""
 _HINTS = frozenset({"cache_control", "eager_input_streaming", "strict"})
-"""Fields of a tool definition that are ignored.
+"""Fields of a tool definition that are ignored, because they would change nothing.
 
-Forced tool calls follow their schema with or without ``strict``, and arguments are always streamed as generated.
+The arguments of forced tool calls follow their schema with or without ``strict``, and all arguments are streamed as
+they are generated.
 """
 _NAMES = {"name": "name", "description": "description", "input_schema": "parameters"}
 
@@ -291,7 +292,7 @@ class AnthropicChat(Body):
             self.context_management.edit(messages)
         if not messages:
             raise RequestError("messages contain no text: give at least one text", param="messages")
-        last = messages[-1]  # the output continues it, if it is the assistant's and has no tool call
+        last = messages[-1]  # if it is the assistant's and has no tool call, the output continues it
         template: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type in _THINKS:
             template["enable_thinking"] = _THINKS[self.thinking.type]

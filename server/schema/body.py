@@ -61,19 +61,22 @@ IGNORED: Mapping[str, str] = {
     "session_id": "the server keeps no sessions",
     "spaces_between_special_tokens": "the supported tokenizers insert no spaces there",
 }
-"""Request fields that are ignored because they do not change the output, with the reason."""
+"""Maps each request field that is ignored to the reason. None of these fields would change the output."""
 
 ELSEWHERE = frozenset(
     """cache_prompt detokenize do_sample enable_thinking grammar kv_transfer_params max_new_tokens mirostat n_predict
     options provider reasoning repeat_last_n repeat_penalty slot_id thinking top_a transforms typical_p usage vllm_xargs
     """.split()
 )
-"""Names of request fields that only other inference servers know. They are rejected, but may appear in the log."""
+"""Names of request fields that only other inference servers have. Such fields are rejected like any unknown field. The
+log shows these names, but no other unknown name, which may be private text.
+"""
 
 UnsupportedFields = Mapping[str, tuple[tuple[Any, ...], str]]
-"""The type of tables of refused request fields, which would change the output.
+"""The type of tables of request fields that are rejected because they would change the output.
 
-A table maps a field to the values that are accepted because they have no effect, and to the reason for refusing others.
+A table maps a field to the values that are accepted because they have no effect, and to the reason for rejecting
+other values.
 """
 
 REFUSED: UnsupportedFields = {
@@ -92,7 +95,8 @@ REFUSED: UnsupportedFields = {
         ((), "vLLM deprecated it. Send structured_outputs, or response_format"),
     ),
 }
-"""Unsupported fields of completions and chat completions. If a body class declares such a field, it supports the field.
+"""The unsupported fields of completions and chat completions. A body class that declares one of these fields supports
+this field.
 """
 
 
@@ -190,7 +194,7 @@ class Body(BaseModel):
             raise RequestError(f"the body must be a JSON object, got {type(content).__name__}")
         fields = cls.supported_fields(content)
         unknown = [name for name in fields if name not in cls.model_fields]
-        if unknown and not ignores_unknown:  # before anything else, since it explains other mistakes
+        if unknown and not ignores_unknown:  # first, because an unknown field explains other errors
             raise _unknown_field(unknown[0], suggest_name(unknown[0], cls.model_fields))
         for name in unknown:
             del fields[name]
@@ -259,7 +263,7 @@ def _request_error(error: ValidationError, value: Any, where: str = "", param: s
     ]
     first, place = min(found, key=lambda each: _rank(*each))
     name = _path(where, place)
-    if first["type"] == UNKNOWN_FIELD:  # it explains the others
+    if first["type"] == UNKNOWN_FIELD:  # an unknown field explains the other errors
         return _unknown_field(_path(name, [first["ctx"]["name"]]), first["ctx"]["near"], param)
     param = param or (str(place[0]) if place else None)
     if first["type"] == "missing":
@@ -279,7 +283,7 @@ def _rank(complaint: ErrorDetails, place: Sequence[str | int]) -> tuple[bool, in
 
     If a field may have several types, pydantic reports errors for each type.
     """
-    is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # which explains what else is wrong
+    is_of_type = complaint["type"] == "literal_error" and place[-1:] == ["type"]  # explains other errors
     is_said = complaint["type"] in ("value_error", "union_tag_invalid") or is_of_type
     return complaint["type"] != UNKNOWN_FIELD, -len(place), not is_said, _is_kind(complaint)
 

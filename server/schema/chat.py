@@ -40,7 +40,7 @@ FUNCTION: TypeAdapter[Function] = TypeAdapter(Function)
 
 
 class _NestedFunction(RequestObject):
-    """A JSON object that contains the object ``function``. If the nesting is missing, the error shows the right one."""
+    """A JSON object with an object ``function``. If ``name`` is outside it, the error says where the name belongs."""
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +140,7 @@ class ChatTemplateFields(BaseModel):
         return given
 
     def tool_use(self) -> ToolUse | None:
-        """Return how tools are used; None if there are none. Raises RequestError if the fields are contradictory."""
+        """Return how the model may use tools; None if the request has none. Raises RequestError if fields conflict."""
         functions = tuple(tool.function for tool in self.tools)
         choice = self.tool_choice
         if not functions:
@@ -250,7 +250,9 @@ def _convert_text_parts(given: Any) -> Any:
 
 
 OF_RESULT = BeforeValidator(_convert_text_parts)
-"""A pydantic validator that converts documents, images and other parts of a tool's result to text parts."""
+"""A pydantic validator that converts all parts of a tool result to text parts. A text document becomes its text; an
+image becomes a note that it was left out.
+"""
 
 
 def joined(texts: list[Any]) -> str:
@@ -278,14 +280,14 @@ class Conversation:
         self._last_rank = -1
 
     def add_text(self, role: str, text: str) -> None:
-        """Add a text to the conversation. A text of the assistant is added to its last message if possible."""
+        """Add a text to the conversation. An assistant's text is added to the assistant's last message if possible."""
         if role == "assistant":
             self.assistant("content")["content"] = text
         else:
             self.add(role, text)
 
     def assistant(self, field: AssistantField) -> dict[str, Any]:
-        """Return the message for the part ``field`` of an assistant message: the last one or, if needed, a new one."""
+        """Return the message for the assistant's part ``field``: the last message or, if needed, a new one."""
         rank = _ORDER.index(field)
         if self._last_rank < 0 or rank < self._last_rank or (rank == self._last_rank and field != "tool_calls"):
             self.add("assistant", "")

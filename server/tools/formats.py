@@ -456,7 +456,8 @@ def _has_markers(template_markers: tuple[tuple[str, ...], ...], chat_template: s
 def write_calls(tool_call: str | None, functions: Sequence[Mapping[str, Any]]) -> str:
     """Write tool calls, each with ``name`` and ``arguments``, in the format called ``tool_call``.
 
-    The Hermes format is used instead if the format has no template, or has tags and some arguments are not an object.
+    The Hermes format is used instead if the format has neither a template nor Python syntax. It is also used instead of
+    a format with tags if the arguments of a call are not an object.
     """
     form = TOOL_FORMATS[tool_call or FORMAT_IN_WORDS]
     if form.arguments == "python":

@@ -42,8 +42,8 @@ DeltaPart = TextDelta | ToolCallDelta
 
 
 Delta = tuple[DeltaPart, ...]
-"""What new output contains, in order: content, reasoning and tool calls. It is empty while the parser needs more text
-to decide between them.
+"""The content, reasoning and tool calls in new output, in order. Empty while the parser needs more text to distinguish
+them.
 """
 
 
@@ -169,7 +169,7 @@ class MessageParser:
         return self._pieces.pop()
 
     def finish(self) -> Delta:
-        """End the message and return its last deltas, of text that was held back until now. Must be called once."""
+        """End the message and return the deltas of the text that was held back until now. Must be called once."""
         self._scanner.end()
         next(self._steps, None)
         self._pieces.end()

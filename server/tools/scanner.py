@@ -30,7 +30,7 @@ PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
 class Markers:
-    """Strings, e.g. tags, that are searched for together. They are found even if a chunk of the text ends in one."""
+    """Strings, e.g. tags, that are searched for together. A marker is found even if it is split between two chunks."""
 
     def __init__(self, *markers: str) -> None:
         longest_first = sorted(markers, key=len, reverse=True)
@@ -42,9 +42,9 @@ class Markers:
 class Scanner:
     """Reads a text that arrives in chunks, for incremental parsers. O(characters).
 
-    Text that was read goes to a function ``sink``. Without a sink it is added to the trail, because it may be content
-    or the beginning of a tool call. When the following text shows which it is, `pop_trail` returns the collected text,
-    or `drop_trail` discards it.
+    Text that was read goes to a function ``sink``. Without a sink it is added to a buffer, the trail, because it may be
+    content or the beginning of a tool call. When the following text shows which it is, `pop_trail` returns the
+    collected text, or `drop_trail` discards it.
     """
 
     def __init__(self) -> None:

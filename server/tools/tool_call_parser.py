@@ -59,8 +59,8 @@ Each text is a tuple of alternatives; the alternative "" makes it optional.
 class CallTemplate:
     """The template of a message with tool calls, from which calls in prompts and the grammar of forced calls are made.
 
-    If two texts are possible at the same position, none may begin with the other, because the lexer of grammars never
-    backtracks.
+    If two of its texts are possible at the same position, neither may begin with the other, because the lexer of
+    grammars never backtracks.
 
     Attributes:
         call: A tool call, with the placeholders NAME, ARGUMENTS and NUMBER.
@@ -89,9 +89,10 @@ class CallFormat:
     Attributes:
         template_markers: Tuples of strings. A chat template that contains all strings of one tuple uses this format. If
             None, the template must contain the first marker of ``section`` or ``call``.
-        arguments: The syntax after the marker that begins a call: an "object" with name and arguments, or a list of
-            such objects; a name and a "json" object; a name and "tags"; calls in "python" syntax; a name and "gemma"
-            literals; or an object "keyed" by the name, or a list of such objects.
+        arguments: The syntax after the marker that begins a call. "object": an object with name and arguments, or a
+            list of such objects; "json": the name and a JSON object; "tags": the name and tagged values; "python":
+            calls in Python syntax; "gemma": the name and Gemma's literals; "keyed": an object that maps the name to the
+            arguments, or a list of such objects.
         message_ends: For models that write a tool call as a message whose header names the function, the markers that
             end a message.
         section: The markers that begin a list of calls.
@@ -100,12 +101,13 @@ class CallFormat:
         bare_starts: The first characters of messages that begin with a call without a marker.
         head: The literals between the marker and the name.
         after_name: The literals between the name and the arguments.
-        end: The markers after a call, which models often omit.
+        end: The markers that end a call. They are optional, because models often omit them.
         ignored_markers: Markers that have no meaning and are removed from the text.
         space_is_text: Whether white space before a call belongs to the content.
         content_name: In formats whose prompts end with the marker that begins a call, the function name that the model
             writes if content follows instead.
-        key: In formats with tags, the text before the name of a parameter; the next six attributes are for them too.
+        key: The text before the name of a parameter. It is used only in formats with tags, like the attributes from
+            ``after_key`` to ``escapes_names``.
         after_key: The texts after the name of a parameter.
         value_end: The tag after a value.
         call_end: The tag after the last parameter.
@@ -157,7 +159,7 @@ class CallFormat:
 
     @cached_property
     def value_ends(self) -> Markers:
-        """The texts that end a parameter's value: its closing tag or, if that is forgotten, the tags after it."""
+        """The texts that end a parameter's value: the closing tag or, if the model forgot it, the tags that follow."""
         if self.value_end_before_tag:
             return Markers(*(self.value_end + tag for tag in (self.key, self.call_end)))
         if self.has_line_values:
@@ -167,7 +169,10 @@ class CallFormat:
 
     @cached_property
     def line_ends(self) -> Markers:
-        """The texts that end a parameter's value that begins on its own line. A tag within a line is part of it."""
+        """The texts that end a parameter's value that begins on a line of its own.
+
+        A tag in the middle of a line belongs to the value, unless it is the closing tag and another tag follows.
+        """
         following = [between + tag for between in ("", "\n") for tag in (self.key, self.call_end)]
         return Markers(
             f"\n{self.value_end}", *(self.value_end + tag for tag in following), f"\n{self.key}", f"\n{self.call_end}"
@@ -185,9 +190,9 @@ class CallFormat:
 class ToolCallParser:
     """Parses the tool calls of one message incrementally.
 
-    A call is reported from its first argument on, because its beginning may still turn out to be ordinary text. In
-    formats without markers only calls of ``functions`` are recognized. For values without quotes, the schemas of
-    ``functions`` determine the types.
+    A call is reported as soon as its name and the beginning of its arguments are known, because until then it may still
+    turn out to be ordinary text. In formats without markers only calls of ``functions`` are recognized. For values
+    without quotes, the schemas of ``functions`` determine the types.
     """
 
     def __init__(self, form: CallFormat, functions: Functions, scanner: Scanner, pieces: DeltaBuffer) -> None:
