@@ -36,7 +36,7 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """Where outputs (as opposed to prompts) lie in the ring buffer, oldest first. For one writing thread."""
+    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
@@ -78,7 +78,12 @@ class EvictionPass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a text's token windows (WINDOW_TOKENS tokens each): each window's last position, and its hash."""
+    """The sampled windows (runs of WINDOW_TOKENS tokens) of a text.
+
+    Attributes:
+        ends: The position of the last token of each window, int64[n].
+        keys: The hash of each window, int64[n].
+    """
 
     ends: Int64s
     keys: Int64s
@@ -119,8 +124,9 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
     """Mark the windows (runs of WINDOW_TOKENS tokens) of evicted text that a later output repeats.
 
-    Sets ``flags[i]`` for the window with the hash ``wanted[i]`` (sorted), first found at position ``places[i]``. Only
-    outputs whose prompt begins later count. ``ends`` and ``keys`` are the positions and hashes of the compared windows.
+    ``wanted`` are the sorted hashes of the evicted windows, and ``places`` the positions of their first occurrence.
+    ``ends`` and ``keys`` are the positions and hashes of the windows to compare with. Sets ``flags[i]`` if such a
+    window has the hash ``wanted[i]`` and lies in an output whose prompt begins after ``places[i]``.
     """
     output = 0
     for i in range(len(keys)):
