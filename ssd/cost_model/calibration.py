@@ -121,11 +121,15 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The maximum share of a step's time for drafting that is expected to fail: for requests whose drafts were rejected."""
+"""The fraction of the forward passes' time that drafts for requests with rejected recent drafts may take on average.
+
+`DraftBackoff` makes such drafts less often if they take longer, but at least every _LONGEST_PAUSE steps.
+"""
 _TELLING_SHARE = 0.005
-"""The maximum share of time for learning from the logits of forward passes that verified no drafts."""
+"""The fraction of the forward passes' time that learning from the logits of passes without drafts may take on average.
+"""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
-"""The minimum acceptance probability of the first draft token for drafting before a request has any output.
+"""The minimum acceptance probability of a draft's first token, for a draft that is verified before there is any output.
 
 A less probable draft is not verified in the pass that produces the request's first output token, because it would delay
 this token. Text that is repeated verbatim exceeds the threshold.
@@ -136,7 +140,9 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The number of seconds from which a call is left out of the mean time, because it has probably compiled kernels."""
+"""The minimum duration in seconds of a call that is not counted in mean times, because it has probably compiled
+kernels.
+"""
 
 
 class DraftBackoff:

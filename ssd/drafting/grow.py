@@ -39,7 +39,7 @@ CHAIN_RECYCLED: Final = 2
 """The maximum number of candidate tokens that token recycling adds at each position of a draft chain."""
 
 _TREE_LOOKUPS: Final = 2
-"""The maximum number of times that a draft tree's last tokens are looked up, because the earlier text matches ended."""
+"""The maximum number of times that a draft tree's last tokens are looked up because no text match has a next token."""
 
 _MIN_CONTINUED_MATCH: Final = 4
 """The minimum match length when the last tokens of a draft are looked up to continue it.
@@ -48,8 +48,7 @@ After a shorter match the text mostly continues differently.
 """
 
 _MIN_UNMATCHED: Final = 2
-"""The number of draft tokens since the last lookup after which a draft that agrees with no text match is looked up
-again.
+"""The number of draft tokens after which the end of a draft is looked up again, if no text match agrees with the draft.
 """
 
 

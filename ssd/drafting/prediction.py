@@ -16,7 +16,10 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""The distance in tokens from the expected position in the prediction beyond which a match of one token is ignored."""
+"""The maximum distance in tokens between the expected position in the prediction and a match of one token there.
+
+A match of one token that is farther away is ignored.
+"""
 
 
 @inlined
