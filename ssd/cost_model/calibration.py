@@ -126,10 +126,9 @@ _SHARE = 0.005
 `DraftBackoff` makes such drafts less often if they take longer, but at least every _LONGEST_PAUSE steps.
 """
 _TELLING_SHARE = 0.005
-"""The fraction of the forward passes' time that learning from the logits of passes without drafts may take on average.
-"""
+"""The fraction of the forward passes' time for learning from the logits of passes without drafts, on average."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
-"""The minimum acceptance probability of a draft's first token, for a draft that is verified before there is any output.
+"""The minimum acceptance probability of the first token of a draft that is verified before the request has any output.
 
 A less probable draft is not verified in the pass that produces the request's first output token, because it would delay
 this token. Text that is repeated verbatim exceeds the threshold.
@@ -140,9 +139,7 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The minimum duration in seconds of a call that is not counted in mean times, because it has probably compiled
-kernels.
-"""
+"""The minimum seconds of a call that is left out of mean times, because it has probably compiled kernels."""
 
 
 class DraftBackoff:

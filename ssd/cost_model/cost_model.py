@@ -105,7 +105,7 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """The number of passes since promising drafts began to be withheld because of their cost; 0 if none is withheld."""
+        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:

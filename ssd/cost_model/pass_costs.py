@@ -338,7 +338,8 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
     Args:
         address: The address of the `PassCostRecord`.
         num_rows: The number of rows of the forward pass.
-        step: The number of positions that one more unit of draft length adds to the pass.
+        step: The number of positions that one more unit of draft length adds to the pass: 1, or ``num_rows`` if the
+            pass is padded.
         gains: The expected number of accepted draft tokens that each unit adds, float64[n].
     """
     costs, seconds = costs_at(address), np.empty(len(gains) + 1)

@@ -124,7 +124,7 @@ ENTRIES: Final = int(_OFFSETS[-1])
 
 @inlined
 def entry_of(feature: int, *buckets: int) -> int:
-    """Return the index of a feature's table entry for these bucket numbers. One array holds the tables of all features."""
+    """Return the index of a feature's table entry for these bucket numbers; all tables are in one array."""
     entry = 0
     for i, bucket in enumerate(buckets):
         entry = entry * _BUCKETS[feature, i] + bucket

@@ -53,7 +53,7 @@ _MIN_UNMATCHED: Final = 2
 
 
 class DraftInputs(NamedTuple):
-    """What the drafting kernel reads for a draft besides the row's own record: texts, model and match lengths.
+    """The data that the drafting kernel reads for a draft in addition to the row's own record.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """

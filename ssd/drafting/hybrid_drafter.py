@@ -76,7 +76,7 @@ other drafter was worth its cost.
 
 @dataclass(slots=True, eq=False)
 class _MemberDraft:
-    """A secondary drafter's draft for a request, with the estimates of the best draft that the request had before."""
+    """A secondary drafter's draft for a request, with the estimates of the best draft made before it."""
 
     member: MemberDrafter
     draft: Draft

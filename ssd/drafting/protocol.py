@@ -36,9 +36,7 @@ MAX_PROPOSED_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalProposals:
-    """A forest of tokens that other drafters propose for one request, in addition to the suffix drafter's own candidates.
-
-    The suffix drafter scores all of them with its acceptance model.
+    """A forest of tokens that other drafters propose for one request; the suffix drafter also scores these tokens.
 
     Attributes:
         token_ids: The proposed tokens, int32[n] with n <= MAX_PROPOSED_TOKENS.

@@ -62,7 +62,10 @@ def _share_code_of_constants(dispatcher: Any) -> None:
 
 
 def kernel(function: _F) -> _F:
-    """Decorate a function so that numba compiles it at its first call, and stores its code. It runs without the GIL."""
+    """Decorate a function so that numba compiles it at its first call and stores the machine code.
+
+    The compiled function runs without the GIL.
+    """
     return _compiled(function)
 
 

@@ -151,7 +151,7 @@ class CacheManager:
         return lease
 
     def add_prebuilt_directory(self, path: Path) -> None:
-        """Make the text of a directory made by ``ssd-cache build`` searchable in all namespaces. The text is loaded once.
+        """Make the text of a directory made by ``ssd-cache build`` searchable in all namespaces, which share one copy.
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """

@@ -191,11 +191,11 @@ class PromptDeduplicator:
 def block_hashes(
     tokens: Tokens, start: int, seed: int, block_tokens: int, lead_in_tokens: int
 ) -> tuple[Int64s, Int64s]:
-    """Return two hashes, int64[blocks] each, of every whole block of ``tokens`` from ``start`` on.
+    """Return two hashes of every whole block of ``tokens`` from ``start`` on, in two arrays int64[blocks].
 
-    The first hash identifies the whole text up to the block's end; ``seed`` is that hash of the text before ``start``.
-    The second hash identifies the last ``lead_in_tokens`` tokens up to the block's end, with which a stored
-    continuation of the block begins.
+    The first hash identifies the whole text up to the block's end; ``seed`` is this hash for the text before ``start``.
+    The second hash identifies the block's last ``lead_in_tokens`` tokens, with which a stored continuation of the block
+    begins.
     """
     found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
     _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)

@@ -55,7 +55,7 @@ class OutputSpans:
             self._first = 0
 
     def spans(self) -> Int64s:
-        """Return a copy of the positions, int64[n, 3]: begin, start and stop of each output."""
+        """Return for each output where its prompt begins, where the output begins, and where it ends: int64[n, 3]."""
         return np.array(self._spans[self._first :], np.int64).reshape(-1, 3)
 
 
@@ -64,6 +64,7 @@ class EvictionPass(NamedTuple):
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
+        retained: Segments of text that was retained earlier; their text is not retained again.
         newer: The ring segments that are newer than ``evicted``.
         memtable: int32[n], the text at position ``memtable_start`` of the ring buffer, which is in no segment yet.
         outputs: The result of ``OutputSpans.spans``.
