@@ -121,7 +121,7 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The fraction of the forward passes' time that drafts for requests with rejected recent drafts may take on average.
+"""The fraction of the forward passes' time for drafting for requests whose recent drafts were rejected, on average.
 
 `DraftBackoff` makes such drafts less often if they take longer, but at least every _LONGEST_PAUSE steps.
 """

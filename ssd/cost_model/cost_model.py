@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class PassTimeModel(NamedTuple):
-    """The coefficients of a forward pass's time: ``fixed + per_position * positions``, plus ``wide`` with drafts."""
+    """The coefficients of a forward pass's estimated time: ``fixed + per_position * positions (+ wide, with drafts)``."""
 
     fixed: float
     per_position: float

@@ -50,7 +50,7 @@ RUN_BUCKETS: Final = 6
 """The number of buckets for how many consecutive tokens before a draft position were predicted by the sample cache."""
 
 AGREEMENTS: Final = 3
-"""The number of cases for whether the text matches agree with the token that the sample cache predicts.
+"""The number of possible relations between the text matches and the token that the sample cache predicts.
 
 The cases are: there is no match, the newest matches continue with another token, or they continue with this token.
 """

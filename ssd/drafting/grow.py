@@ -218,7 +218,7 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
     Otherwise a token with too low an estimate would never be drafted, and the estimate would never be corrected.
 
     ``scratch.samples[0]`` are the matches of the context. If they were ``resumed``, i.e. saved by the last step, the
-    function returns early when a further lookup is needed.
+    function returns as soon as a further lookup is needed, and the caller starts again with a search for the context.
     """
     params, prediction, scored, out = row.params, row.state.prediction, row.state.scored, row.draft
     candidates, is_tree = scratch.candidates, out.is_tree == 1

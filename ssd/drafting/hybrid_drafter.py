@@ -28,7 +28,7 @@ from ssd.drafting.protocol import (
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return how many tokens two drafts have in common from their beginning: ``own`` and ``verified``."""
+    """Return how many leading tokens of the draft ``own`` the draft ``verified`` contains at the same place."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -349,7 +349,7 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return how many output tokens one second of drafting costs each of the ``num_used`` requests drafted for.
+        """Return the cost of one second of drafting for ``num_used`` requests, in output tokens per request.
 
         All ``num_rows`` rows wait during this second. Each row loses the tokens that the request of ``step`` would get
         in a second, and the loss is divided among the ``num_used`` requests.

@@ -34,9 +34,7 @@ A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number
 """
 
 RECYCLED_SHARES: Final = 8
-"""The number of buckets for a token's probability among the top-k tokens of its token-recycling entry, see
-`share_level`.
-"""
+"""The number of buckets for a token's probability among the top-k tokens of its token-recycling entry."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
 """For each bucket of `share_level`, the probability that stands for all probabilities in this bucket."""

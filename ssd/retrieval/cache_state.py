@@ -80,7 +80,7 @@ class PublishedState(Protocol):
     """An immutable copy of what a drafter has learned about a namespace, such as an acceptance model."""
 
     def to_bytes(self) -> bytes:
-        """Serialize what the drafter has learned, in the form of ``LearnedState.stored``. Thread-safe."""
+        """Serialize what the drafter has learned, for the file that a later process reads. Thread-safe."""
         ...
 
 

@@ -178,7 +178,7 @@ class SegmentDirectory:
     ) -> None:
         """Replace the directory's manifest by one that lists ``segments``, and remove the files of other segments.
 
-        Segments without a file, because they could not be written, are skipped, and unusable files stay. A power
+        Segments that have no file, because writing it failed, are not listed. Files that cannot be used stay. A power
         failure at any time leaves a valid directory: the segments' bytes and file names reach the disk before the
         manifest, and other files are removed last.
 
@@ -325,7 +325,7 @@ def is_cache_file(path: Path) -> bool:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove the files of a namespace from its directory, and the directory if it is empty then.
+    """Remove the files of a namespace from its directory, and then the directory if it is empty.
 
     Files are selected by name, because damaged files contain text as well. Raises CacheLocked if another process writes
     the directory, and OSError.

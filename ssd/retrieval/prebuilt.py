@@ -19,9 +19,7 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
-"""The default number of tokens per prebuilt segment. Sorting one segment takes about 3 s and 16 bytes of memory per
-token.
-"""
+"""The default number of tokens per prebuilt segment. Sorting a segment takes about 3 s, and 16 bytes per token."""
 
 _LEAD_IN_TOKENS = 32
 
