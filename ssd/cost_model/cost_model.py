@@ -23,7 +23,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class PassTimeModel(NamedTuple):
-    """The coefficients of a forward pass's estimated time: ``fixed + per_position * positions (+ wide, with drafts)``."""
+    """The coefficients of the estimated time of a forward pass.
+
+    The time is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts.
+    """
 
     fixed: float
     per_position: float
