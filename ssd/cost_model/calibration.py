@@ -121,12 +121,12 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The fraction of the forward passes' time for drafting for requests whose recent drafts were rejected, on average.
+"""The maximum average time for drafting for requests without accepted drafts, as a fraction of a forward pass's time.
 
-`DraftBackoff` makes such drafts less often if they take longer, but at least every _LONGEST_PAUSE steps.
+`DraftBackoff` drafts less often for such requests if it takes longer, but at least every _LONGEST_PAUSE steps.
 """
 _TELLING_SHARE = 0.005
-"""The fraction of the forward passes' time for learning from the logits of passes without drafts, on average."""
+"""The maximum average time for learning from the logits of passes without drafts, as a fraction of a pass's time."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
 """The minimum acceptance probability of the first token of a draft that is verified before the request has any output.
 

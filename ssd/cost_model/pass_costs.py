@@ -106,9 +106,10 @@ Below it, the passes are too similar for fitting the time per position, and the 
 """
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The value to which the weight of the forward passes timed at start-up decays in the fit of the time estimate.
+"""The minimum weight, in the fit of the time estimate, of the forward passes timed at start-up.
 
-It is so small that these passes determine only coefficients about which later passes say nothing.
+Their weight falls with every later pass. The minimum is so small that these passes determine only coefficients about
+which later passes say nothing.
 """
 _CONTRADICTION: Final = 2.0
 """The factor by which a pass must be slower or faster than its estimated time for the estimate to be considered wrong.
