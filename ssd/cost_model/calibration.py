@@ -121,11 +121,14 @@ def _log_odds(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 
 _SHARE = 0.005
-"""The maximum share of a step's time for drafting that is expected to fail: for requests whose drafts were rejected."""
+"""The maximum average time for drafting for requests without accepted drafts, as a fraction of a forward pass's time.
+
+`DraftBackoff` drafts less often for such requests if it takes longer, but at least every _LONGEST_PAUSE steps.
+"""
 _TELLING_SHARE = 0.005
-"""The maximum share of time for learning from the logits of forward passes that verified no drafts."""
+"""The maximum average time for learning from the logits of passes without drafts, as a fraction of a pass's time."""
 FIRST_TOKEN_THRESHOLD: Final = 0.9
-"""The minimum acceptance probability of the first draft token for drafting before a request has any output.
+"""The minimum acceptance probability of the first token of a draft that is verified before the request has any output.
 
 A less probable draft is not verified in the pass that produces the request's first output token, because it would delay
 this token. Text that is repeated verbatim exceeds the threshold.
@@ -136,7 +139,7 @@ BACKOFF_AFTER: Final = 4
 _LONGEST_PAUSE = 8
 _TIME_FORGETTING = 0.9
 _COMPILED_S = 1.0
-"""The number of seconds from which a call is left out of the mean time, because it has probably compiled kernels."""
+"""The minimum seconds of a call that is left out of mean times, because it has probably compiled kernels."""
 
 
 class DraftBackoff:

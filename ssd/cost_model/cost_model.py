@@ -23,7 +23,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class PassTimeModel(NamedTuple):
-    """The coefficients of a forward pass's time: ``fixed + per_position * positions``, plus ``wide`` with drafts."""
+    """The coefficients of the estimated time of a forward pass.
+
+    The time is ``fixed + per_position * positions``, plus ``wide`` if the pass has drafts.
+    """
 
     fixed: float
     per_position: float
@@ -105,7 +108,7 @@ class CostModel:
 
     @property
     def num_withheld(self) -> int:
-        """The number of passes since promising drafts were first left unverified for their cost; 0 if none is."""
+        """The number of passes since promising drafts began to be withheld for their cost; 0 if none is withheld."""
         return self._costs.num_withheld
 
     def relative_cost(self, width: int) -> float:

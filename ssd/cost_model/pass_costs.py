@@ -100,12 +100,16 @@ If the next passes are slow as well, the estimate is replaced instead.
 """
 _MIN_PASSES: Final = 8
 _MIN_VARIANCE: Final = 0.05
-"""The minimum weighted variance of the measured passes' numbers of positions for fitting the time per position."""
+"""The minimum weighted variance of the number of positions per measured forward pass.
+
+Below it, the passes are too similar for fitting the time per position, and the time fitted before is kept.
+"""
 _CALIBRATED_FORGETTING: Final = 0.8
 _LEAST_WEIGHT: Final = 1e-6
-"""The minimum weight of the forward passes timed at start-up in the fit of the time estimate.
+"""The minimum weight, in the fit of the time estimate, of the forward passes timed at start-up.
 
-It is so small that these passes determine only coefficients about which later passes say nothing.
+Their weight falls with every later pass. The minimum is so small that these passes determine only coefficients about
+which later passes say nothing.
 """
 _CONTRADICTION: Final = 2.0
 """The factor by which a pass must be slower or faster than its estimated time for the estimate to be considered wrong.
@@ -228,7 +232,7 @@ def _credible_seconds(costs: PassCostRecord, kind: int, seconds: float, expected
 
     The estimate is considered wrong if a pass takes less than 1 / _CONTRADICTION of the ``expected`` time, or if
     _CONFIRMATIONS consecutive passes take more than _CONTRADICTION times that time. Then all earlier times of this kind
-    of pass are discarded. Of slow passes, the one with the least ratio to ``expected`` counts.
+    of pass are discarded. After consecutive slow passes, the fastest of them, relative to ``expected``, enters the fit.
     """
     if seconds > _CONTRADICTION * expected:
         ratio = seconds / max(expected, _NO_TIME)
@@ -305,7 +309,9 @@ def draft_token_cost(address: int, num_rows: int) -> float:
 
 @kernel
 def best_num_steps(recent: tuple[float, float], num_rows: float, gains: Floats, seconds: Floats) -> int:
-    """Return the draft length with the greatest expected throughput, as a number of length units (steps). O(n).
+    """Return by how many steps to lengthen the drafts of a pass for the greatest expected throughput. O(n).
+
+    A step is a unit of draft length: one draft token in the whole pass or, in a padded pass, one for each row.
 
     Args:
         recent: The output tokens and the seconds of an average recent pass, see `combined_rate`.
@@ -333,7 +339,8 @@ def num_steps_to_verify(address: int, num_rows: int, step: int, gains: Floats) -
     Args:
         address: The address of the `PassCostRecord`.
         num_rows: The number of rows of the forward pass.
-        step: The number of positions that one more unit of draft length adds to the pass.
+        step: The number of positions that one more unit of draft length adds to the pass: 1, or ``num_rows`` if the
+            pass is padded.
         gains: The expected number of accepted draft tokens that each unit adds, float64[n].
     """
     costs, seconds = costs_at(address), np.empty(len(gains) + 1)

@@ -63,10 +63,11 @@ def combined_rate(recent: tuple[float, float], num_tokens: float, seconds: float
     """Return the tokens per second of a forward pass and an average recent pass together.
 
     Draft lengths are chosen to maximize this rate. If the pass is expected to produce G tokens in C seconds, and recent
-    passes produced T tokens in K seconds on average, the rate is (G + T) / (C + K). An accepted token saves the time
-    that it would have taken later. That time resembles recent passes, but also this one: text that is easy to draft now
-    is probably easy a little later too, and then a token saves little. In replays of recorded outputs this objective
-    was better than G / C, and better than a fixed exchange rate T / K (Dinkelbach 1967).
+    passes produced T tokens in K seconds on average, the rate is (G + T) / (C + K). The reason is that an accepted
+    token saves the time of producing it in a later pass. Later passes resemble recent passes, but also this one: text
+    that is easy to draft now is probably easy in the next passes too, so an accepted token then saves little time. In
+    replays of recorded outputs this objective was better than G / C, and better than a fixed exchange rate T / K
+    (Dinkelbach 1967).
     """
     return float((num_tokens + recent[0]) / max(seconds + recent[1], _NO_TIME))
 
@@ -112,8 +113,8 @@ class StepThroughput:
     def seconds_per_step(self) -> float:
         """Return the mean seconds of recent engine steps in which no costly drafter ran; 0 before the first step.
 
-        If the mean of all steps is smaller, that is returned: if a costly drafter has run in every step for a while,
-        the steps without one are old, and steps may have become faster.
+        If the mean of all recent steps is smaller, this mean is returned. A costly drafter may have run in every step
+        for a while; then the steps without one are old, and steps may have become faster since.
         """
         return min(self._plain.seconds_per_pass or math.inf, self._rate.seconds_per_pass)
 
@@ -198,8 +199,9 @@ class MarginalGain:
 
     The mean depends on two properties of the primary draft: its expected accepted tokens, and the acceptance
     probability of its first token. These two numbers are bucketed, and the mean of a bucket is combined with
-    ``_GAIN_PRIOR_WEIGHT`` observations at the overall mean. Old counts fade because traffic changes. In replays of
-    recorded requests, the last tokens and the drafter's earlier gains in the request did not improve the prediction.
+    ``_GAIN_PRIOR_WEIGHT`` observations at the overall mean. Old counts fade because traffic changes. Two further
+    inputs, the context's last tokens and the drafter's earlier gains in the request, did not improve the prediction in
+    replays.
     """
 
     def __init__(self) -> None:

@@ -50,9 +50,9 @@ RUN_BUCKETS: Final = 6
 """The number of buckets for how many consecutive tokens before a draft position were predicted by the sample cache."""
 
 AGREEMENTS: Final = 3
-"""The number of answers to: do the text matches continue with the token that the sample cache predicts?
+"""The number of possible relations between the text matches and the token that the sample cache predicts.
 
-The answers are: there is no match, the newest matches continue with another token, or they continue with this token.
+The cases are: there is no match, the newest matches continue with another token, or they continue with this token.
 """
 
 LEVEL_FEATURES: Final = 3
@@ -96,9 +96,10 @@ FEATURES: Final = {
     # candidate is that token.
     "cached sample": (MAX_CONFIRMED + 1, RUN_BUCKETS, AGREEMENTS, TEMPERATURE_BUCKETS, 2),
 }
-"""The features of a candidate token. Each is a tuple of numbers, given here as the number of buckets of each number.
+"""For each feature of a candidate token, the number of buckets of each of its numbers.
 
-The first number of a feature is the most significant one in `entry_of`. Stored acceptance models depend on the order.
+A feature is a tuple of bucketed numbers, such as the match length and the number of matches. Its first number is the
+most significant one in `entry_of`. Stored acceptance models depend on the order of the features.
 """
 
 _names: Final = list(FEATURES)
@@ -123,7 +124,7 @@ ENTRIES: Final = int(_OFFSETS[-1])
 
 @inlined
 def entry_of(feature: int, *buckets: int) -> int:
-    """Return the index of a feature's table entry for these buckets; one array holds the tables of all features."""
+    """Return the index of a feature's table entry for these bucket numbers; all tables are in one array."""
     entry = 0
     for i, bucket in enumerate(buckets):
         entry = entry * _BUCKETS[feature, i] + bucket

@@ -174,7 +174,11 @@ def prior_model() -> Float64s:
 
 
 def _expected(length: Float64s, support: Float64s | float, share: Float64s) -> Float64s:
-    """Return initial log odds of acceptance, which grow with match length, match count and the token's share."""
+    """Return the initial log odds that a candidate token is accepted.
+
+    They grow with the match length, with the number of matches, and with the share of the matches that continue with
+    the token.
+    """
     votes = np.maximum(share * support, 0.05)
     return (
         -1.3

@@ -18,8 +18,9 @@ def accepted_path(
 ) -> int:
     """Find the draft tokens that the target accepts: write their nodes to ``path``, and return their number. O(tokens).
 
-    The path starts at the root, the end of the context. It moves to the child that equals the next token, or to the
-    first such child, and ends if there is none. A token comes after its parent, so one scan finds the path.
+    The path starts at the root, the end of the context. From each node it goes on to the child that equals the next
+    token (the first one if there are several), and it ends if there is none. A token comes after its parent, so one
+    scan finds the path.
 
     Args:
         tokens: The draft tokens.

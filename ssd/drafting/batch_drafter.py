@@ -75,7 +75,7 @@ class RowBatch(Record):
         settings: The address of the `DraftBatch`.
         model: The address of the acceptance model.
         num_new: The number of tokens appended since the last drafting call.
-        last_num_drafting: The number of rows that this call drafted for; -1 if rows were assigned after it.
+        last_num_drafting: The number of rows that the last drafting call drafted for; -1 if rows were assigned since.
         last_positions: The number of positions of the forward pass that verified the last drafts.
         num_proposals: The number of rows drafted for since the start.
         num_drafts: The number of drafts since the start that were not empty.

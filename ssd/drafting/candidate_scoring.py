@@ -185,7 +185,7 @@ def score_candidates(
 
 
 _SURE_LENGTH: Final = 9
-"""The match length in tokens from which token recycling adds no candidates if all matches continue with one token."""
+"""The minimum match length at which token recycling adds no candidates, if all matches continue with the same token."""
 
 
 @inlined

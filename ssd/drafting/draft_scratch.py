@@ -129,7 +129,7 @@ class ProposalTree(Record):
 
 
 class AgreeingMatch(Record):
-    """A text match that agrees with a path of a draft.
+    """A text match that continues with the same tokens as a path, i.e. as the draft up to one of its nodes.
 
     Attributes:
         sample: The index of the match in the `MatchSamples` of the path.
@@ -210,7 +210,7 @@ class RecycledTokens(Record):
         count: The number of tokens; 0 if there is no entry, NOT_LOOKED_UP if the table was not read.
         is_pair: Whether a pair of tokens matched, not only the last token.
         tokens: The tokens, most probable first.
-        shares: The bucket of each token's share of the probability, see `share_level`.
+        shares: The bucket of each token's probability among the top-k tokens, see `share_level`.
     """
 
     count: Int64
@@ -312,10 +312,10 @@ CONTINUED_CONTEXT: Final = 4096
 """The maximum number of context tokens before a draft that are searched together with the draft to find new matches."""
 
 MAX_FURTHER_LOOKUPS: Final = 5
-"""The maximum number of times that a draft chain's last tokens are looked up, because the earlier text matches ended.
+"""The maximum number of times that a draft chain's last tokens are looked up because no text match has a next token.
 
-The last of these lookups searches nothing: it drops the matches, and the chain continues with tokens from other
-sources.
+The last of these lookups does not search: it only drops the matches, so that the chain continues with tokens from
+other sources.
 """
 
 _MAX_OPEN: Final = MAX_CANDIDATES * (MAX_DRAFT + 1)
@@ -330,11 +330,11 @@ class DraftNode(Record):
         product: The probability that all draft tokens on the path are accepted.
         lookup: The index of the lookup that found the text matches of this path; 0 for that of the context.
         looked_up_at: The depth at which that lookup was made.
-        first: The index in ``DraftScratch.matches`` of the first match that agrees with the path.
+        first_match: The index in ``DraftScratch.matches`` of the first match that agrees with the path.
         num_matching: The number of matches that agree with the path.
         follows_prediction: Whether the client's prediction agrees with the path.
         proposal_node: The node of the proposal tree that the path leads to; NO_TOKEN if it is not in the tree.
-        best: The most probable candidate after the node; NO_TOKEN if there is none.
+        best: The index in ``DraftScratch.opened`` of the most probable candidate after the node; NO_TOKEN for none.
     """
 
     token: Int64
@@ -380,7 +380,8 @@ class DraftScratch(Record):
         matches: The matches that agree with the path to each node, node after node.
         opened: The ``num_opened`` candidates after the nodes.
         heap: A heap of the indices of the ``num_open`` candidates that may be added, the greatest ``product`` first.
-        texts: The text searched for by each further lookup: the end of the context and a path, ``lengths`` tokens.
+        texts: For each further lookup, the text whose last tokens are looked up: the end of the context, then a path.
+        lengths: The number of tokens in each of ``texts``.
     """
 
     samples: Annotated[Sequence[MatchSamples], MatchSamples, 1 + MAX_FURTHER_LOOKUPS]

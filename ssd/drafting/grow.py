@@ -39,7 +39,7 @@ CHAIN_RECYCLED: Final = 2
 """The maximum number of candidate tokens that token recycling adds at each position of a draft chain."""
 
 _TREE_LOOKUPS: Final = 2
-"""The maximum number of times that a draft tree's last tokens are looked up, because the earlier text matches ended."""
+"""The maximum number of times that a draft tree's last tokens are looked up because no text match has a next token."""
 
 _MIN_CONTINUED_MATCH: Final = 4
 """The minimum match length when the last tokens of a draft are looked up to continue it.
@@ -48,13 +48,12 @@ After a shorter match the text mostly continues differently.
 """
 
 _MIN_UNMATCHED: Final = 2
-"""The number of draft tokens since the last lookup after which a draft that agrees with no text match is looked up
-again.
+"""The number of draft tokens after which the end of a draft is looked up again, if no text match agrees with the draft.
 """
 
 
 class DraftInputs(NamedTuple):
-    """What the drafting kernel reads for a draft besides the row's own record: texts, model and match lengths.
+    """The data that the drafting kernel reads for a draft in addition to the row's own record.
 
     ``max_length`` and ``min_length`` are the maximum and minimum match length of a lookup.
     """
@@ -219,7 +218,7 @@ def grow_draft(scratch: DraftScratch, row: DraftRow, inputs: DraftInputs, resume
     Otherwise a token with too low an estimate would never be drafted, and the estimate would never be corrected.
 
     ``scratch.samples[0]`` are the matches of the context. If they were ``resumed``, i.e. saved by the last step, the
-    function returns early when a further lookup is needed.
+    function returns as soon as a further lookup is needed, and the caller starts again with a search for the context.
     """
     params, prediction, scored, out = row.params, row.state.prediction, row.state.scored, row.draft
     candidates, is_tree = scratch.candidates, out.is_tree == 1

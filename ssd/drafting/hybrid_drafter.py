@@ -28,7 +28,7 @@ from ssd.drafting.protocol import (
 
 
 def num_shared_tokens(own: Draft, verified: Draft) -> int:
-    """Return how many tokens two drafts have in common from their beginning: ``own`` and ``verified``."""
+    """Return how many leading tokens of the draft ``own`` the draft ``verified`` contains at the same place."""
     children = {
         (parent, token): node
         for node, (token, parent) in enumerate(zip(verified.token_ids.tolist(), verified.parents_of_all(), strict=True))
@@ -76,7 +76,7 @@ other drafter was worth its cost.
 
 @dataclass(slots=True, eq=False)
 class _MemberDraft:
-    """A secondary drafter's draft for a request, with the estimates of the best draft that the request had before."""
+    """A secondary drafter's draft for a request, with the estimates of the best draft made before it."""
 
     member: MemberDrafter
     draft: Draft
@@ -152,11 +152,12 @@ class HybridDrafter:
     The first drafter is the primary drafter, which is used in every step. The other, secondary drafters propose tokens,
     which the primary drafter scores together with its own candidates in one draft tree or chain.
 
-    To compare time with tokens, drafting time is converted to output tokens. The rate is the request's own throughput
-    without costly drafters, because these gain tokens mostly where the primary draft has failed. A drafter must also
-    read a request's context once. This cost is converted at the rate of recent steps (Dinkelbach 1967), and paid when
-    the gains missed so far reach it. As the output's length is unknown, this costs at most twice the optimum (the ski
-    rental problem, Karlin et al. 1988).
+    To compare gain and cost, drafting time is converted to output tokens, at the throughput that the request has
+    without costly drafters. The average throughput would be too high, because costly drafters mostly help requests for
+    which the primary drafter finds little. A drafter must also read a request's context once, before its first draft
+    for the request. It does so only when the gains that the request has missed without it reach this cost, which is
+    converted at the throughput of recent steps (Dinkelbach 1967). As the output's length is unknown, this rule costs at
+    most twice the optimum (the ski rental problem, Karlin et al. 1988).
 
     A drafter that fails proposes nothing, is counted in ``num_failures`` and is skipped for 1, 2, 4, ... steps. One
     thread owns the hybrid drafter.
@@ -204,7 +205,7 @@ class HybridDrafter:
         return True
 
     def extend_drafts(self, requests: Sequence[DraftRequest], drafts: list[Draft]) -> list[Draft]:
-        """Add tokens of secondary drafters to drafts where the expected gain exceeds the cost; return all drafts."""
+        """Add tokens of secondary drafters to drafts if the expected gain exceeds the cost; return all drafts."""
         steps = [self._step(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         latencies: list[tuple[MemberDrafter, float, int, int]] = []
         started, self._has_used_others = self._clock(), False
@@ -348,9 +349,10 @@ class HybridDrafter:
         return {i: replace(steps[i].request, token_costs=steps[i].token_costs + costs[i]) for i in selected}
 
     def _tokens_per_second(self, step: _RequestStep, num_used: int, num_rows: int) -> float:
-        """Return the cost of one second of drafting, in output tokens of each request that the drafter is used for.
+        """Return the cost of one second of drafting for ``num_used`` requests, in output tokens per request.
 
-        All ``num_rows`` rows wait during this second, and the lost tokens are divided among ``num_used`` requests.
+        All ``num_rows`` rows wait during this second. Each row loses the tokens that the request of ``step`` would get
+        in a second, and the loss is divided among the ``num_used`` requests.
         """
         step_s = self._step_rate.seconds_per_step
         if num_used == 0 or step_s == 0.0:

@@ -108,7 +108,8 @@ class MemberDrafter:
         fixed_seconds: The running mean of a call's fixed time, i.e. without the time per draft token.
         rows_since_use: The number of rows of all steps since the drafter was last used.
         learner: The drafter, if it learns from the logits of a forward pass; else None.
-        learns_from_context: Whether the drafter reads outcomes from the next context and needs only the last outcome.
+        learns_from_context: Whether the drafter sees from a request's next context which draft tokens were accepted, so
+            that only the outcome of the request's last draft must be reported.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -159,9 +160,10 @@ class MemberDrafter:
         return 0.0 if self._costly is None else self._costly.seconds_to_start(request)
 
     def should_start(self, request: DraftRequest, cost: float, gain: float) -> bool:
-        """Return whether a costly drafter should read a request's context now: the gains missed so far reach the cost.
+        """Return whether a costly drafter should read a request's context now, because the missed gains reach ``cost``.
 
-        If they do not reach ``cost``, ``gain`` is added to them. Both arguments are in output tokens.
+        Otherwise ``gain``, the gain that the request misses in this step, is added to the missed gains. Both arguments
+        are in output tokens.
         """
         forgone_gains = self.forgone_gains.get(request.request_id, 0.0)
         if cost <= forgone_gains:
@@ -216,7 +218,7 @@ PROBE_INTERVAL = 512
 """
 
 _PROBE_SHARE = 0.005
-"""The maximum cost of trials of a drafter whose cost exceeds its expected gain, in output tokens per row and step."""
+"""The maximum average cost, in output tokens per row and step, of trials of a drafter that is otherwise unused."""
 
 
 def pick_probe(

@@ -16,7 +16,10 @@ from ssd.retrieval.scan import scan
 _LONGEST: Final = 32
 
 _FAR: Final = 64
-"""The distance in tokens from the expected position in the prediction beyond which a match of one token is ignored."""
+"""The maximum distance in tokens from the expected position in the prediction to a match of only one token.
+
+A match of one token that is farther away is ignored.
+"""
 
 
 @inlined
@@ -28,10 +31,10 @@ def reset_prediction(state: PredictionCursor, prompt_length: int) -> None:
 def advance_prediction(state: PredictionCursor, prediction: TokenIds, context: TokenIds, hits: ScanHits) -> None:
     """Compare the new output tokens with the client's prediction, and find where the output continues in it.
 
-    After a difference, the last tokens of the context are searched in the whole prediction, and the output continues
-    after the longest match; among equally long matches, the nearest to the old position wins. Without a match, the
-    position advances by one token, as if one token was replaced. O(new tokens), and O(prediction) more for each token
-    that differs.
+    After a difference, the last tokens of the context are searched in the whole prediction. The output is expected to
+    continue after the longest match; among equally long matches, the nearest to the old position wins. Without a match,
+    the position advances by one token, as if one token was replaced. O(new tokens), and O(prediction) more for each
+    token that differs.
     """
     position, match_length = state.position, state.match_length
     for i in range(state.num_compared, len(context)):

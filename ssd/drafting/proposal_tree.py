@@ -105,7 +105,10 @@ actual probability.
 """
 
 _LOOKAHEAD_PROBABILITY: Final = 0.3
-"""The initial acceptance probability of a lookahead token that differs from the draft token at its position."""
+"""The initial acceptance probability of a lookahead token that differs from the draft token at the same position.
+
+Lookahead tokens are those that the target sampled after a rejected draft token.
+"""
 
 
 @inlined

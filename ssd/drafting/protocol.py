@@ -36,7 +36,7 @@ MAX_PROPOSED_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalProposals:
-    """A forest of tokens that other drafters propose for one request; the suffix drafter scores them with its own.
+    """A forest of tokens that other drafters propose for one request; the suffix drafter also scores these tokens.
 
     Attributes:
         token_ids: The proposed tokens, int32[n] with n <= MAX_PROPOSED_TOKENS.

@@ -38,7 +38,8 @@ FIRST_BUCKETS: Final = 1 << 13
 MAX_BUCKETS: Final = 1 << 17
 """The maximum number of hash buckets of a namespace's sample cache, which then takes 8 MB.
 
-A new table has FIRST_BUCKETS buckets, 0.5 MB. A full bucket drops the entry with the fewest confirmations.
+A new table has FIRST_BUCKETS buckets, 0.5 MB. A new token in a full bucket replaces an entry, preferably one without
+confirmations.
 """
 
 GROWTH: Final = 4

@@ -114,8 +114,8 @@ def draft_of(record: Any) -> Draft:
 class NamespaceGroup(NamedTuple):
     """The requests of one namespace, for which drafts are made from one snapshot of the namespace's retrieval cache.
 
-    ``rows`` are the addresses of their `DraftRow` records. For the requests ``with_own_tables``, the token-recycling
-    table and the sample cache are chosen one by one, because they share Gumbel noise or have no namespace.
+    ``rows`` are the addresses of their `DraftRow` records. The requests in ``with_own_tables`` share Gumbel noise or
+    have no namespace, so the token-recycling table and the sample cache are chosen for each of them separately.
     """
 
     snapshot: Snapshot | None

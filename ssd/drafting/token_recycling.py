@@ -34,13 +34,13 @@ A new entry replaces the one with the same hash. NUM_TOKEN_ENTRIES is the number
 """
 
 RECYCLED_SHARES: Final = 8
-"""The number of buckets for a token's share of the probability in its token-recycling entry, see `share_level`."""
+"""The number of buckets for a token's probability among the top-k tokens of its token-recycling entry."""
 
 TYPICAL_SHARE: Final = np.array([0.015, 0.045, 0.09, 0.18, 0.36, 0.62, 0.81, 0.95])
-"""For each bucket of `share_level`, the probability share that represents all shares in this bucket."""
+"""For each bucket of `share_level`, the probability that stands for all probabilities in this bucket."""
 
 LEAST_SHARE: Final = 1 / 256
-"""Token recycling stores a next token only if its probability is greater than this."""
+"""Token recycling stores a token only if its probability among the top-k tokens is greater than this."""
 
 NO_ENTRY: Final = -1
 Int8s = npt.NDArray[np.int8]
@@ -53,7 +53,7 @@ class RecyclingEntry(Record):
     Attributes:
         key: The token or the pair; 0 for an empty entry.
         tokens: The top-k tokens, most probable first, padded with -1.
-        shares: The bucket of each token's share of the probability, 0..RECYCLED_SHARES - 1.
+        shares: The bucket of each token's probability among the top-k tokens, 0..RECYCLED_SHARES - 1.
     """
 
     key: Int64
@@ -114,11 +114,11 @@ def entry_after_pair(table: RecyclingTable, before: int, token: int) -> int:
 
 @inlined
 def share_level(share: float) -> int:
-    """Return the bucket of a token's share of the probability, 0..RECYCLED_SHARES - 1; -1 if it is too small to store.
+    """Return the bucket of a token's probability among the top-k tokens, from 0 up; -1 if it is too small to store.
 
-    The bounds are LEAST_SHARE, 1/32, 1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Below one half, each bucket doubles the
-    probability of the token; above one half, each halves that of all other tokens. A share at a bound belongs to the
-    bucket below.
+    ``share`` is the token's probability divided by the sum over the top-k tokens. The bounds are LEAST_SHARE, 1/32,
+    1/16, 1/8, 1/4, 1/2, 3/4 and 7/8. Below one half, each bucket doubles the probability of the token; above one half,
+    each halves that of all other tokens. A share at a bound belongs to the bucket below.
     """
     if not share > LEAST_SHARE:
         return -1

@@ -70,7 +70,10 @@ class Pipeline:
             self._isolation.fail_batch(current.batch.sequences, error)
 
     def verify(self) -> ForwardPass | None:
-        """Wait for the current forward pass, accept its draft tokens, and return it; None if none runs or it failed."""
+        """Wait for the current forward pass, accept the draft tokens that it confirms, and return the pass.
+
+        Returns None if there is no current pass, or if it failed.
+        """
         completed, self.current, self.next = self.current, self.next, None
         if completed is not None:
             try:

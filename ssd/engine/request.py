@@ -88,7 +88,7 @@ def counts_by_source(drafted: Int64s, accepted: Int64s) -> list[tuple[str, int, 
 
 
 class RowCounts(Record):
-    """The counters of a request that compiled kernels update after every forward pass, at a fixed address."""
+    """The counters of a request. They are at a fixed address, because kernels update them after every forward pass."""
 
     num_output_tokens: Int64
     num_verify_steps: Int64

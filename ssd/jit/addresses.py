@@ -36,7 +36,7 @@ _BYTE: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Return the memory address of an array's data, for a kernel that accesses no other memory through it."""
+    """Return the memory address of an array's data, through which a kernel may access only the memory of this array."""
     register_memory(array)
     try:
         return ctypes.addressof(_BYTE(array))  # five times as fast as the line below, thirty times for records
@@ -62,7 +62,10 @@ def _share_code_of_constants(dispatcher: Any) -> None:
 
 
 def kernel(function: _F) -> _F:
-    """Compile a function with numba at its first call, store the machine code, and release the GIL while it runs."""
+    """Decorate a function so that numba compiles it at its first call and stores the machine code.
+
+    The compiled function runs without the GIL.
+    """
     return _compiled(function)
 
 

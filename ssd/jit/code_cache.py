@@ -228,7 +228,8 @@ def _baseline() -> str | None:
 class PrebuiltKernel:
     """The machine code of one numba function that the installed package contains, in files of numba's cache format.
 
-    An index file contains the version of numba and the hash of the sources. Its keys are signatures and processors.
+    The index file maps pairs of a signature and a processor to machine code. It is valid only for the version of numba
+    and the hash of the sources that it contains.
     """
 
     def __init__(self, function: Callable[..., Any], stamp: str) -> None:
@@ -262,8 +263,8 @@ class PrebuiltKernel:
 class KernelCache:
     """The stored machine code of one numba function, with the interface that numba's dispatcher expects.
 
-    Loading and saving never raise. It wraps numba's own cache of the function, but is also invalidated by changes of
-    other source files that the function depends on.
+    The class wraps numba's own cache of the function. In addition, stored code becomes invalid if other source files
+    that the function depends on change. Loading and saving never raise.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_inlined: bool) -> None:

@@ -41,7 +41,7 @@ def append_entries(
 
 
 def is_cluster(client: redis.Redis) -> bool:
-    """Return whether a client is connected to a Redis cluster, which may fail for some keys only."""
+    """Return whether a client is connected to a Redis cluster, where a command may fail for some of the keys only."""
     from redis.cluster import RedisCluster
 
     return isinstance(client, RedisCluster)

@@ -106,10 +106,10 @@ class CacheManager:
             self._thread.start()
 
     def get(self, name: str | None = None) -> NamespaceCache:
-        """Return the cache of a namespace (None for the default one), opened on first use. Safe from any thread.
+        """Return the cache of the namespace ``name``, which is opened on first use. Safe from any thread.
 
-        The first use reads files. If the directory cannot be used, the cache counts one failure and stays in memory.
-        Raises ConfigError for an invalid name.
+        ``name`` = None selects the default namespace. The first use reads files. If the directory cannot be used, the
+        cache counts one failure and keeps its text in memory only. Raises ConfigError for an invalid name.
         """
         while True:
             namespace, _lease = self._lease(self.namespace if name is None else name)  # lasts until it is open
@@ -151,7 +151,7 @@ class CacheManager:
         return lease
 
     def add_prebuilt_directory(self, path: Path) -> None:
-        """Search a directory made by ``ssd-cache build`` in every namespace. Its segments are loaded only once.
+        """Make the text of a directory made by ``ssd-cache build`` searchable in all namespaces, which share one copy.
 
         Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
         """
@@ -161,9 +161,9 @@ class CacheManager:
         self._attach_shared_to_all()
 
     def discard(self, name: str) -> None:
-        """Delete a namespace and its files, and all namespaces whose group (``policy.group``) it is.
+        """Delete the namespace ``name`` and its files, and all namespaces of the group ``name``.
 
-        Existing leases of these namespaces become empty. Waits for writes in progress.
+        Requests that lease one of these namespaces find it empty from now on. Waits for writes in progress.
 
         Raises:
             ConfigError: ``name`` is the default namespace.
@@ -372,10 +372,11 @@ class CacheManager:
         return namespace, lease
 
     def _pop_least_used(self, policy: NamespacePolicy) -> list[NamespaceCache]:
-        """Remove the least recently used namespaces beyond the limits of group and manager; return their open caches.
+        """Remove the least recently used namespaces if there are too many; return those of their caches that are open.
 
-        ``policy`` belongs to the namespace that was just requested. Leased namespaces are not removed. Namespaces that
-        are not durable are removed first, because closing durable namespaces costs more.
+        The limits are ``policy.max_in_group`` for the group of ``policy``, the policy of the namespace requested last,
+        and ``max_namespaces`` for the manager. Leased namespaces are not removed. Namespaces that are not durable are
+        removed first, because closing durable namespaces costs more.
         """
         entries = list(self._namespaces.values())
         group = [each for each in entries if policy.group is not None and each.policy.group == policy.group]

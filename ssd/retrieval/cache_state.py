@@ -53,8 +53,7 @@ class PendingCheckpoints:
     def set(self, source: SourcePosition, position: int, memtable_start: int) -> None:
         """Add a replication-log position at which a restart may continue once all text before ``position`` is in files.
 
-        ``position`` and ``memtable_start`` are positions in the ring buffer; text before ``memtable_start`` is in
-        files.
+        ``position`` and ``memtable_start``, where the memtable begins, are positions in the ring buffer.
         """
         if self._pending and self._pending[-1][0] == position:
             self._pending.pop()
@@ -64,7 +63,8 @@ class PendingCheckpoints:
     def durable_at(self, position: int) -> Checkpoint | None:
         """Return the newest checkpoint that is valid if all text before ring-buffer position ``position`` is in files.
 
-        If ``set`` has dropped the newest such log position, an older one is returned.
+        If ``position`` is before the memtable, because a segment could not be written, the result may be older than
+        necessary: ``set`` keeps only one of the log positions before the memtable.
         """
         self._skip_to(position)
         if self._pending and self._pending[0][0] <= position:
@@ -80,7 +80,7 @@ class PublishedState(Protocol):
     """An immutable copy of what a drafter has learned about a namespace, such as an acceptance model."""
 
     def to_bytes(self) -> bytes:
-        """Serialize what the drafter has learned, in the form of ``LearnedState.stored``. Thread-safe."""
+        """Serialize what the drafter has learned, for the file that a later process reads. Thread-safe."""
         ...
 
 
@@ -105,7 +105,7 @@ class LearnedState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """The counters of one namespace's cache since it was opened, and its present sizes. Tokens include separators."""
+    """The counters of one namespace's cache since it was opened, and its present sizes. Separators count as tokens."""
 
     num_tokens: int
     """The number of stored tokens that can be matched, at most the capacity; prebuilt and shared segments do not count.

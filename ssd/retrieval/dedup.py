@@ -114,8 +114,8 @@ class PromptDeduplicator:
 
     The hash of a block covers the blocks before it, so a known hash means that the whole beginning is stored. A
     collision of two 64-bit hashes only means that a few tokens are not stored. A block expires when its text is
-    evicted. Memory is therefore bounded by capacity / block size entries of 24 to 64 bytes, or 2.5 times that with
-    ``follows_others``.
+    evicted. The deduplicator therefore has at most one entry per block of the cache's capacity. An entry takes 24 to 64
+    bytes, or 2.5 times as much with ``follows_others``.
     """
 
     def __init__(self, block_tokens: int, lead_in_tokens: int, *, follows_others: bool = False) -> None:
@@ -143,10 +143,11 @@ class PromptDeduplicator:
     def new_pieces(self, tokens: Tokens, prompt_length: int, position: int) -> list[Tokens]:
         """Return the part of a sequence that is not stored yet, and remember the sequence's blocks as stored.
 
-        The result is a list of one view of ``tokens``, or an empty list if nothing is new. The completion, after
-        ``prompt_length`` tokens, is always returned, because the number of occurrences of a text ranks drafts. Its
-        blocks are remembered too, because the next turn of a conversation repeats them in its prompt. The caller stores
-        the part at the ring-buffer position ``position``, which never decreases.
+        The result is a list of one view of ``tokens``, or an empty list if nothing is new. The completion (the tokens
+        after the first ``prompt_length``) is always part of it, even if the same text is stored already, because drafts
+        are ranked by how often their text occurred. Its blocks are remembered too, because the next turn of a
+        conversation repeats them in its prompt. The caller stores the part at the ring-buffer position ``position``,
+        which never decreases.
         """
         skipped = 0  # leading tokens of the prompt, whole blocks, that are stored already
         if self._block_tokens:
@@ -161,10 +162,11 @@ class PromptDeduplicator:
     def note_replicated(self, piece: Tokens, position: int) -> None:
         """Remember the blocks of a text from another replica as stored at ring-buffer position ``position``.
 
-        A text that continues a stored block begins with its lead-in, the last tokens of that block. If ``piece`` begins
-        with the lead-in of a known block, it is assumed to continue this block, and otherwise to be a beginning. If
-        this is wrong, a prompt may be regarded as stored although only its parts are, each with its lead-in. Contexts
-        of the lead-in's length are found nevertheless.
+        Replicas send only new text. If it continues a stored block, it begins with a lead-in: the last tokens of that
+        block. So if ``piece`` begins with the lead-in of a known block, it is assumed to continue this block. Otherwise
+        it is assumed to be the beginning of a prompt. If the assumption is wrong, a prompt may be regarded as stored
+        although only parts of it are stored, in different texts. Lookups then still find contexts up to the length of
+        the lead-in.
         """
         if self._ends is None:
             return
@@ -189,11 +191,11 @@ class PromptDeduplicator:
 def block_hashes(
     tokens: Tokens, start: int, seed: int, block_tokens: int, lead_in_tokens: int
 ) -> tuple[Int64s, Int64s]:
-    """Return two hashes, int64[blocks] each, of every whole block of ``tokens`` from ``start`` on.
+    """Return two hashes of every whole block of ``tokens`` from ``start`` on, in two arrays int64[blocks].
 
-    The first hash identifies the whole text up to the block's end; ``seed`` is that hash of the text before ``start``.
-    The second hash identifies the last ``lead_in_tokens`` tokens up to the block's end, with which a stored
-    continuation of the block begins.
+    The first hash identifies the whole text up to the block's end; ``seed`` is this hash for the text before ``start``.
+    The second hash identifies the block's last ``lead_in_tokens`` tokens, with which a stored continuation of the block
+    begins.
     """
     found = np.empty((2, max(0, len(tokens) - start) // block_tokens), np.int64)
     _hash_blocks(tokens, start, seed, block_tokens, lead_in_tokens, found)
@@ -201,9 +203,9 @@ def block_hashes(
 
 
 def lead_in_hash(tokens: Tokens) -> int:
-    """Return the hash of the tokens just before a new text, by which the stored block that the text continues is found.
+    """Return the hash of a lead-in, the tokens before a new text, to find the stored block that ends with these tokens.
 
-    The result equals the second hash of ``block_hashes`` for a block that ends with these tokens.
+    The result equals the second hash of ``block_hashes`` for such a block.
     """
     return _hash(tokens, 0, len(tokens), 0)
 

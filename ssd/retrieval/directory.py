@@ -138,8 +138,8 @@ class SegmentDirectory:
     def load(self) -> tuple[list[Segment], list[CacheError | OSError]]:
         """Load the segments that the manifest names, and return them in order, with the errors of unreadable segments.
 
-        If a file may be intact but cannot be read now, or not by this version, closes the directory and raises OSError
-        or FormatVersion.
+        If a segment file may be intact but cannot be read at the moment or by this version, the directory is closed and
+        the error, OSError or FormatVersion, is raised.
         """
         segments, failures = load_segments(self.path, self.manifest, namespace=self._identity["namespace"])
         used = {segment.segment_id for segment in segments}
@@ -157,7 +157,7 @@ class SegmentDirectory:
     def write(self, segment: Segment) -> Segment:
         """Write a segment to a file, read it back, and return the segment that was read.
 
-        The file counts only after the next ``commit``. Raises CacheError or OSError; then no file was written.
+        The file belongs to the cache only after the next ``commit``. After CacheError or OSError, no file was written.
         """
         # The file's bytes are synced here. ``commit`` syncs all new names at once, because a file may be lost or torn
         # until a manifest names it.
@@ -178,7 +178,7 @@ class SegmentDirectory:
     ) -> None:
         """Replace the directory's manifest by one that lists ``segments``, and remove the files of other segments.
 
-        Segments without a file, because they could not be written, are skipped, and unusable files stay. A power
+        Segments that have no file, because writing it failed, are not listed. Files that cannot be used stay. A power
         failure at any time leaves a valid directory: the segments' bytes and file names reach the disk before the
         manifest, and other files are removed last.
 
@@ -224,8 +224,8 @@ class SegmentDirectory:
     def _recover(self) -> None:
         """Rebuild a lost manifest from the segments' headers and the replication position in the previous manifest.
 
-        Nothing is removed or written before the next ``commit``. If a merge was in progress, either its result or its
-        inputs are used, which are the same text.
+        Nothing is removed or written before the next ``commit``. If a merge was interrupted, there may be files of both
+        its inputs and its result, which contain the same text; the manifest then names only one of the two.
         """
         previous = self.manifest
         with contextlib.suppress(CacheError, OSError):
@@ -325,7 +325,7 @@ def is_cache_file(path: Path) -> bool:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove the files of a namespace from its directory, and the directory if it is empty then.
+    """Remove the files of a namespace from its directory, and then the directory if it is empty.
 
     Files are selected by name, because damaged files contain text as well. Raises CacheLocked if another process writes
     the directory, and OSError.
@@ -460,7 +460,8 @@ class DurableSegments:
     ) -> None:
         """Write a manifest that lists those of the ``segments`` that have files.
 
-        ``is_whole`` must be False while a merge waits for disk space, because the outage has not ended then.
+        An outage ends with this call if all ``segments`` have files and ``is_whole`` is True. Pass False while a failed
+        merge has to be retried.
         """
         files = tuple(filter(self.has, segments))
         if (files, checkpoint) != self._committed:

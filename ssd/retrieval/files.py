@@ -53,9 +53,10 @@ _RETAINED = "-kept-"
 
 
 def new_segment_id(start: int | None, *, retained: bool = False) -> str:
-    """Return a unique id for a segment; ``retained`` marks text that is not evicted, see ``is_retained``.
+    """Return a new id for a segment. ``retained`` marks old text that is kept because outputs repeated it.
 
-    The id is random, so that a merge that outlived its server cannot overwrite a file.
+    The id is random, so a merge that still runs after its server was replaced cannot overwrite a file of the new
+    server.
     """
     return f"{'static' if start is None else f'{start:012d}'}{_RETAINED if retained else '-'}{secrets.token_hex(8)}"
 

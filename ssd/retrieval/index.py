@@ -25,10 +25,9 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 
     The size class of a segment is the logarithm of its size to the base ``merge_fanout``. A segment with a larger,
     newer neighbour is in that neighbour's class, because small segments between large ones would otherwise never be
-    merged. If at least ``merge_fanout`` neighbours are in one class, some of them are merged: those whose merge sorts
-    the fewest tokens per token outside their largest segment. So each class has fewer than ``merge_fanout``
-    segments, except segments whose sum would exceed ``max_tokens``, and a token is sorted about log(capacity /
-    flush_tokens) times.
+    merged. If at least ``merge_fanout`` neighbours are in one class, those of them are merged whose merge is the
+    cheapest, see `_cheapest_that_fits`. So each class has fewer than ``merge_fanout`` segments, except segments whose
+    sum would exceed ``max_tokens``, and a token is sorted about log(capacity / flush_tokens) times.
 
     ``segments`` are in order, oldest first. Segments whose ids are in ``excluded`` are not merged.
     """
@@ -55,7 +54,8 @@ def plan_merge(segments: Segments, excluded: Collection[str], config: IndexConfi
 def _cheapest_that_fits(run: Segments, fanout: int, max_tokens: int) -> tuple[Segments | None, float]:
     """Return the cheapest merge of 2 to ``fanout`` neighbours with at most ``max_tokens`` tokens, and its cost.
 
-    The cost is the number of tokens to sort, per token outside the largest segment.
+    The cost is the total size of the merged segments, divided by the total size without the largest of them. It is high
+    if a merge sorts a large segment again only to add a few tokens.
     """
     best, best_cost = None, math.inf
     for first in range(len(run) - 1):
@@ -263,10 +263,10 @@ class SuffixIndex:
     # Retaining
 
     def eviction_pass(self) -> EvictionPass | None:
-        """Return the evicted segments, with the data needed to find their text that later outputs repeated, or None.
+        """Return the evicted segments, with the data needed to find their text that later outputs repeated.
 
-        Evicted segments are not searched any more; ``install_retained`` makes their reused text searchable again. See
-        ``reuse.reused_texts``.
+        Returns None if no segment was evicted. Evicted segments are not searched any more; ``install_retained`` makes
+        their reused text searchable again. See ``reuse.reused_texts``.
         """
         if not self._evicting:
             return None

@@ -230,9 +230,10 @@ class NamespaceCache:
             self._listeners = (*self._listeners, listener)
 
     def add_prebuilt_directory(self, path: Path) -> frozenset[str]:
-        """Search the segments of a directory made by ``ssd-cache build`` too; return their ids. They are never evicted.
+        """Make the text of a directory made by ``ssd-cache build`` searchable; return the ids of its segments.
 
-        Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch, StoreUnavailable.
+        This text is never evicted. Raises CacheError: SegmentCorrupt, FormatVersion, TokenizerMismatch,
+        StoreUnavailable.
         """
         segments = load_prebuilt_directory(path, fingerprint=self._fingerprint)
         with self._lock:

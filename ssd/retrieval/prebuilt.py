@@ -19,7 +19,7 @@ from ssd.retrieval.segment import SEPARATOR, Segment, Tokens
 from ssd.retrieval.suffix_array import build_segment
 
 DEFAULT_SEGMENT_TOKENS = 16 << 20
-"""The default number of tokens per prebuilt segment. Sorting it takes about 3 s, and 16 bytes of memory per token."""
+"""The default number of tokens per prebuilt segment. Sorting a segment takes about 3 s, and 16 bytes per token."""
 
 _LEAD_IN_TOKENS = 32
 
@@ -41,7 +41,7 @@ def load_prebuilt_directory(path: Path, *, fingerprint: str) -> list[Segment]:
 
 
 def _require_memory(path: Path, manifest: Manifest) -> None:
-    """Raise an error if a directory's segments exceed the free memory; otherwise the system would kill the process."""
+    """Raise StoreUnavailable if a directory's segments are larger than the free memory, before they are loaded."""
     wanted = 0
     for segment_id in manifest.segment_ids:
         with suppress(OSError):  # an error is raised when it is read
@@ -59,10 +59,10 @@ def _require_memory(path: Path, manifest: Manifest) -> None:
 
 
 class PrebuiltWriter:
-    """Writes sequences into a directory as prebuilt segments, in addition to segments that the directory has already.
+    """Writes sequences into a cache directory as prebuilt segments. Segments that the directory has already are kept.
 
-    It may be the directory of a server. As a context manager, the writer commits everything when it is left normally,
-    and nothing after an exception.
+    The directory may be that of a server, while the server is stopped. As a context manager, the writer commits
+    everything when the block ends normally, and nothing after an exception.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PrebuiltWriter:
         namespace: str = "default",
         segment_tokens: int = DEFAULT_SEGMENT_TOKENS,
     ) -> None:
-        """Open a cache directory for writing, with segments of ``segment_tokens`` tokens (>= 2).
+        """Open a cache directory, to add segments of at most ``segment_tokens`` (>= 2) tokens each.
 
         Raises CacheError, ConfigError, OSError.
         """

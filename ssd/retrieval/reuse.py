@@ -36,7 +36,7 @@ _EVERYWHERE: Final = np.array([[_FOREVER, 0, _FOREVER]])
 
 
 class OutputSpans:
-    """Where outputs (as opposed to prompts) lie in the ring buffer, oldest first. For one writing thread."""
+    """The ring-buffer positions of outputs (as opposed to prompts), oldest first. For one writing thread."""
 
     def __init__(self) -> None:
         self._spans = array("q")
@@ -55,7 +55,7 @@ class OutputSpans:
             self._first = 0
 
     def spans(self) -> Int64s:
-        """Return a copy of the positions, int64[n, 3]: begin, start and stop of each output."""
+        """Return for each output where its prompt begins, where the output begins, and where it ends: int64[n, 3]."""
         return np.array(self._spans[self._first :], np.int64).reshape(-1, 3)
 
 
@@ -64,6 +64,7 @@ class EvictionPass(NamedTuple):
 
     Attributes:
         evicted: Segments that are not searched any more, oldest first.
+        retained: Segments of text that was retained earlier; their text is not retained again.
         newer: The ring segments that are newer than ``evicted``.
         memtable: int32[n], the text at position ``memtable_start`` of the ring buffer, which is in no segment yet.
         outputs: The result of ``OutputSpans.spans``.
@@ -78,7 +79,12 @@ class EvictionPass(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """A sample of a text's token windows (WINDOW_TOKENS tokens each): each window's last position, and its hash."""
+    """The sampled windows (runs of WINDOW_TOKENS tokens) of a text.
+
+    Attributes:
+        ends: The position of the last token of each window, int64[n].
+        keys: The hash of each window, int64[n].
+    """
 
     ends: Int64s
     keys: Int64s
@@ -119,8 +125,9 @@ def _find(tokens: TokenIds, ends: Int64s, keys: Int64s) -> int:
 def _mark(ends: Int64s, keys: Int64s, outputs: Int64s, wanted: Int64s, places: Int64s, flags: Flags) -> None:
     """Mark the windows (runs of WINDOW_TOKENS tokens) of evicted text that a later output repeats.
 
-    Sets ``flags[i]`` for the window with the hash ``wanted[i]`` (sorted), first found at position ``places[i]``. Only
-    outputs whose prompt begins later count. ``ends`` and ``keys`` are the positions and hashes of the compared windows.
+    ``wanted`` are the sorted hashes of the evicted windows, and ``places`` the positions of their first occurrence.
+    ``ends`` and ``keys`` are the positions and hashes of the windows to compare with. Sets ``flags[i]`` if such a
+    window has the hash ``wanted[i]`` and lies in an output whose prompt begins after ``places[i]``.
     """
     output = 0
     for i in range(len(keys)):

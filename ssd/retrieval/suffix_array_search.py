@@ -116,13 +116,14 @@ class SegmentSearch(Record):
         low: During the search, the lower bound of the rank; afterwards the rank found.
         high: During the search, the upper bound of the rank.
         pattern: The address just after the packed context, of ``pattern_bytes`` bytes; ``word`` holds its last eight.
-        match_above: The number of context tokens that match at the rank found.
-        match_below: The number that match at the next lower rank, whose text position is ``position_below`` (or -1).
+        match_above: The number of context tokens that match the text at the rank found.
+        match_below: The number of context tokens that match the text at the next lower rank.
         length: The match length to which ``expand_ranges`` is to expand; 0 skips this search.
         probe: The address of the text that is compared next, ``offset`` bytes before it.
+        position_below: The text position at the next lower rank; -1 if there is none.
         active: Scratch, the indices of the searches that have not ended.
-        low_offset: The offset at which the text just below ``low`` differed.
-        high_offset: The offset at which the text at ``high`` differed.
+        low_offset: The number of bytes before the position at rank ``low`` - 1 that are known to match the context.
+        high_offset: The number of bytes before the position at rank ``high`` that are known to match the context.
     """
 
     low: Int64
@@ -157,7 +158,7 @@ class RangeExpander(Record):
         step: The distance to the next compared rank, doubled after each rank whose text matches.
         is_stepping: Whether the compared ranks still move outwards, before the binary search between the last two.
         probe: The rank to compare next, as its distance from the rank where the search ended.
-        target: The address of the text position at that rank in the suffix array, and then that of the text.
+        target: First the address of the suffix array's entry for the next rank, then the address of the text there.
         offset: The number of bytes at the end of the text that match and are not compared again.
         active: Scratch, the indices of the expanders that have not ended.
     """

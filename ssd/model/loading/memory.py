@@ -74,8 +74,8 @@ def fit_slots(
 def usable_bytes(device: torch.device, utilization: float | None = None) -> int:
     """Return the number of bytes that the KV cache may use.
 
-    If ``utilization`` is given, this is that share of all memory minus the memory in use; otherwise half of the free
-    memory. Raises ModelError if no memory is left within the share.
+    With ``utilization``, this is ``utilization`` * total memory - memory in use; otherwise it is half of the free
+    memory. Raises ModelError if ``utilization`` leaves no memory.
     """
     free = free_bytes(device)
     if utilization is None:
