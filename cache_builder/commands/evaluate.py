@@ -99,7 +99,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         default=100,
         metavar="N",
-        help="Number of requests to answer, from the start of the log; 0 measures only costs (default: %(default)s)",
+        help="Number of requests to answer, from the start of the log; with 0, only forward passes are timed "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--measure-tokens",

@@ -92,7 +92,9 @@ def push(directory: Path, url: str, namespace: str | None = None, *, max_tokens:
     if namespace is not None:
         check_namespace(namespace)
     if max_tokens < MAX_ENTRY_TOKENS:
-        raise ConfigError(f"max_tokens must be at least {MAX_ENTRY_TOKENS}, the size of one entry, got {max_tokens}")
+        raise ConfigError(
+            f"max_tokens must be at least {MAX_ENTRY_TOKENS}, the maximum size of an entry, got {max_tokens}"
+        )
     (cache,) = open_caches([directory])
     namespace = cache.namespace if namespace is None else namespace
     fingerprint, segments = cache.fingerprint, cache.segments

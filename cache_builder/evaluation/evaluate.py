@@ -298,9 +298,9 @@ def measure_log(options: argparse.Namespace, log: Log, plan: Plan, costs: StepCo
 
 
 def log_of_measurement(found: Mapping[str, Any], log: Log) -> Log | None:
-    """Return a log of the outputs that the measured model generated greedily, which is then replayed.
+    """Return the greedy outputs of the measured model as a log, for a replay.
 
-    The replay's speed-up can be compared with the measured one. Returns None if nothing was generated greedily.
+    The speed-up of this replay can be compared with the measured speed-up. Returns None if no output is greedy.
     """
     rows: Sequence[MeasuredRequest] = next(
         (each["requests"] for each in found["temperatures"] if not each["temperature"]), []

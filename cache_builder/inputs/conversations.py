@@ -59,7 +59,10 @@ def encode_answers(
 def encode_answer(
     messages: Sequence[Message], answer: Message, kwargs: dict[str, Any], codec: TextCodec
 ) -> Iterator[Example]:
-    """Tokenize an answer with its prompt as the server does. An empty answer yields nothing. Raises RequestError."""
+    """Yield the token ids of a prompt and its answer, tokenized together as the server does.
+
+    Yields nothing if the answer is empty. Raises RequestError if the chat template cannot render the prompt.
+    """
     encode = chat_encoder(codec, kwargs)
     if _has_output(answer):
         yield from _append_answer(encode(messages), messages, answer, encode, codec)

@@ -455,7 +455,10 @@ class Tenants:
         return {self._names.tenant(base, tenant.seed, other): other for other in near}
 
     def sweep(self) -> None:
-        """Delete caches that were deleted on a replica, and text that running requests have added to deleted caches."""
+        """Delete here the caches that another replica has deleted.
+
+        Also delete the text that requests still running have added to a cache since its deletion.
+        """
         counted = {
             self._names.counter(base, account.tenant.seed): (account.tenant, base)
             for account in self.accounts()

@@ -163,7 +163,10 @@ async def obfuscated_events(
 
 
 def _usage_so_far(generation: Generation, num_sent: int, *, last: bool) -> Usage:
-    """Return the token counts for a chunk of an obfuscated stream, without completion tokens that were not sent yet."""
+    """Return the token counts for a chunk of a stream with ``include_obfuscation``.
+
+    Completion tokens that were not sent yet are not counted, so that the counts do not reveal them.
+    """
     usage = generation.usage
     if last:
         return usage

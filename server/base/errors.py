@@ -121,7 +121,7 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_error_body(error: Exception) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's form. The only error code in it is `NO_THREADS`."""
+    """Return the JSON body of an error in Anthropic's form; it has no error code, except `NO_THREADS`."""
     found = _record_rejection(error)
     kind = _TYPES.get(found.status, "invalid_request_error" if found.status < 500 else "api_error")
     body: dict[str, Any] = {"type": kind, "message": str(found)}

@@ -76,10 +76,12 @@ class CorsOptions:
     allowed_headers: _Names = ("*",)
     """HTTP headers that pages of allowed origins may send."""
     allow_credentials: bool = False
-    """Let pages of allowed origins send cookies, which the server does not read. Not possible with origin *."""
+    """Let pages of allowed origins send cookies to a proxy in front of the server, which itself does not read cookies.
+    Not possible with origin *.
+    """
     allowed_hosts: _Names = ()
-    """Host names under which clients may address a server without API keys, as a JSON list or separated by commas;
-    *.example.com allows all subdomains, * allows all names (default: IP addresses, localhost and --host).
+    """Host names that requests to a server without API keys may have in the Host header, as a JSON list or separated by
+    commas; *.example.com allows all subdomains, * allows all names (default: IP addresses, localhost and --host).
     """
 
 

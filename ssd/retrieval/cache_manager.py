@@ -226,8 +226,8 @@ class CacheManager:
     def close(self) -> None:
         """Flush all text, write it to files, and stop the threads. This method may be called twice.
 
-        It waits for running sorts and for caches that are being closed, but not for a namespace that is still being
-        opened.
+        It waits for segments that are being sorted and for namespaces that are being closed, but not for a namespace
+        that is still being opened.
         """
         with self._lock:
             self._stopping = True
