@@ -138,7 +138,7 @@ def test_an_opened_model_holds_its_weights_once(
     assert held <= 1.1 * size
     assert type(model.get_output_embeddings()) is PackedLinear
     assert isinstance(model.get_input_embeddings(), PackedEmbedding if tied else nn.Embedding)
-    assert f"weights {held / 1e9:.2f}, KV cache" in caplog.text
+    assert f"{held / 1e9:.2f} GB of weights and a KV cache" in caplog.text
     assert not any(str(tmp_path) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 

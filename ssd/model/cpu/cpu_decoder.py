@@ -16,7 +16,7 @@ from torch import nn
 
 from ssd.jit.addresses import float32_array, inlined, int64_array, kernel, uint16_array
 from ssd.model.cpu.cpu_attention import cpu_attention
-from ssd.model.cpu.cpu_layers import Activation, FusedNorm, normalise, rotate_rows
+from ssd.model.cpu.cpu_layers import NO_NORM, Activation, FusedNorm, add_residual, normalise, rotate_rows
 from ssd.model.cpu.packed_linear import PackedMember
 from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parallel
 from ssd.model.cpu.simd import KINDS
@@ -179,6 +179,8 @@ class CpuLayer(FlatLayer):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, FusedNorm)
+        norms = (*self._norms, *(self._output_norms or ()), *self._head_norms)
+        self._dtypes = {norm.weight.dtype for norm in norms}
 
     def is_usable(self) -> bool:
         attention, network = self._attention._modules, self._network._modules
@@ -190,18 +192,19 @@ class CpuLayer(FlatLayer):
         )
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the attention kernel of the forward pass is `cpu_attention`."""
-        return rows.kernel is None and rows.kv_cache.kernel is None
+        """Return whether the pass has the norms' dtype and its attention kernel is `cpu_attention`."""
+        return rows.kernel is None and rows.kv_cache.kernel is None and self._dtypes == {hidden_states.dtype}
 
     def compute(self, hidden_states: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         attention, network = self._attention._modules, self._network._modules
         read = attention["q_proj"].group.product(self._norms[0](hidden_states))
         added: torch.Tensor = attention["o_proj"](self._attend(read, angles, stored, rows))
-        hidden_states = hidden_states + (added if self._output_norms is None else self._output_norms[0](added))
+        output_norms = self._output_norms or (None, None)
+        hidden_states, normed = add_residual(hidden_states, added, output_norms[0], self._norms[1])
         group = network["gate_proj"].group
-        gate, up = group.product(self._norms[1](hidden_states)).split_with_sizes(group.sizes, -1)
-        added = network["down_proj"](network["act_fn"](gate).mul_(up))
-        return hidden_states + (added if self._output_norms is None else self._output_norms[1](added))
+        gate, up = group.product(normed).split_with_sizes(group.sizes, -1)
+        added = network["down_proj"](network["act_fn"].gate(gate, up))
+        return add_residual(hidden_states, added, output_norms[1], None)[0]
 
     def _attend(self, read: torch.Tensor, angles: Pair, stored: Pair, rows: SlotRows) -> torch.Tensor:
         """Return the attention output, [B, T, query heads * dim]; ``read`` is the joint output of q_, k_ and v_proj."""
@@ -209,7 +212,7 @@ class CpuLayer(FlatLayer):
         batch, width, size = read.shape
         num_heads, kv_heads = size // self._dim - 2 * keys.shape[1], keys.shape[1]
         assert cos.shape == sin.shape == (batch, width, self._dim) and cos.is_contiguous() and sin.is_contiguous()
-        norms = [norm.row_rule for norm in self._head_norms] or [_NO_NORM] * 2
+        norms = [norm.row_rule for norm in self._head_norms] or [NO_NORM] * 2
         arrays = read.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows.slots.data_ptr(), rows.places.data_ptr()
         sizes = batch, width, num_heads, kv_heads, self._dim
         key_array = keys.data_ptr(), keys.stride(0), keys.stride(1), keys.stride(3)
@@ -224,7 +227,6 @@ class CpuLayer(FlatLayer):
         return cpu_attention(query, keys, values, rows, self.rules(rows)).view(batch, width, num_heads * self._dim)
 
 
-_NO_NORM: Final = (0, False, 0.0)
 _PLACE_WORK: Final = 8  # the cost of rotating or storing one number, in multiplications
 _NUMBERS: Final = 23  # the number of integer arguments of `_rotate_and_store`
 

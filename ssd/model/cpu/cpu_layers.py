@@ -19,7 +19,9 @@ from ssd.model.cpu.parallel import factors_of, next_task, numbers_of, run_parall
 from ssd.model.cpu.simd import KINDS
 from ssd.model.cpu.simd_functions import (
     FUNCTIONS,
+    add_numbers,
     apply_function,
+    multiply_numbers,
     rotate_pairs,
     scale_by_weights,
     sum_of_squares,
@@ -51,12 +53,19 @@ class Activation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
-        kind, row_bytes = KINDS[str(x.dtype)], rows.stride(0) * x.itemsize
-        numbers = self._number, kind, rows.data_ptr(), row_bytes, out.data_ptr(), rows.shape[1]
-        run_parallel(_apply, numbers, rows.shape[0], _WORK * x.numel())
+        return self._apply(rows if rows.stride(-1) == 1 else rows.contiguous(), 0).view(x.shape)
+
+    def gate(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Return the activation of ``x`` times ``factor``, two halves of the rows of one tensor, [..., n]."""
+        rows = x.view(-1, x.shape[-1])
+        assert x.stride() == factor.stride() and rows.stride(1) == 1
+        return self._apply(rows, factor.data_ptr()).view(x.shape)
+
+    def _apply(self, rows: torch.Tensor, factor: int) -> torch.Tensor:
+        out = torch.empty(rows.shape, dtype=rows.dtype)
+        kind, row_bytes = KINDS[str(rows.dtype)], rows.stride(0) * rows.itemsize
+        numbers = self._number, kind, rows.data_ptr(), row_bytes, factor, out.data_ptr(), rows.shape[1]
+        run_parallel(_apply, numbers, rows.shape[0], _WORK * rows.numel())
         return out
 
     __call__ = forward  # without torch's search for hooks
@@ -88,12 +97,15 @@ def _matching_activation(module: nn.Module, dtype: torch.dtype) -> Activation | 
 
 @kernel
 def _apply(call: int) -> None:  # pragma: no cover - compiled
-    numbers = numbers_of(call, 6)
-    number, kind, rows = numbers[0], numbers[1], numbers[2]
-    row_bytes, out, size = numbers[3], numbers[4], numbers[5]
+    numbers = numbers_of(call, 7)
+    number, kind, rows, row_bytes = numbers[0], numbers[1], numbers[2], numbers[3]
+    factor, out, size = numbers[4], numbers[5], numbers[6]
     row = next_task(call)
     while row >= 0:
-        apply_function(kind, number, rows + row * row_bytes, out + row * size * (2 if kind else 4), size)
+        target = out + row * size * (2 if kind else 4)
+        apply_function(kind, number, rows + row * row_bytes, target, size)
+        if factor:
+            multiply_numbers(kind, target, factor + row * row_bytes, target, size)
         row = next_task(call)
 
 
@@ -134,6 +146,28 @@ class FusedNorm(nn.Module):
         """Copy the values of another weight of the same size into the norm; pass it without the norm's offset."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
+
+
+NO_NORM: Final = (0, False, 0.0)
+"""The `FusedNorm.row_rule` that stands for no norm."""
+
+
+def add_residual(
+    residual: torch.Tensor, x: torch.Tensor, output_norm: FusedNorm | None, norm: FusedNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``residual + output_norm(x)`` and the ``norm`` of this sum, bit-identical to the separate operations.
+
+    The tensors are contiguous, [..., n]. Without ``output_norm``, ``x`` itself is added; without ``norm``, the second
+    result has no values.
+    """
+    size = x.shape[-1]
+    assert residual.is_contiguous() and x.is_contiguous() and residual.shape == x.shape and residual.dtype == x.dtype
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    first, second = (NO_NORM if each is None else each.row_rule for each in (output_norm, norm))
+    arrays = residual.data_ptr(), x.data_ptr(), total.data_ptr(), normed.data_ptr()
+    numbers = KINDS[str(x.dtype)], *arrays, size, *first[:2], *second[:2]
+    run_parallel(_add_residual, numbers, x.numel() // size, 10 * x.numel(), factors=(first[2], second[2]))
+    return total, normed
 
 
 # Returns norms for a weight and eps that differ in when they round, and in whether 1 is added to the weight.
@@ -190,6 +224,25 @@ def _normalise(call: int) -> None:  # pragma: no cover - compiled
     row = next_task(call)
     while row >= 0:
         normalise(kind, rounds_first, x + row * row_bytes, weight, out + row * row_bytes, 1, size, eps)
+        row = next_task(call)
+
+
+@kernel
+def _add_residual(call: int) -> None:  # pragma: no cover - compiled
+    numbers, factors = numbers_of(call, 10), factors_of(call, 10, 2)
+    kind, residual, x, total, normed = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
+    size, output_weight, output_rounds = numbers[5], numbers[6], numbers[7] != 0
+    weight, rounds_first = numbers[8], numbers[9] != 0
+    row = next_task(call)
+    while row >= 0:
+        offset = row * size * (2 if kind else 4)
+        added, target = x + offset, total + offset
+        if output_weight:
+            normalise(kind, output_rounds, added, output_weight, target, 1, size, factors[0])
+            added = target
+        add_numbers(kind, residual + offset, added, target, size)
+        if weight:
+            normalise(kind, rounds_first, target, weight, normed + offset, 1, size, factors[1])
         row = next_task(call)
 
 

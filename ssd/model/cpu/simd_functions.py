@@ -171,6 +171,19 @@ to_float32, from_float32 = _scaled(None, 0), _scaled(0, None)
 """Functions that convert ``count`` numbers from the dtype ``kind`` to float32, or back, and multiply by ``factor``."""
 
 
+def _combined(instruction: str) -> Any:
+    @for_kinds(*[types.int64] * 4)
+    def combine(builder: Any, kind: int, a: Any, b: Any, target: Any, count: Any) -> None:
+        operation = getattr(builder, instruction)
+        map_vectors(builder, count, [(a, kind), (b, kind)], [(target, kind)], lambda x, y: [operation(x, y)])
+
+    return combine
+
+
+add_numbers, multiply_numbers = _combined("fadd"), _combined("fmul")
+"""Functions that set ``target[i]`` to the sum or the product of ``a[i]`` and ``b[i]`` for ``count`` elements."""
+
+
 @for_kinds(types.boolean, *[types.int64] * 4, types.float32)
 def scale_by_weights(
     builder: Any, kind: int, rounds_first: Any, source: Any, weight: Any, target: Any, count: Any, factor: Any
