@@ -158,15 +158,18 @@ class Target(ABC):
         """Launch the next forward pass on the tokens that the last pass sampled, before the host has read these tokens.
 
         So the device need not wait for the host. The slots must be those of the last pass; one token is appended to
-        each. The caller must call `start_copy_to_host` on the last pass's output before, and `record_tokens` with the
-        tokens of that output afterwards. ``noise`` is as for `forward`.
+        each. Before this call, the caller must call `start_copy_to_host` on the last pass's output. When the copied
+        tokens have arrived, the caller must pass them to `record_tokens`. ``noise`` is as for `forward`.
         """
         raise NotImplementedError(
             f"the runner {self.backend!r} cannot launch a forward pass before the tokens of the last pass are read"
         )
 
     def record_tokens(self, slots: Int64s, starts: Int64s, tokens: TokenMatrix) -> None:
-        """Record the ids of tokens that `run_ahead` appended to slots, int64[B, 1], at the positions ``starts``."""
+        """Record which tokens, int64[B, 1], a `run_ahead` call has appended to ``slots`` at the positions ``starts``.
+
+        The host does not know these tokens yet when it calls `run_ahead`.
+        """
         _record_tokens(self._token_ids, slots, starts, tokens, np.ones(len(slots), np.int64))
 
     def accept_paths(self, slots: Integers, counts: Integers, paths: Sequence[npt.NDArray[np.int64]]) -> None:

@@ -83,7 +83,10 @@ class FlatLayer(ABC):
 
     @abstractmethod
     def is_usable(self) -> bool:
-        """Return whether SSD can compute the decoder layer's modules; a LoRA adapter may replace modules later."""
+        """Return whether SSD has code for all modules in the decoder layer.
+
+        This can change when a LoRA adapter replaces modules.
+        """
 
     def can_compute(self, hidden_states: torch.Tensor, rows: SlotRows) -> bool:
         """Return whether SSD can compute this forward pass of the layer; if not, transformers' code computes it."""

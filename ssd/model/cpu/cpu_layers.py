@@ -116,9 +116,9 @@ class FusedNorm(nn.Module):
     """A batch-invariant RMS norm on a CPU: ``weight * x / sqrt(mean(x ** 2) + eps)`` (Zhang and Sennrich 2019).
 
     The norm is computed in float32, for a weight [n] and inputs of the same dtype: float32, bfloat16 or float16.
-    ``offset`` is added to the weight: 1 in Gemma, whose checkpoints store the weight minus 1, and 0 in most models.
-    `row_rule` has three arguments of `normalise`: the address of the sum of weight and offset, ``rounds_first``, and
-    eps.
+    ``offset`` is added to the weight: 1 in Gemma, whose checkpoints store the weight minus 1, and 0 in most models. For
+    kernels that apply the norm themselves, `row_rule` contains three arguments of `normalise`: the address of the sum
+    of weight and offset, ``rounds_first``, and eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
@@ -143,7 +143,7 @@ class FusedNorm(nn.Module):
     __call__ = forward  # without torch's search for hooks, which takes as long as the loop
 
     def copy_weight(self, weight: torch.Tensor) -> None:
-        """Copy the values of another weight of the same size into the norm; pass it without the norm's offset."""
+        """Copy another weight of the same size into the norm; the other weight must not include the offset."""
         self.weight.copy_(weight)
         self._kept.copy_(weight.float() + self._offset)
 

@@ -121,9 +121,10 @@ def _divide(logits: Float32s, temperature: Float, scores: Float32s) -> Float:
 
 @inlined
 def _weigh(scores: Float32s, highest: Float, weights: Float32s) -> int:
-    """Write exp(score - highest) of each token to ``weights``, and return the sum of their integers for top-p.
+    """Write exp(score - highest) of each token to ``weights``, and return the weights' sum as integers (for top-p).
 
-    A weight below 2^-115 becomes 0, because Gumbel noise of 53 random bits is too small for its token to be sampled.
+    See `MASS_OF_ONE` for the integers. Weights below 2^-115 become 0: Gumbel noise of 53 random bits is never large
+    enough for such a token to be sampled.
     """
     mass = 0
     for token in range(len(scores)):

@@ -142,7 +142,7 @@ def pack_linears(model: nn.Module) -> Iterator[Replaced]:
 
 
 def _pack(linear: nn.Linear, places: ModulePlaces) -> Iterator[Replaced]:
-    """Replace all modules that share the weight of ``linear``; if one of them cannot be packed, none is replaced."""
+    """Replace a linear layer and embeddings tied to it by packed ones; if one cannot be packed, none is replaced."""
     packed = PackedLinear(linear.weight, linear.bias)
     again = cache(partial(_restore_linear, packed))
     replaced: list[tuple[nn.Module, str, nn.Module, Callable[[], nn.Module]]] = []
@@ -197,8 +197,8 @@ def packed_linears(model: nn.Module) -> list[PackedLinear]:
 def prepare_linears(model: nn.Module) -> None:
     """Generate oneDNN's machine code for matrix products of up to 64 rows, before requests need it.
 
-    Only layers of fewer than 4 million weights are prepared: with more weights, a product takes longer than generating
-    its code, which takes 0.7 ms.
+    Only layers of fewer than 4 million weights are prepared. Generating the code takes 0.7 ms, which is less than a
+    product with more weights takes.
     """
     layers = {layer.kind: layer for layer in packed_linears(model)}
     for num_rows in row_counts(_PREPARED_ROWS):

@@ -21,10 +21,14 @@ from numba.extending import intrinsic
 from ssd.jit.addresses import float64_array, inlined, int64_array
 
 Kernel = Callable[[int], None]
-"""A kernel that processes tasks until `next_task` returns none; its argument is the address of a call's numbers."""
+"""A compiled function that processes tasks of a `run_parallel` call until `next_task` returns -1.
+
+Its argument ``call`` is the address of the call's record: the number of started tasks, the number of all tasks, and the
+kernel's own arguments.
+"""
 
 _WORTH_THREADS: Final = 1 << 19
-"""The minimum number of multiply-adds of a call for which other threads are used; to start them takes 2 to 5 µs."""
+"""The number of multiply-adds from which `run_parallel` uses other threads, because starting them takes 2 to 5 µs."""
 _BYTE: Final[Callable[[Any], c_char]] = c_char.from_buffer
 _HEADER: Final = 2  # the number of tasks that have been started, and the number of all tasks
 
@@ -52,7 +56,7 @@ def run_parallel(
 
 @cache
 def _start() -> Any:
-    """Return the function of torch's OpenMP library that runs a C function on several threads; None without it."""
+    """Return torch's OpenMP function that runs a C function on several threads; None if it is missing."""
     try:
         start = CDLL(torch._C.__file__).GOMP_parallel  # also finds symbols of the libraries that it needs
     except (OSError, AttributeError):
@@ -79,18 +83,18 @@ def _count_up(_typing: Any, _address: Any) -> Any:
 
 @inlined
 def next_task(call: int) -> int:
-    """Return the index of a task of a call that no thread has started yet, or -1 if there is none."""
+    """Return the index of the next task of a `run_parallel` call, or -1 if all tasks have been started."""
     task = _count_up(call)
     return task if task < int64_array(call, _HEADER)[1] else -1
 
 
 @inlined
 def numbers_of(call: int, count: int) -> Any:
-    """Return the ``count`` integer arguments of a call as an array."""
+    """Return the ``count`` integer arguments of a kernel as an array; ``call`` is the argument of `Kernel`."""
     return int64_array(call + 8 * _HEADER, count)
 
 
 @inlined
 def factors_of(call: int, num_numbers: int, count: int) -> Any:
-    """Return the ``count`` floating-point arguments of a call, which follow its ``num_numbers`` integer arguments."""
+    """Return the ``count`` floating-point arguments of a kernel, which follow its ``num_numbers`` integer arguments."""
     return float64_array(call + 8 * (_HEADER + num_numbers), count)

@@ -30,10 +30,10 @@ _ROUNDED_RESULTS = 1 << 16
 
 
 class RowPlan(NamedTuple):
-    """The range of batch sizes, ``min_rows`` to ``max_rows``, for which a matrix product gives each row the same bits.
+    """The range of batch sizes, ``min_rows`` to ``max_rows``, in which a matrix product is batch-invariant.
 
-    Libraries add up products in different orders for different numbers of rows. Batches outside the range are padded or
-    split.
+    A row's result then has the same bits at all of these batch sizes. At others, libraries may sum in another order,
+    which changes the rounding. So smaller batches are padded to ``min_rows``, and larger ones are split.
     """
 
     min_rows: int = 1
@@ -57,8 +57,8 @@ def rounded_rows(num_rows: int) -> int:
     """Round a batch size up, so that oneDNN generates machine code for only a few batch sizes.
 
     Generating code takes longer than a pass of a small model, and oneDNN caches the code of the last thousand products.
-    Batch sizes up to 16 are not rounded. Above, each power of two has eight steps, so at most an eighth of the rows is
-    padding.
+    Batch sizes up to 16 are not rounded. Larger ones are rounded to one of eight sizes between two powers of two, so at
+    most an eighth of the rows is padding.
     """
     if num_rows <= EXACT_ROWS:
         return num_rows
@@ -73,11 +73,12 @@ def row_counts(max_rows: int) -> list[int]:
 
 @torch.inference_mode()
 def find_invariant_shapes(compute: Product, size: int, num_outputs: int, dtype: torch.dtype) -> RowPlan:
-    """Test for which batch sizes a matrix product gives each row the same bits, and return the `RowPlan`.
+    """Test at which batch sizes a matrix product is batch-invariant, and return them as a `RowPlan`.
 
-    ``compute`` multiplies rows by a weight [num_outputs, size]. The plan has the largest ``max_rows`` that passes the
-    test. In layers of at least 2 million weights, it has the ``min_rows`` that was measured as clearly fastest. The
-    test multiplies about 6,000 rows in total, and fewer if the layer has more than 64 million weights.
+    ``compute`` multiplies rows by a weight [num_outputs, size]. It is tested with random rows, about 6,000 in total,
+    and fewer if the layer has more than 64 million weights. The plan has the largest ``max_rows`` that passes the test.
+    In layers of at least 2 million weights, ``min_rows`` is raised if a product of more rows is clearly faster than one
+    of fewer rows. If no ``max_rows`` passes, the plan's ``is_exact`` is False.
     """
     numbers = _RESULTS if dtype == torch.float32 else _ROUNDED_RESULTS
     num_rows = -(-numbers // (num_outputs * _DIFFERENT_ROWS)) * _DIFFERENT_ROWS

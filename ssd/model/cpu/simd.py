@@ -38,7 +38,8 @@ TILE_ROWS: Final = 4 if _IS_WIDE else 2
 
 
 _ROWS_AHEAD: Final = 24
-"""The number of rows of b that `tile` prefetches: the processor does not recognise reads with a stride of pages."""
+"""The distance in rows at which `tile` prefetches b: the processor itself does not prefetch rows that are pages apart.
+"""
 _CACHE_LINE: Final = 64
 
 
@@ -256,10 +257,10 @@ def for_kinds(*arguments: Any, result: Any = types.none) -> Callable[[Callable[.
 def tile(rows: int, vectors: int) -> Any:
     """Return a numba function that adds a matrix product to a small block of a matrix, ``c += a @ b``.
 
-    The block, [rows, 16 * vectors], stays in registers. Each element is summed in the order of the inner index, so
-    blocks of all sizes give identical bits. The function takes (kind, a, a_row, b, b_row, c, c_row, n): the addresses
-    of a, float32[rows, n], of b, [n, 16 * vectors] of the dtype ``kind``, and of c, float32, each followed by the
-    number of bytes from one row to the next; and n.
+    The block c, float32[rows, 16 * vectors], stays in registers. Each element is summed in the order of the inner
+    index, so blocks of all sizes give identical bits. The function takes (kind, a, a_row, b, b_row, c, c_row, n).
+    ``a``, ``b`` and ``c`` are the addresses of a, float32[rows, n]; of b, [n, 16 * vectors] of the dtype ``kind``; and
+    of c. ``a_row``, ``b_row`` and ``c_row`` are the numbers of bytes from one row to the next.
     """
 
     @for_kinds(*[types.int64] * 7)

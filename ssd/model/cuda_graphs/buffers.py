@@ -129,8 +129,8 @@ class PassBuffers:
 
         Rows of padding use the first row's slot and write to its positions from ``scratch`` on, where no slot holds
         text, so they change nothing. Tokens of padding continue their row as a chain after its valid tokens. ``starts``
-        are the lengths of the slots. ``noise`` requires a sampler; without it the pass selects the most probable
-        tokens. ``shape`` must not be smaller than the pass.
+        are the lengths of the slots. ``noise`` may be given only if the buffers have a sampler; if it is None, the pass
+        selects the most probable tokens. ``shape`` must not be smaller than the pass.
         """
         num_rows, width = tokens.shape
         assert num_rows <= shape.rows and width <= shape.width and (trees is not None) == shape.is_tree

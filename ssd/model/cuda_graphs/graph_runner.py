@@ -46,8 +46,8 @@ class CudaGraphCapture:
     """Captures forward passes as CUDA graphs. The graphs share one memory pool, because they never run concurrently.
 
     All graphs of a process are captured on one CUDA stream, because libraries keep tens of megabytes for each stream.
-    If a pass cannot be captured, its error is raised: RuntimeError if it synchronises with the device (for example a
-    mixture of experts that reads the chosen experts), torch.AcceleratorError, torch.OutOfMemoryError.
+    If a pass cannot be captured, the error is raised to the caller: RuntimeError if the pass waits for the device (for
+    example because the host reads which experts were chosen), torch.AcceleratorError or torch.OutOfMemoryError.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,7 +81,7 @@ class CudaGraphCapture:
         return graph.replay
 
     def _end_aborted_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a graph capture that the CUDA driver aborted, because torch refuses other captures until then."""
+        """Make torch end a graph capture that the CUDA driver has aborted; until then, torch refuses other captures."""
         _ABORTED.append(graph)
         index = torch.cuda.current_device()
         with suppress(RuntimeError):  # torch has already ended the capture
@@ -90,7 +90,7 @@ class CudaGraphCapture:
             self._pool = torch.cuda.graph_pool_handle()
 
     def _capture_nothing(self) -> None:
-        """Capture an empty CUDA graph after an aborted one, which makes torch's random generator leave capture mode."""
+        """Capture an empty CUDA graph after an aborted one, so that torch's random generator leaves capture mode."""
         with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
             torch.zeros(1, device=self._device)
 
@@ -146,17 +146,17 @@ class ScoringTarget(Protocol):
 
 
 class CudaGraphRunner:
-    """Runs forward passes of a target model as CUDA graphs of a few shapes, to which the passes are padded.
+    """Runs forward passes of a target model as CUDA graphs. The inputs of a pass are padded to one of a few shapes.
 
     The number of rows, the width (tokens per row) and the number of keys are each rounded up to a power of two or to
     their maximum. With an attention ``kernel``, which reads only each row's own keys, the number of keys is always the
     maximum. A shape is captured when it is first needed, and its logits are compared with those of an eager pass. If a
-    capture fails, or its logits differ by a relative error above ``tolerance``, this is logged and all graphs are
+    capture fails, or its logits differ by a relative error above ``tolerance``, a warning is logged and all graphs are
     disabled: `run` then returns None and the caller runs an eager pass.
 
     Without a ``kernel``, torch's attention is used; without a ``sampler``, passes accept no noise. With ``keeps_top``,
-    passes also return the most probable tokens. The positions of the target's slots from ``max_length`` on must never
-    hold text, because padding is written there.
+    passes also return the most probable tokens. Padding is written to the positions of the target's slots from
+    ``max_length`` on, so these positions must never hold text.
 
     Attributes:
         moves: Copies positions in the KV cache by a CUDA graph, for the accepted paths of draft trees.
@@ -319,7 +319,7 @@ _MAX_MOVES = 256
 
 
 class CapturedMoves:
-    """Copies up to 256 positions within KV cache slots by one CUDA graph, which replaces `SlotKVCache.move`.
+    """Copies up to 256 positions within KV cache slots by one CUDA graph, which is faster than `SlotKVCache.move`.
 
     The graph is captured and tested on positions that hold no text, because repeated copies could corrupt text.
     ``scratch`` is the first of at least two positions at the end of every slot that never hold text.
@@ -332,9 +332,10 @@ class CapturedMoves:
         self._has_failed = scratch + 2 > kv_cache.max_length
 
     def run(self, moves: torch.Tensor) -> bool:
-        """Copy positions within KV cache slots by replaying the CUDA graph; ``moves`` is as in `move`, but on the host.
+        """Copy positions within KV cache slots by replaying the CUDA graph.
 
-        Returns False without copying if the graph cannot be used; the caller then uses `SlotKVCache.move`.
+        ``moves`` has the format of `SlotKVCache.move`, but is on the host. Returns False without copying if the graph
+        cannot be used; the caller then uses `SlotKVCache.move`.
         """
         if moves.shape[1] > _MAX_MOVES or not self.open():
             return False

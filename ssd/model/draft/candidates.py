@@ -28,11 +28,11 @@ def best_candidates(
     """Return the most probable next tokens of R requests, [R, M], and the probabilities that the target accepts them.
 
     The acceptance probabilities assume that the target predicts the same distribution as the draft network, whose
-    ``logits`` are [R, Vd]. For a greedy request, they are the tokens' probabilities. For a sampled request, they are
-    the probabilities that the target samples the tokens with its known Gumbel noise, and the tokens are in descending
-    order of score plus noise. Tokens that the request's rules exclude have probability 0. ``draft_to_target`` is the
-    target's id of each token of the draft vocabulary, int64[Vd]; None if the ids are the same. Then ids from
-    ``vocab_size`` on, which only pad the logits, are left out. M is at most 32.
+    ``logits`` are [R, Vd]. For a greedy request, a token's acceptance probability is its probability. For a sampled
+    request, it is the probability that the target samples the token with its Gumbel noise, which is known in advance;
+    the tokens are in descending order of score plus noise. Tokens that the request's rules exclude have probability 0.
+    M is at most 32. ``draft_to_target`` is the target's id of each token of the draft vocabulary, int64[Vd]. If it is
+    None, the ids are the same, and logits from ``vocab_size`` on are padding, which is left out.
     """
     if draft_to_target is None:
         logits = logits[:, :vocab_size]

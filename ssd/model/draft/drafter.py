@@ -241,7 +241,7 @@ def feature_spec(head: Head, device: torch.device, dtype: torch.dtype) -> Featur
 class DraftModelDrafter(NetworkDrafter):
     """Drafts tokens with a smaller causal language model that has the target's vocabulary.
 
-    ``model`` is used only by this drafter and has a slot for each of the target's slots. ``chunk_tokens`` is the
+    ``model`` must have a slot for each of the target's slots, and no other code may use it. ``chunk_tokens`` is the
     maximum number of context tokens that the model reads in one call. Raises ModelError for a recurrent model, which
     cannot roll back.
     """

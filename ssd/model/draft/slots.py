@@ -32,7 +32,7 @@ LogitsAndState = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True, eq=False)
 class TextSlot:
-    """The token ids that a draft model or draft head has read in one KV cache slot."""
+    """The token ids that a draft model or draft head has read into one KV cache slot."""
 
     slot: int
     text: npt.NDArray[np.int32]  # int32[max_length]: the request's context as last seen, then drafted tokens
@@ -47,9 +47,10 @@ class TextSlots(ABC):
     """The KV cache slots of a draft model or draft head, which reads the context of one request into each slot.
 
     If a slot is assigned to another request of the same namespace and LoRA adapter, it keeps the common prefix of both
-    contexts. For a request of another namespace the slot is emptied. Otherwise the time until the first draft would
-    reveal whether the prompts of two tenants begin with the same text. ``target`` is the draft model or, for a draft
-    head, the target model. ``chunk_tokens`` bounds how much one call reads, so a long context takes several calls.
+    contexts. Otherwise the slot is emptied: a prefix kept across namespaces would shorten the time until the first
+    draft, and so reveal whether the prompts of two tenants begin with the same text. ``target`` is the draft model or,
+    for a draft head, the target model. ``chunk_tokens`` limits how much one call of `read` reads, so a long context
+    takes several calls.
     """
 
     draft_to_target: torch.Tensor | None = None  # the target's id of each draft token, int64[Vd]
@@ -65,7 +66,7 @@ class TextSlots(ABC):
         return True
 
     def assign(self, request: DraftRequest) -> TextSlot | None:
-        """Return the request's KV cache slot, truncated to the prefix that it shares with the request's context.
+        """Return the KV cache slot of a request, after truncating it to its common prefix with the request's context.
 
         Returns None if the context contains a token id that the draft model does not have. O(new tokens), and once
         O(context) if another request used the slot before.
@@ -91,8 +92,8 @@ class TextSlots(ABC):
     def read(self, states: Sequence[TextSlot]) -> tuple[list[int], LogitsAndState | None]:
         """Read the new tokens of the requests' contexts into their slots; a long context takes several calls.
 
-        Returns the indices of the requests whose contexts have been read completely, and for these requests the logits
-        of the first draft token and the state that `append_drafted` continues from; None if there are no such requests.
+        Returns the indices of the requests whose contexts have been read completely. For these requests, also returns
+        the logits of the first draft token and the state for `append_drafted`; None if there are no such requests.
         """
         budget, ready = self._chunk_tokens, []
         for index, state in enumerate(states):
@@ -169,7 +170,7 @@ class TextSlots(ABC):
 
     @abstractmethod
     def _read(self, states: Sequence[TextSlot], counts: Sequence[int], *, skims: bool = False) -> LogitsAndState:
-        """Read the next ``counts[r]`` tokens of each request; with ``skims`` the caller ignores the logits."""
+        """Read the next ``counts[r]`` tokens of each request; with ``skims``, the logits may be left out."""
 
 
 class ModelSlots(TextSlots):
@@ -203,8 +204,9 @@ class HeadSlots(TextSlots):
     """The KV cache of a draft head, which has the same slots as the target's KV cache.
 
     At position i, the head reads the target's hidden states (features) of token i and the embedding of token i + 1, so
-    the last position of a context of n tokens is n - 2. At drafted positions it reads its own output instead. Once the
-    target has accepted and computed these tokens, their positions are read again with the target's features.
+    the last position of a context of n tokens is n - 2. While drafting, the head reads its own previous output in place
+    of hidden states. Once the target has accepted draft tokens and computed their hidden states, the head reads the
+    positions of these tokens again.
     """
 
     _lookahead = 1

@@ -285,10 +285,11 @@ def _mtp(
 ) -> Head:
     """Build a draft head from a module for multi-token prediction (MTP) in the target's checkpoint.
 
-    Some models have a module for each of the next tokens. Then the first module drafts all tokens. ``projects`` are
-    matches of the projection weights' names, with the layer number as a group, if any. ``parts`` are the prefixes of
-    the tensor names of the decoder layer, the norm of the embedding, the norm of the hidden state and, if the module
-    has one, the norm after the layer. With ``hidden_first``, the projection's input begins with the hidden state.
+    Some models have a module for each of the next tokens. Then the first module drafts all tokens. ``projects`` are the
+    regex matches of the names of the modules' projection weights; their group, if any, is the layer number. ``parts``
+    are prefixes of tensor names, with ``{}`` for the layer number: those of the decoder layer, the norm of the
+    embedding, the norm of the hidden state and, if the module has one, the norm after the layer. With ``hidden_first``,
+    the projection's input begins with the hidden state.
     """
     project = min(projects, key=lambda match: [int(group) for group in match.groups()])
     at, embedding, hidden, *last = (part.format(*project.groups()) for part in parts)

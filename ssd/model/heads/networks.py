@@ -21,8 +21,8 @@ from ssd.model.layers.hidden_states import FINAL
 class Head(nn.Module, ABC):
     """A draft head: a small network that drafts tokens from the target's hidden states.
 
-    It drafts the first token from hidden states that the target computed, and each further token from its own output
-    for the token before. ``config`` is the transformers configuration of its decoder layer.
+    The head drafts the first token from hidden states that the target computed, and each further token from its own
+    output for the previous token. ``config`` is the transformers configuration of the head's decoder layer.
     """
 
     # The hidden states that it reads: k is the output of the first k decoder layers, 0 the embeddings, `FINAL` the
@@ -116,9 +116,10 @@ class FusedHead(Head):
     target's. EAGLE (cnets1.py, vLLM's llama_eagle.py) has a Llama layer and no norms, and its output approximates the
     hidden state after the target's final norm. A module for multi-token prediction (MTP; SGLang's deepseek_nextn.py,
     vLLM's deepseek_mtp.py) has a layer of the target's architecture, and a norm before each half of the concatenation.
-    A norm after the layer, if there is one, also applies to the next features. The head is on the meta device.
+    If it also has a norm after the layer, the predicted hidden state is the output of this norm. The head's parameters
+    are on the meta device, until a checkpoint is assigned.
 
-    ``norm`` is copied for each norm; None for EAGLE. ``has_last_norm`` adds the norm after the layer. With
+    Each norm is a copy of ``norm``, which is None for EAGLE. ``has_last_norm`` adds the norm after the layer. With
     ``hidden_first`` the hidden state comes before the embedding. ``layer_type`` is the layer's type, if the target's
     layer types have different rotary embeddings.
     """
@@ -309,7 +310,7 @@ class DecoderLayer(NamedTuple):
 
 
 def mtp_layers(target: PreTrainedModel) -> Sequence[DecoderLayer]:
-    """Return copies without weights of the target's full-attention decoder layers, last one first.
+    """Return copies without weights of the target's decoder layers with full attention, the last layer first.
 
     A module for multi-token prediction (MTP) has the architecture of one of these layers. Raises ModelError if the
     target's structure is unknown or no layer has full attention.

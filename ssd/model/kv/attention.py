@@ -123,12 +123,12 @@ def chunk_size(module: torch.nn.Module) -> int | None:
 
 
 def temperature_ratio(module: Any, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the factor that corrects a layer's attention temperature, float32[B, 1, T, 1]; None for most layers.
+    """Return a factor for a Llama 4 layer's queries that corrects its attention temperature, float32[B, 1, T, 1].
 
-    A Llama 4 layer without rotary embeddings scales its queries by 1 + attn_scale * log(1 + floor((position + 1) /
-    floor_scale)), after Nakanishi 2025 (Scalable-Softmax). It counts positions from the length of transformers' KV
-    cache, which is not used here, so it has applied the scale of 0 ... T - 1 instead of that of ``positions``, int64[B,
-    T].
+    Such a layer, if it has no rotary embeddings, scales its queries by 1 + attn_scale * log(1 + floor((position + 1) /
+    floor_scale)), after Nakanishi 2025 (Scalable-Softmax). transformers' code takes the positions from its own KV
+    cache, which is empty here, so it has scaled the T new tokens as if they were at positions 0 to T - 1. The factor
+    replaces this scale by that of ``positions``, int64[B, T]. Returns None for other layers.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return None

@@ -174,7 +174,10 @@ class SlotRows:
         device: torch.device,
         trees: TreeShape | None = None,
     ) -> SlotRows:
-        """Return the `SlotRows` of a forward pass that appends ``num_tokens`` tokens to each slot, a chain or tree."""
+        """Return the `SlotRows` of a forward pass that appends ``num_tokens`` tokens to each slot.
+
+        The tokens of a slot are a chain or, if ``trees`` is given, a draft tree.
+        """
         starts = kv_cache.lengths[slots]
         first, last = int(starts.min()), int(starts.max())
         places = torch.from_numpy(starts[:, None] + np.arange(num_tokens)).to(device)

@@ -16,7 +16,10 @@ Parents = npt.NDArray[np.int32]
 
 
 def is_tree(parents: Parents, num_tokens: int) -> bool:
-    """Return whether ``parents`` describes a draft tree of ``num_tokens``; -1 is the root, others are lower indices."""
+    """Return whether ``parents`` describes a draft tree of ``num_tokens`` tokens.
+
+    ``parents`` must contain -1 (the root) or the index of an earlier token for each token.
+    """
     return parents.shape == (num_tokens,) and all(-1 <= parent < i for i, parent in enumerate(parents.tolist()))
 
 

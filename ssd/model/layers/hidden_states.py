@@ -25,7 +25,7 @@ _MAX_ERROR = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureSpec:
-    """The hidden states of a target model that a draft head reads, and the function that combines them into its input.
+    """Which hidden states of the target a draft head reads, and the function that combines them into the head's input.
 
     Layer number k stands for the output of the first k decoder layers, 0 for the embeddings, and `FINAL` for the hidden
     state after the final norm.

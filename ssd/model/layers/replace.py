@@ -48,7 +48,7 @@ MAX_LOOP_ELEMENTS = 1 << 16
 
 
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 5e-4, torch.bfloat16: 2e-3}
-"""The maximum relative error of a replaced layer's output, by dtype, if only one or two roundings differ."""
+"""The maximum relative error of a faster layer's output, by dtype. It allows for one or two differences in rounding."""
 
 
 MAX_CHANGE = 1e-3
@@ -60,7 +60,7 @@ Two ways to round to bfloat16 change the logits by up to 0.1. A wrong mask, posi
 
 
 class Replaced(NamedTuple):
-    """The record of a layer or ``forward`` method that was replaced by a faster one, from which it can be restored."""
+    """A layer or ``forward`` method that was replaced by a faster one, with the data for restoring the original."""
 
     parent: Any  # the module that contains it
     name: str
@@ -81,9 +81,10 @@ def replace_layers(
 ) -> bool:
     """Replace layers of a model or draft head by faster layers, and restore them if its output changes too much.
 
-    Each function in ``kinds`` replaces the layers of one kind in place. Then ``compute`` computes the output of the
-    model, which may differ from ``expected``, the output before, by a relative error below ``tolerance``. Returns
-    whether layers were replaced; a second call replaces nothing. O(weights).
+    Each function in ``kinds`` replaces the layers of one kind in place. Then ``compute`` computes the model's output.
+    All layers are restored if an error is raised, or if the output differs from ``expected``, the output before, by a
+    relative error of at least ``tolerance``. Returns whether faster layers are in use now; a second call replaces
+    nothing and returns False. O(weights).
     """
     replaced: list[Replaced] = []
     try:
@@ -135,9 +136,9 @@ def parents(model: nn.Module) -> list[nn.Module]:
 
 
 def agrees(found: torch.Tensor, wanted: torch.Tensor, max_error: float) -> bool:
-    """Return whether two tensors have the same shape and a relative error of at most ``max_error``.
+    """Return whether two tensors have the same shape, and ``found`` has a relative error of at most ``max_error``.
 
-    The relative error is the norm of the difference divided by the norm of ``wanted``.
+    The relative error is norm(found - wanted) / norm(wanted).
     """
     if found.shape != wanted.shape:
         return False

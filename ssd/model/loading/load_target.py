@@ -194,7 +194,7 @@ def load_model(
 
 
 def _reason(error: Exception, config: Any) -> str:
-    """Return in one line why a model could not be loaded; an unknown RoPE type is explained in a sentence."""
+    """Return one line that says why a model could not be loaded, and explain transformers' KeyError for a RoPE type."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = getattr(config.get_text_config(), "rope_parameters", None) if config is not None else None

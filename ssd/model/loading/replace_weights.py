@@ -87,7 +87,11 @@ def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _weight_groups(model: nn.Module) -> Iterator[WeightGroup]:
-    """Yield each weight of a model once, grouped with the weights of layers that were joined into one product."""
+    """Yield all weights of a model in groups, each with the function that replaces the weights of the group.
+
+    The weights of layers that were joined into one matrix product are one group. A weight that layers share appears
+    once.
+    """
     modules: dict[int, nn.Module] = {}
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -60,9 +60,9 @@ def tune_threads(target: Target) -> int:
     processes are busy too, one delayed thread delays all others at the end of every layer. So for a small model, the
     time with all cores, half of them and so on is measured, unless OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 
-    Torch sets the number for the calling thread only, so this must be the thread that runs the forward passes.
-    ``target`` is left empty. Call `verify_batch_invariance` afterwards, because the number of threads may change
-    rounding.
+    Torch sets the number for the calling thread only, so this must be the thread that runs the forward passes. Slot 0
+    of ``target`` must be free, and is free afterwards. Call `verify_batch_invariance` afterwards, because the number of
+    threads may change rounding.
     """
     default = torch.get_num_threads()
     if not is_small(target.model) or default == 1 or any(name in os.environ for name in _VARIABLES):

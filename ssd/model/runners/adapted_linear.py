@@ -30,7 +30,7 @@ class AdapterRows:
 
     @contextmanager
     def assign(self, names: Sequence[str | None], device: torch.device) -> Iterator[None]:
-        """Use LoRA adapter ``names[b]`` for row b of the forward passes in this context; None: no adapter. O(rows)."""
+        """Use LoRA adapter ``names[b]`` for row b of forward passes in this context; None means no adapter. O(rows)."""
         self.count = len(names)
         for name in sorted({name for name in names if name is not None}):
             own = [b for b, other in enumerate(names) if other == name]

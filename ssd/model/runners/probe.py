@@ -42,7 +42,7 @@ def score_batched(
 
     Each slot must contain the beginning of its text, and is empty afterwards. The numbers of tokens per row and pass
     are taken from ``widths`` in rotation. ``expected`` are the logits of each text's last positions. With
-    ``after_wrong``, each pass follows a pass over wrong tokens that is rolled back.
+    ``after_wrong``, a pass over wrong tokens is run and rolled back before each pass.
     """
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     number = 0

@@ -49,9 +49,9 @@ _SCORING_STARTS = (9, 4)
 def measure_error(target: Target, expected: Sequence[torch.Tensor]) -> float:
     """Return the largest relative error of a model runner's logits for two texts, compared with ``expected``.
 
-    The texts have different lengths and are in slots in reverse order. They are prefilled in chunks, and then scored in
-    passes of at most ``PROBE_WIDTH`` positions. If the runner can roll back, a pass over wrong tokens, which is rolled
-    back, precedes each pass. ``target`` is left empty.
+    The beginnings of the texts, of different lengths, are prefilled in chunks; the first text is in the last slot, the
+    second in slot 0. The rest is scored in passes of at most ``PROBE_WIDTH`` positions. If the runner can roll back, a
+    pass over wrong tokens is run and rolled back before each of these passes. All slots are free afterwards.
     """
     texts, slots = probe_texts(target.model), (PROBE_SLOTS - 1, 0)
     for slot, text, start in zip(slots, texts, _SCORING_STARTS, strict=True):
@@ -82,9 +82,10 @@ def _reuses_keys(layers: Sequence[Any], index: int) -> bool:
 
 
 def declared_layers(model: PreTrainedModel) -> list[Any]:
-    """Return the layers of the cache that transformers creates for the model; an empty list if it has another cache.
+    """Return the layers of the `DynamicCache` that transformers creates for the model; an empty list if this fails.
 
-    The layers' types show which layers have a sliding window or a recurrent state.
+    It fails for models with a cache of their own. The layers' types show which layers have a sliding window or a
+    recurrent state.
     """
     try:
         return list(DynamicCache(config=model.config).layers)

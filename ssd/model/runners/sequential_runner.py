@@ -140,9 +140,9 @@ _MAX_REPLAYED = 16
 class RecurrentRunner(SequentialRunner):
     """A model runner for recurrent models that computes one row after another and cannot roll back, so drafting is off.
 
-    Only into an empty slot are several tokens read in one forward pass; later tokens are read one at a time. Otherwise
-    some models (Mamba, Jamba) would start the pass with an empty state. Raises TypeError if the model's ``forward`` has
-    no argument for a state.
+    Several tokens are read in one forward pass only if the slot is empty; later tokens are read one at a time, because
+    some models (Mamba, Jamba) start a pass over several tokens with an empty state. Raises TypeError if the model's
+    ``forward`` has no argument for a state.
     """
 
     backend = "row by row, without speculation"
@@ -193,9 +193,9 @@ _NOTHING_READ = _Checkpoint(0, None)
 class CheckpointRunner(RecurrentRunner):
     """A model runner for recurrent models that rolls back by restoring a copy of the state from before the draft.
 
-    Each scored pass over several tokens, which may contain a draft, first copies the slot's state. A rollback restores
-    this copy, which has not read the accepted tokens. So the next pass also computes the accepted tokens; if there are
-    more than 16, they get a pass of their own. After a rollback to a length before the copy, the whole text is computed
+    A forward pass over several tokens that may contain a draft first copies the slot's state. A rollback restores this
+    copy, which has not read the accepted tokens. So the next pass also computes the accepted tokens; if there are more
+    than 16, they get a pass of their own. After a rollback to a length before the copy, the whole text is computed
     again.
     """
 

@@ -27,7 +27,7 @@ class SlotRunner(Target):
     """A model runner that computes all sequences in one batched forward pass over the slot KV cache.
 
     The model's attention function is replaced by SSD's. ``max_width`` is the maximum number of tokens per row in a pass
-    whose rows have different lengths. Each slot has so many extra positions, because padding is written to them. Call
+    whose rows have different lengths. Each slot has ``max_width`` extra positions, to which padding is written. Call
     ``recapture_graphs`` after a change of the model's layers.
     """
 
@@ -56,7 +56,7 @@ class SlotRunner(Target):
         self._tap: HiddenStateTap | None = None
 
     def allocate_features(self, tapped: FeatureSpec) -> None:
-        """Allocate memory for the hidden states that a draft head reads, which later forward passes then store.
+        """Allocate memory in which later forward passes store the hidden states that a draft head reads.
 
         Raises ModelError if the model has no such hidden states.
         """
@@ -68,8 +68,7 @@ class SlotRunner(Target):
     def enable_adapters(self, names: Iterable[str], rows: AdapterRows) -> None:
         """Allow slots to use the LoRA adapters ``names``.
 
-        Each forward pass stores the adapters of its rows in ``rows``, the object that the model's layers read them
-        from.
+        Each forward pass writes the adapters of its rows to ``rows``, an object that it shares with the model's layers.
         """
         self.adapter_names, self._adapter_rows = frozenset(names), rows
         self._flat = None if self._flat is None else FlatModel(self.model)  # the output layer may have been replaced

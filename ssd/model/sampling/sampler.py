@@ -66,8 +66,8 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 Sampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""A function that samples one token per row from logits, noise keys and temperatures: the token with the highest of
-`noisy_scores`, int64[N].
+"""A function that samples one token per row: the token with the highest of `noisy_scores`. The arguments are logits,
+noise keys and temperatures; the result is int64[N].
 """
 
 _MAX_ERROR = 1e-12  # the maximum relative error of float64 scores: the error of two logarithms

@@ -100,7 +100,7 @@ def logits_with_rules(logits: torch.Tensor, rows: Sequence[SamplingContext]) -> 
 
 
 def _at_node(row: SamplingContext, parents: Parents, node: int) -> SamplingContext:
-    """Return a copy of ``row`` whose context ends with the path to a draft tree's node, to apply rules there."""
+    """Return a copy of ``row`` whose context ends at a node of the draft tree, so that rules can be applied there."""
     assert row.grammar is None
     path = row.draft.token_ids[path_to(parents, node)]
     return row.with_text(np.concatenate([row.context, path]), row.prompt_length)
@@ -160,9 +160,9 @@ def _apply_top_k_top_p(scores: torch.Tensor, params: Sequence[SamplingParams], l
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:
-    """Return each token's probability as an integer for top-p; on a CPU the result is that of `masses_of`.
+    """Return integers proportional to the tokens' probabilities, which top-p adds up; on a CPU, those of `masses_of`.
 
-    With integers, sums do not depend on the order of summation.
+    The sum of integers does not depend on the order of summation.
     """
     if scores.device.type == "cpu":
         return torch.from_numpy(masses_of(scores.contiguous().numpy()))

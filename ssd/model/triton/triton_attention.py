@@ -191,7 +191,7 @@ class AttentionTiles(NamedTuple):
 
 
 def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, is_tree: bool) -> AttentionTiles:
-    """Return the tile sizes of the attention kernel for ``num_queries`` queries per key head, for Hopper GPUs."""
+    """Return the tile sizes of the attention kernel for ``num_queries`` queries per key head, tuned for Hopper GPUs."""
     block_dim, block_value = max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(value_dim))
     is_wide, is_exact = max(block_dim, block_value) > 128, dtype == torch.float32
     most_queries = 16 if is_exact else 32 if is_wide else 64
@@ -201,9 +201,10 @@ def tiles_of(dtype: torch.dtype, dim: int, value_dim: int, num_queries: int, *, 
 
 
 def num_splits(device: torch.device, num_programs: int, most_splits: int) -> int:
-    """Return the number of splits for each of ``num_programs`` tasks that keeps all processors of a GPU busy.
+    """Return the number of parts into which attention divides the keys, so that all processors of a GPU are busy.
 
-    The result is a power of two, at most ``most_splits`` rounded up to a power of two.
+    ``num_programs`` is the number of Triton programs for each part. The result is a power of two, at most
+    ``most_splits`` rounded up to a power of two.
     """
     wanted = triton.cdiv(_BLOCKS_PER_PROCESSOR * _num_processors(device), num_programs)
     splits = 1
@@ -369,7 +370,7 @@ def _combine_splits(  # type: ignore[no-untyped-def]
     BLOCK_VALUE: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """Combine the attention outputs of all splits of the keys by their weights into ``out``, [B, T, H, VALUE_DIM].
+    """Write the weighted mean of the attention outputs of all splits of the keys to ``out``, [B, T, H, VALUE_DIM].
 
     ``sinks`` [H] add to the softmax's denominator but have no value. ``splits`` is the number of splits in ``partial``;
     SPLITS, a power of two, may be greater, and the splits from ``splits`` on are empty. The grid is (B * H * T,).

@@ -41,7 +41,8 @@ def flatten_by_triton(model: nn.Module) -> Iterator[Replaced]:
 class DeviceLayer(FlatLayer):
     """A Llama-style decoder layer on a GPU that is computed by SSD's kernels, without transformers' code.
 
-    ``following`` is the norm that reads the layer's output; the last residual sum is computed in its kernel launch.
+    ``following`` is the norm that is applied next to the layer's output; one kernel launch computes it together with
+    the layer's last residual sum.
     """
 
     def __init__(self, layer: Any, following: nn.Module | None) -> None:

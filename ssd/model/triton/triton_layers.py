@@ -115,7 +115,8 @@ class TritonNorm(nn.Module):
     def added(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """Return the residual sum ``x + more``, and compute the norm of the sum in the same kernel launch.
 
-        If the next call of `forward` gets the returned tensor, it returns this norm without a launch.
+        If the returned tensor is the argument of the next call of `forward`, that call returns this norm without a
+        launch.
         """
         assert x.shape == more.shape
         total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))

@@ -161,7 +161,7 @@ _library_is_exact: dict[tuple[Any, ...], bool] = {}
 
 @torch.inference_mode()
 def _is_library_exact(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return whether cuBLASLt within `without_split_sums` gives the same bits as SSD's kernel for large batches."""
+    """Return whether cuBLASLt, within `without_split_sums`, gives large batches the same bits as SSD's kernel does."""
     kind = *weight.shape, weight.dtype, weight.device, bias is None
     if kind not in _library_is_exact:
         _library_is_exact[kind] = weight.dtype != torch.float32 and _agree(weight, bias)
@@ -262,9 +262,9 @@ def _product(  # type: ignore[no-untyped-def]
 ):
     """Compute one tile of a matrix product's result ``out``, [num_rows, NUM_OUTPUTS] and contiguous.
 
-    If IS_TRANSPOSED, the transposed product is computed, so that the tile's outputs fill the 64 rows that tensor cores
-    compute at a time. PREFETCH_BYTES is the number of bytes that each thread prefetches. The grid is
-    (tiles of rows, tiles of outputs).
+    Tensor cores compute 64 rows at a time. If IS_TRANSPOSED, the transposed product is computed, whose rows are the
+    tile's outputs. PREFETCH_BYTES is the number of bytes that each thread prefetches. The grid is (tiles of rows, tiles
+    of outputs).
     """
     if IS_EARLY and PREFETCH_BYTES > 0:
         thread = tl.arange(0, _THREADS)

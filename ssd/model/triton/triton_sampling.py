@@ -99,7 +99,7 @@ def _sample_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["splits"])
 def _choose_split(scores, tokens, out, splits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write for each row the token of the split with the largest score to ``out``, int64[N]. The grid is (N,)."""
+    """For each row, write the token of the split that has the largest score to ``out``, int64[N]. The grid is (N,)."""
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     best = tl.load(scores + row * splits + split, mask=split < splits, other=float("-inf"))
     chosen = tl.load(tokens + row * splits + split, mask=split < splits, other=_NO_TOKEN)
@@ -153,7 +153,7 @@ def _top_split(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["size"])
 def _choose_top(found, out, size, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the ids and logit bits of a row's most probable tokens, from those of all blocks, to ``out``.
+    """Choose a row's most probable tokens from those of all blocks, and write their ids and logit bits to ``out``.
 
     The grid is (N,).
     """
