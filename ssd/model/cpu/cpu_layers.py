@@ -53,15 +53,15 @@ class Activation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        return self._apply(rows if rows.stride(-1) == 1 else rows.contiguous(), 0).view(x.shape)
+        return self._compute(rows if rows.stride(-1) == 1 else rows.contiguous(), 0).view(x.shape)
 
     def gate(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Return the activation of ``x`` times ``factor``, two halves of the rows of one tensor, [..., n]."""
         rows = x.view(-1, x.shape[-1])
         assert x.stride() == factor.stride() and rows.stride(1) == 1
-        return self._apply(rows, factor.data_ptr()).view(x.shape)
+        return self._compute(rows, factor.data_ptr()).view(x.shape)
 
-    def _apply(self, rows: torch.Tensor, factor: int) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, factor: int) -> torch.Tensor:
         out = torch.empty(rows.shape, dtype=rows.dtype)
         kind, row_bytes = KINDS[str(rows.dtype)], rows.stride(0) * rows.itemsize
         numbers = self._number, kind, rows.data_ptr(), row_bytes, factor, out.data_ptr(), rows.shape[1]
