@@ -88,7 +88,7 @@ ROPE_MODULE = "transformers.modeling_rope_utils"
 
 @contextmanager
 def errors_only(module: str) -> Iterator[None]:
-    """Suppress the warnings of a transformers module in a ``with`` block, because `load_model` reports the problems."""
+    """Suppress a transformers module's warnings in a ``with`` block: this project reports their causes itself."""
     logger = logging.getLogger(module)
     before = logger.level
     logger.setLevel(logging.ERROR)

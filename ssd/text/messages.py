@@ -173,7 +173,7 @@ def _as_users(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merge_pairs(messages: Sequence[Message], pairs: Collection[tuple[str, str]]) -> list[Message]:
-    """Join two consecutive messages if their roles are one of ``pairs``, with the role of the first message.
+    """Join consecutive messages if ``pairs`` contains the pair of their roles. The result has the first message's role.
 
     Nothing is joined to a message with tool calls.
     """
